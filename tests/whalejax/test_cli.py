@@ -354,6 +354,8 @@ def test_a_plan_is_made_shown_explained_and_run(here: Path, capsys: Captured) ->
 
     assert main.main(["show", "plan.json"]) == 0
     assert capsys.readouterr().out.strip() in table
+    assert main.main(["show", "plan.json", "--tokens", "1e9"]) == 0
+    assert "run     1B samples in " in capsys.readouterr().out.splitlines()[-1]
     assert main.main(["show", "plan.json", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(
         Path("plan.json").read_text()

@@ -55,6 +55,7 @@ def test_search_ranks_clusters_and_prices_them(here: Path, capsys: Captured) -> 
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["cluster", "devices"] and "price a step" in head
     rows = [row for row in rows if not row.startswith(" ")]
+    assert rows.pop().startswith("prices  no price of v5p is listed: --price v5p=…")
     assert sorted(row.split()[1] for row in rows) == ["h100:8", "v5p:2x2x1"]
     for row in rows:
         assert row.rstrip().endswith("–") == ("v5p" in row)

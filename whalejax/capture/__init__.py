@@ -1,7 +1,7 @@
-"""From a user's loss to plain data: tracing, walking, regions.
+"""Turns a user's loss into plain data: tracing, walking, regions.
 
-The one place where a jaxpr is read. What leaves it is ``planner.model.graph.Graph``,
-which holds no JAX type, and the jaxpr itself for lowering.
+This is the one place that reads a jaxpr. It gives ``planner.model.graph.Graph``, which
+holds no JAX type, and passes the jaxpr itself to lowering.
 """
 
 from whalejax.capture.trace import Captured as Captured

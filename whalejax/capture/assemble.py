@@ -1,7 +1,7 @@
-"""From a walked program to the planner's graph: names, gradients, regions, hash.
+"""Makes the planner's graph of a walked program: names, gradients, regions, hash.
 
-It is apart from tracing because it needs no JAX of its own: what it reads and writes is
-plain data.
+It is a module of its own because it needs no JAX: its inputs and results are plain
+data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from whalejax.user_code.annotations import scope_name
 
 
 def loss_id(results: Sequence[Value]) -> int:
-    """The tensor of the loss's total.
+    """Returns the tensor of the loss's total.
 
     Raises:
         WhaleError: The loss is a constant.
@@ -62,13 +62,13 @@ def name_inputs(
     leaves: Sequence[TracedLeaf],
     still: Sequence[bool],
 ) -> None:
-    """Writes kinds, paths and metadata onto the tensors that are the inputs.
+    """Sets kinds, paths and metadata of the tensors that are inputs.
 
     Args:
         walk: The walked program.
         adapter: The model.
         leaves: The batch.
-        still: For each leaf that is not trained, whether a step leaves it as it is.
+        still: For each non-trained leaf, whether a step leaves it unchanged.
     """
     kinds: tuple[tuple[TensorKind, Sequence[str]], ...] = (
         ("param", adapter.param_paths),
@@ -97,11 +97,11 @@ def name_inputs(
 def _frozen_weights(
     walk: FlatProgram, adapter: Adapter, still: Sequence[bool]
 ) -> list[int]:
-    """Numbers of the leaves of the rest that are weights, and are not trained.
+    """Returns the indices of the non-trained leaves that are weights.
 
-    Those are the model's own parameters, and whatever else products multiply values
-    with, as they do with quantised kernels that a module keeps in variables of another
-    kind. A step must leave them as they are.
+    Those are the model's own parameters, and other leaves that products multiply values
+    with, such as quantised kernels that a module keeps in variables of another kind. A
+    step must not change them.
     """
     first = len(adapter.param_paths)
     rest = walk.tensors[first : first + len(still)]
@@ -119,8 +119,8 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
     Args:
         walk: The walked program.
         given: The inputs.
-        small: Inputs that no step changes and that are too small to be asked about:
-            scales and zero points. What is made of them and of constants alone is
+        small: Inputs that no step changes and that are too small to be candidates:
+            scales and zero points. A value computed from them and constants alone is
             neither a weight nor a value of the batch.
     """
     if not given:
@@ -141,7 +141,7 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
             weight.update(op.results)
             source |= dict.fromkeys(op.results, frozenset[int]().union(*own))
         elif op.kind in LOOKUPS:
-            # Tables of positions are no weights, those of quantised embeddings are.
+            # Tables of positions are not weights; those of quantised embeddings are.
             table = walk.tensors[op.operands[0]]
             quantised = table.itemsize_bytes == 1 and table.dtype != "bool"
             result |= own[0] if quantised else set[int]()
@@ -153,9 +153,9 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
 
 
 def _reads_values(op: OpDraft, weight: set[int]) -> bool:
-    """Whether what stands beside a weight in an operation is used as values are.
+    """Returns whether an operation uses the operands beside a weight as values.
 
-    It is in products, and where a table is read by numbers that are not weights.
+    Products do, and so do lookups in a table at indices that are not weights.
     """
     return op.behaviour.matmul is not None or (
         op.kind in LOOKUPS and op.operands[0] in weight
@@ -171,16 +171,17 @@ def graph_of(
     entered: Sequence[Mark],
     others: Sequence[Value] = (),
 ) -> Graph:
-    """The graph of a walked program whose inputs have been named.
+    """Returns the graph of a flat program whose inputs have been named.
 
-    It lacks what loops keep, which takes a derivative of each: see ``with_stacked``.
+    It lacks the residuals of loops, which take a derivative of each; see
+    ``with_stacked``.
 
     Args:
         walk: The program.
         loss: Id of the loss's total.
         leaves: The batch.
-        num_micro_batches: Into how many parts the batch was cut.
-        weighted: The user gave the loss's weight.
+        num_micro_batches: Number of parts into which the batch was cut.
+        weighted: Whether the user gave the loss's weight.
         entered: Marks that were entered while tracing.
         others: Other results of the program.
 
@@ -216,11 +217,11 @@ def graph_of(
 
 
 def with_stacked(graph: Graph, walk: FlatProgram) -> Graph:
-    """A graph with what loops keep for the backward pass.
+    """Returns a graph with the residuals of loops.
 
     Args:
         graph: From ``graph_of``.
-        walk: The program that it is of.
+        walk: The program of the graph.
     """
     flows = [tensor.differentiable for tensor in graph.tensors]
     return replace(graph, stacked=walk.scan_residuals(flows)) if walk.kept else graph
@@ -287,8 +288,8 @@ def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
         if t.kind in ("param", "state")
     ]
     batch = [(leaf.path, leaf.shape, str(leaf.dtype), leaf.axis) for leaf in leaves]
-    # How many products of what kind: few enough to survive another version of JAX and
-    # another number of micro-batches, enough to tell two losses on one model apart.
+    # Counts of products by kind: few enough to stay the same in another version of JAX
+    # and with other micro-batches, enough to distinguish two losses on one model.
     kinds = Counter(op.kind for op in graph.ops if op.matmul is not None)
     marks = {mark for region in graph.task_graphs for mark in region.marks}
     marked = sorted(map(scope_name, marks))

@@ -1,6 +1,6 @@
-"""The batch as it is traced: cut into micro-batches, and checked.
+"""The batch as it is traced: cut into micro-batches and checked.
 
-All leaves must agree on the number of samples; every disagreement is reported at once.
+All leaves must agree on the number of samples; all that do not are reported at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TracedLeaf:
     axis: int | None
 
     def sized(self, samples: int) -> tuple[int, ...]:
-        """The shape of a micro-batch with so many samples."""
+        """Returns the shape of a micro-batch with ``samples`` samples."""
         if self.axis is None:
             return self.micro_shape
         front, behind = self.micro_shape[: self.axis], self.micro_shape[self.axis + 1 :]
@@ -42,7 +42,7 @@ class TracedLeaf:
         return _compat.abstract(self.micro_shape, self.dtype)
 
     def with_more_samples(self, times: int) -> TracedLeaf:
-        """The same with so many times the samples in a micro-batch."""
+        """Returns the leaf with ``times`` times the samples in a micro-batch."""
         shape = list(self.micro_shape)
         if self.axis is not None:
             shape[self.axis] *= times
@@ -50,7 +50,7 @@ class TracedLeaf:
 
 
 def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a leaf as JAX takes it in: 64 bits only where enabled."""
+    """Returns a leaf's shape and dtype as JAX reads it: 64 bits only where enabled."""
     aval = jax.typeof(leaf) if not hasattr(leaf, "dtype") else leaf
     return _compat.abstract(
         tuple(aval.shape), jax.dtypes.canonicalize_dtype(aval.dtype, True)
@@ -60,7 +60,10 @@ def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
 def batch_leaves(
     batch: Any, batch_axes: Any, num_micro_batches: int
 ) -> tuple[list[TracedLeaf], Any]:
-    """The batch's leaves at micro-batch shape, checked; all problems at once."""
+    """Returns the checked leaves at micro-batch shape, and the tree.
+
+    All problems are reported at once.
+    """
     if not is_whole(num_micro_batches, 1):
         raise WhaleError(
             f"num_micro_batches={short_repr(num_micro_batches)}: expected a positive "
@@ -106,32 +109,33 @@ def batch_leaves(
 
 
 def check_batch(batch: Any, batch_axes: Any) -> None:
-    """Refuses a batch that no loss could be traced with.
+    """Raises if no loss could be traced with a batch.
 
     Args:
         batch: Arrays or shapes.
         batch_axes: The batch dimension of its leaves.
 
     Raises:
-        WhaleError: Every leaf that is no array, or has other samples than the rest.
+        WhaleError: A leaf is not an array, or has another number of samples than the
+            others; lists all.
     """
     batch_leaves(batch, batch_axes, 1)
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether it has a shape and a type, or is a number that JAX gives them."""
+    """Returns whether JAX can give the leaf a shape and a dtype."""
     if isinstance(leaf, int):
         return is_whole(int(leaf))
     return isinstance(leaf, float | complex | np.generic) or is_array(leaf)
 
 
 def resize_batch(batch: Any, batch_axes: Any, size: int) -> Any:
-    """The shapes of a batch with another number of samples.
+    """Returns the shapes of a batch with another number of samples.
 
     Args:
         batch: Arrays or shapes.
         batch_axes: The batch dimension of its leaves.
-        size: Samples.
+        size: Number of samples.
     """
     leaves, tree = jax.tree.flatten(batch)
     result = []
@@ -145,10 +149,10 @@ def resize_batch(batch: Any, batch_axes: Any, size: int) -> Any:
 
 
 def sequence_length(batch: Any, batch_axes: Any) -> int | None:
-    """Length of what a batch's samples are sequences of; None where they are none.
+    """Returns the length of a batch's sequences; None if its samples are not sequences.
 
-    It is the dimension behind the samples, of whole numbers such as tokens, where all
-    such leaves agree within one element, by which targets may be shifted.
+    It is the dimension after the samples in leaves of integers, such as tokens. The
+    lengths of these leaves may differ by one element, since targets may be shifted.
 
     Args:
         batch: Arrays or shapes.
@@ -159,15 +163,15 @@ def sequence_length(batch: Any, batch_axes: Any) -> int | None:
 
 
 def with_length(batch: Any, batch_axes: Any, size: int) -> Any:
-    """The shapes of a batch with sequences of another length.
+    """Returns the shapes of a batch with sequences of another length.
 
     Args:
         batch: Arrays or shapes.
         batch_axes: The batch dimension of its leaves.
-        size: Length in place of ``sequence_length``.
+        size: Length that replaces ``sequence_length``.
 
     Raises:
-        WhaleError: The samples are no sequences, or of several lengths.
+        WhaleError: The samples are not sequences, or have several lengths.
     """
     now = sequence_length(batch, batch_axes)
     if now is None:
@@ -188,7 +192,7 @@ def with_length(batch: Any, batch_axes: Any, size: int) -> Any:
 
 
 def _sequences(batch: Any, batch_axes: Any) -> list[tuple[Any, int]]:
-    """Leaves of whole numbers with a dimension behind the samples."""
+    """Returns leaves of integers with one dimension after the samples, and its axis."""
     leaves, tree = jax.tree.flatten(batch)
     axes = _axes_of(batch_axes, batch, tree)
     return [
@@ -211,7 +215,7 @@ def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
     batch_axes = plain(batch_axes)
     if batch_axes is None or isinstance(batch_axes, int):
         return [batch_axes] * tree.num_leaves
-    # A gap in the batch (None) may stand in the axes as well, with anything for it.
+    # Where the batch has a gap (None), the axes may have one too, or any value.
     given, result = _with_gaps(batch_axes), _with_gaps(batch)
     if [path for path, _ in given] == [path for path, _ in result]:
         return [

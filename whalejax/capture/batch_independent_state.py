@@ -1,9 +1,9 @@
-"""State that a step changes and no sample decides, such as a count of steps.
+"""State that changes once a step and does not depend on samples, such as a step count.
 
 A loss is traced for one micro-batch, and a module that counts its calls would count
-micro-batches. So such state is left alone while micro-batches run, all of which find it
-as the step began, and is brought forward once at the step's end: then it is the same
-for every number of micro-batches, and on every plan.
+micro-batches. So micro-batches leave such state alone: each reads it as it was at the
+beginning of the step, and it advances once at the step's end. Then it is the same for
+every number of micro-batches, and with every plan.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from whalejax.adapters.leaves import is_key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchIndependentState:
-    """State that changes once a step, and how.
+    """State that changes once a step, and the function that advances it.
 
     Attributes:
-        leaves: Its numbers among what is not trained.
-        advance: From all inputs of the loss, of which it reads parameters and this
-            state alone, to the new values.
+        leaves: Its indices among the non-trained leaves.
+        advance: Function from all inputs of the loss to the new values; it reads only
+            parameters and this state.
         avals: Abstract values of these inputs.
-        reads: For each, the numbers of the inputs that it is made of, itself left out.
+        reads: For each leaf, indices of the inputs that it depends on, except itself.
     """
 
     leaves: tuple[int, ...] = ()
@@ -38,13 +38,13 @@ class BatchIndependentState:
     reads: tuple[tuple[int, ...], ...] = ()
 
     def homes(self, params: Sequence[int]) -> dict[int, int]:
-        """Returns the owner of each array of this state: that of its first parameter.
+        """Returns the owner of each leaf of this state: that of its first parameter.
 
         Args:
             params: Owner of each parameter.
 
         Returns:
-            By the number of the leaf; left out where it is made of no parameter.
+            Owners by index of the leaf, without leaves that depend on no parameter.
         """
         homes = {}
         for number, reads in zip(self.leaves, self.reads, strict=True):
@@ -57,7 +57,7 @@ class BatchIndependentState:
         """Returns the non-trainable state at the end of a step.
 
         Args:
-            params: Flat parameters, as the step began.
+            params: Flat parameters at the beginning of the step.
             before, rest: Non-trainable state at the beginning of the step and after its
                 micro-batches.
         """
@@ -76,18 +76,18 @@ class BatchIndependentState:
 def held_back(
     jaxpr: Any, rest: Any, first: int, size: int, resized: Callable[[], Any]
 ) -> tuple[Any, BatchIndependentState, tuple[int, ...]]:
-    """A traced loss that leaves alone what changes once a step.
+    """Returns a traced loss that leaves alone the state that changes once a step.
 
     Args:
         jaxpr: The traced loss; the last of its outputs are the new leaves.
         rest: Non-trainable state.
-        first: Number of the input that is its first leaf.
-        size: Samples of the micro-batch that was traced.
+        first: Index of the input that is its first leaf.
+        size: Number of samples of the traced micro-batch.
         resized: Traces the loss with twice as many samples.
 
     Returns:
-        The loss, what it leaves alone, and the numbers of the other leaves that change:
-        with every micro-batch.
+        The loss, the state that it leaves alone, and the indices of the other leaves
+        that change: with every micro-batch.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
     leaves = jax.tree.leaves(rest)
@@ -119,22 +119,22 @@ def held_back(
 
 
 def left_alone(jaxpr: Any, steady: Sequence[int], first: int, count: int) -> Any:
-    """A traced loss that gives some of the state as it is given.
+    """Returns a traced loss that passes some of the state on unchanged.
 
     Args:
         jaxpr: The traced loss; the last of its outputs are the new leaves.
-        steady: The numbers of these leaves.
-        first: Number of the input that is its first leaf.
+        steady: Indices of these leaves.
+        first: Index of the input that is its first leaf.
         count: Number of leaves.
     """
     start = len(_compat.open_jaxpr(jaxpr)[0].outvars) - count
     same = {start + i: first + i for i in steady}
-    # What only the new values were made of would be read where they are not.
+    # Inputs that only the new values depended on would otherwise still be read.
     return _compat.pruned(_compat.passing_on(jaxpr, same)) if same else jaxpr
 
 
 def _varying(jaxpr: Any, leaves: Sequence[Any], first: int) -> set[int]:
-    """Numbers of leaves that depend on samples, on random keys, or on such leaves."""
+    """Returns indices of leaves that depend on samples, random keys or such leaves."""
     count = len(_compat.open_jaxpr(jaxpr)[0].invars)
     flags = [not first <= i < first + len(leaves) for i in range(count)]
     flags[:first] = [False] * first
@@ -156,13 +156,13 @@ def _of_any_size(
     size: int,
     resized: Callable[[], Any],
 ) -> list[int]:
-    """Returns the leaves that change equally with micro-batches of every size."""
+    """Returns the leaves that change in the same way for every size of micro-batch."""
     places = [start + i for i in steady]
     if not steady or not _may_hold(_compat.needed_jaxpr(jaxpr, places), size):
         return steady
     try:
         other = resized()
-    except Exception:  # a model that takes no other batch; it may count its samples
+    except Exception:  # The model takes no other batch; it may count its samples.
         return []
     return [
         i
@@ -173,12 +173,12 @@ def _of_any_size(
 
 
 def _may_hold(jaxpr: Any, size: int) -> bool:
-    """Whether a number of samples may stand in a program."""
+    """Returns whether a program may contain the number of samples as a constant."""
     return any(number and number % size == 0 for number in _numbers(jaxpr))
 
 
 def _numbers(jaxpr: Any) -> Iterator[float]:
-    """Lengths of dimensions, and scalars."""
+    """Yields lengths of dimensions, and scalars."""
     body, _ = _compat.open_jaxpr(jaxpr)
     for equation in body.eqns:
         for inner in _compat.inner_jaxprs(equation):
@@ -192,7 +192,7 @@ def _numbers(jaxpr: Any) -> Iterator[float]:
 
 
 def _nothing(aval: Any) -> Any:
-    """Stands for an input that is not read."""
+    """Returns a placeholder for an input that is not read."""
     if _compat.is_key_dtype(aval.dtype):
         return jnp.broadcast_to(jax.random.key(0), aval.shape)
     return jnp.zeros(aval.shape, aval.dtype)

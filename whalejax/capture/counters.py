@@ -1,7 +1,7 @@
-"""Counters among what is not trained: what one micro-batch adds to each.
+"""Counters in the non-trained state: the increment of each in one micro-batch.
 
-Streams of random numbers count how often they were asked. Micro-batch m finds m times
-as much added, whoever computes it, so that stages need not hand counters on.
+Streams of random numbers count their calls. Micro-batch m finds m times the increment
+added, whichever device computes it, so stages need not pass counters on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
     Args:
         rest: Non-trainable state.
         jaxpr: The traced loss; the last of its outputs are the new leaves.
-        first: Number of the input that is the first leaf.
+        first: Index of the input that is the first leaf.
 
     Returns:
-        For each leaf a number: 0 where it stays as it is, as keys do in the end; None
-        where something else than a number is added.
+        The increment of each leaf: 0 where it does not change, as with keys at the end
+        of a step; None where the change is not a constant increment.
     """
     leaves = jax.tree.leaves(rest)
     count = len(leaves)
@@ -45,10 +45,10 @@ def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
 
 
 def _added(jaxpr: Any, atom: Any) -> tuple[int, int] | None:
-    """Returns the input and the increment that a value is the sum of, or None.
+    """Returns the input and the increment whose sum a value is, or None.
 
     Args:
-        jaxpr: Open or closed.
+        jaxpr: Open or closed jaxpr.
         atom: A variable of it.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
@@ -67,7 +67,7 @@ def _added(jaxpr: Any, atom: Any) -> tuple[int, int] | None:
 
 
 def _before(equation: Any, slot: int) -> tuple[Any, int] | None:
-    """Returns the operand and the increment that a result is the sum of, or None."""
+    """Returns the operand and the increment whose sum a result is, or None."""
     name = equation.primitive.name
     if (
         name in _SAME

@@ -1,9 +1,9 @@
-"""Through which values a gradient flows, and what the backward pass reads.
+"""Values that a gradient flows through, and values that the backward pass reads.
 
-It is apart from the walk because it needs the whole program: a loop's carry may depend
-on parameters only through the end of the loop's body. What has a derivative rule of its
-own may lead gradients from any of its inputs to any result, whatever is inside, as a
-straight-through estimator does past a rounding.
+It is separate from the walk because it needs the whole program: a loop's carry may
+depend on parameters only through the end of the loop's body. Where a call has its own
+derivative rule, gradients may flow from any of its inputs to any result, whatever the
+call contains, as with a straight-through estimator past a rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def differentiable(walk: FlatProgram, loss: int) -> list[bool]:
     """Returns whether each tensor depends on a trained parameter, and the loss on it.
 
     Args:
-        walk: The walked program, whose inputs say which of them are trained.
+        walk: The flat program, which records which inputs are trained.
         loss: Id of the loss's total.
     """
     reached = _forward(walk)
@@ -30,7 +30,7 @@ def differentiable(walk: FlatProgram, loss: int) -> list[bool]:
 
 
 def saved_slots(op: OpDraft, flows: Sequence[bool]) -> tuple[int, ...]:
-    """The slots of an operation that its backward pass reads."""
+    """Returns the slots of an operation that its backward pass reads."""
     saves = op.behaviour.saves
     if not saves or not any(flows[t] for t in op.results):
         return ()

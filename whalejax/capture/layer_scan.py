@@ -1,8 +1,8 @@
-"""The scan over layers that pipeline stages divide, found in a traced loss.
+"""Finds the scan over layers that pipeline stages divide, in a traced loss.
 
-Stages alike run one program: each holds some turns of the scan over stacked parameters,
-and hands what the scan carries to the next. This says where that scan stands and which
-parameters it slices, or why its turns cannot be divided.
+Equal stages run one program: each holds some turns of the scan over stacked parameters,
+and passes what the scan carries to the next. This module returns the scan's position
+and the parameters that it slices, or the reason why its turns cannot be divided.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class IndivisibleLayersError(PlanError):
-    """The layers of a model cannot be divided among stages alike.
+    """The layers of a model cannot be divided among equal stages.
 
     Attributes:
         reason: Reason, as a clause.
@@ -47,8 +47,8 @@ class Stack:
 
     Attributes:
         position: Position of the scan.
-        params: Numbers of the trained parameters that it slices.
-        frozen: Numbers, among what is not trained, of the weights that it slices.
+        params: Indices of the trained parameters that it slices.
+        frozen: Indices, among the non-trained leaves, of the weights that it slices.
         length: Number of layers.
         advances: Increment of each non-trainable leaf in one micro-batch.
     """
@@ -61,13 +61,13 @@ class Stack:
 
 
 def stack_of(captured: Captured) -> Stack:
-    """The scan over layers of a traced loss.
+    """Returns the scan over layers of a traced loss.
 
     Args:
         captured: The loss.
 
     Raises:
-        Unshared: There is none whose turns pipeline stages could divide; why.
+        IndivisibleLayersError: No scan has turns that pipeline stages could divide.
     """
     position = stacked_loop(captured.graph)
     if position is None:
@@ -105,8 +105,8 @@ def stack_of(captured: Captured) -> Stack:
 
 
 def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] | None:
-    """Returns the reason why stages cannot divide a scan, and the remedy; None where
-    they can.
+    """Returns the reason why stages cannot divide a scan, and the remedy; None if they
+    can.
     """
     parts = _compat.scan_parts(equation)
     carried = equation.outvars[: parts.num_carries]
@@ -156,7 +156,7 @@ def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] 
 
 
 def _source(atom: Any, made: Any) -> Any:
-    """The variable that a value is, but for its type and the form of its layers."""
+    """Returns the variable of which a value is a cast or a reshape within layers."""
     while atom in made and made[atom].primitive.name in FORMS:
         (before,) = made[atom].invars
         if before.aval.shape[:1] != atom.aval.shape[:1]:
@@ -168,7 +168,7 @@ def _source(atom: Any, made: Any) -> Any:
 def _read_elsewhere(
     jaxpr: Any, scan: Any, weights: set[Any], made: Mapping[Any, Any]
 ) -> bool:
-    """Whether anything but the scan reads a stack of parameters that it slices."""
+    """Returns whether other equations read a parameter that the scan slices."""
     parts = _compat.scan_parts(scan)
     first = parts.num_consts + parts.num_carries
     sliced = {v for v in scan.invars[first:] if v in weights}
@@ -183,14 +183,14 @@ def _read_elsewhere(
             wanted += made[atom].invars
     others = (e for e in jaxpr.eqns if e is not scan and e not in forms)
     atoms = [v for e in others for v in e.invars]
-    # What a step leaves as it is comes out again, and is not read for that.
+    # An input that the program returns unchanged does not count as read.
     results = [v for v in jaxpr.outvars if not _compat.is_literal(v)]
     atoms += [*scan.invars[:first], *(v for v in results if v not in own)]
     return not sliced.isdisjoint(v for v in atoms if not _compat.is_literal(v))
 
 
 def _weights(captured: Captured, jaxpr: Any) -> set[Any]:
-    """Variables made of parameters alone."""
+    """Returns the variables that depend on parameters alone."""
     weights = set(jaxpr.invars[: len(captured.adapter.param_paths)])
     for equation in jaxpr.eqns:
         inputs = [v for v in equation.invars if not _compat.is_literal(v)]
@@ -200,7 +200,7 @@ def _weights(captured: Captured, jaxpr: Any) -> set[Any]:
 
 
 def _changed(captured: Captured, jaxpr: Any) -> Iterator[str]:
-    """Leaves of what is not trained that a step changes, but for keys and counters."""
+    """Yields non-trained leaves that a step changes, except keys and counters."""
     leaves = jax.tree.leaves(captured.adapter.rest)
     added = _advances(captured, jaxpr)
     for path, leaf, n in zip(captured.adapter.rest_paths, leaves, added, strict=True):
@@ -214,7 +214,7 @@ def _advances(captured: Captured, jaxpr: Any) -> tuple[int | None, ...]:
 
 
 def _read_by_loss(captured: Captured, jaxpr: Any) -> set[Any]:
-    """Variables that the loss, its weight and its metrics depend on."""
+    """Returns the variables that the loss, its weight and its metrics depend on."""
     count = len(jaxpr.outvars) - len(captured.adapter.rest_paths)
     wanted = {v for v in jaxpr.outvars[:count] if not _compat.is_literal(v)}
     for equation in reversed(jaxpr.eqns):

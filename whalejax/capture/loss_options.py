@@ -1,7 +1,7 @@
-"""Options of a step as they concern one loss: checked against it, and carried out.
+"""Options of a step for one loss: checked against it, and applied to it.
 
-``fixed_options`` says what a search has to keep to, or why the loss cannot be run so;
-``as_planned`` makes the program of a plan's options.
+``fixed_options`` returns what a search must respect, or the reason why the loss cannot
+run so; ``as_planned`` makes the program for a plan's options.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def fixed_options(
 
     Args:
         options: Options that the user gave.
-        programs: The loss, as written and otherwise.
-        runnable: The plan is to run.
-        has_optimizer: An optimizer was given.
-        hosts: Function that returns the offloadable state, called where it matters.
+        programs: Programs of the loss.
+        runnable: Whether the plan is to run.
+        has_optimizer: Whether an optimizer was given.
+        hosts: Function that returns the offloadable state, called only if needed.
 
     Raises:
-        PlanError: An option that this loss or its optimizer cannot have.
+        PlanError: This loss or its optimizer cannot have an option.
     """
     remat = checked_policies(options.remat, programs.graph, programs.traced.names)
     return FixedOptions(
@@ -54,11 +54,11 @@ def fixed_options(
 
 
 def as_planned(captured: Captured, plan: PlanData) -> Captured:
-    """A loss with all that a plan changes of its program.
+    """Returns a loss with every change that a plan makes to its program.
 
     Args:
-        captured: Loss as the user wrote it, in the planned precision.
-        plan: Its options and the precision of its TaskGraphs.
+        captured: Loss as the user wrote it, at the planned precision.
+        plan: Plan with the options and the precision of its TaskGraphs.
     """
     result = captured.with_precisions(plan.precisions).with_attention(plan.attention)
     return result.with_chunks(plan.loss_chunks).with_remat(plan.remat)
@@ -78,7 +78,7 @@ def _attention(options: UserOptions, programs: Programs) -> Chosen | None:
 
 
 def _loss_chunks(count: int | None, programs: Programs) -> int | None:
-    """Parts in which logits are made, if the user says so and they can be."""
+    """Returns the number of chunks of logits that the user asked for, if possible."""
     if count is None or count == 1:
         return count
     cut = programs.cut((), count)
@@ -101,14 +101,14 @@ def _loss_chunks(count: int | None, programs: Programs) -> int | None:
 def check_runs(
     offload: Sequence[str] | None, hosts: Callable[[], OffloadableState]
 ) -> None:
-    """Refuses what no executor of this version keeps in host memory.
+    """Refuses state that no executor of this version keeps in host memory.
 
     Args:
         offload: State to keep in host memory, as ``fixed_options`` returns it.
         hosts: Function that returns the offloadable state.
 
     Raises:
-        PlanError: All that cannot.
+        PlanError: Some state cannot be kept there; lists all.
     """
     problems = Problems("offload", PlanError)
     for problem in unhosted(offload or (), hosts, has_optimizer=True):

@@ -27,7 +27,7 @@ from whalejax.planner.sharding.precision_regions import checked_precisions
 
 
 class Programs:
-    """A loss as it was written, and with attention, logits or layers run otherwise.
+    """A loss as it was written, and with other attention, logits or remat.
 
     Args:
         adapter: The model and its loss.
@@ -38,9 +38,9 @@ class Programs:
         known: Results of earlier searches about the programs.
         blocks: The loss with attention in blocks, by (TaskGraph, ``"ring"`` or
             ``"gather"``) pairs.
-        cut: The same, and the tokens cut into so many parts where logits are made.
-        again: The graph of that, where the backward pass computes some again, by
-            (TaskGraph, policy) pairs that come first.
+        cut: The same, with the tokens cut into a number of chunks for the logits.
+        again: Graph of ``cut`` with remat, by (TaskGraph, policy) pairs, which come
+            first.
     """
 
     def __init__(self, adapter: Adapter, capture: Callable[[], Captured]) -> None:
@@ -53,14 +53,14 @@ class Programs:
 
     @functools.cached_property
     def captured(self) -> Captured:
-        """The loss as it was written; traced when it is first asked for."""
+        """The loss as it was written; traced at the first access."""
         return self._capture()
 
     @functools.cached_property
     def traced(self) -> Programs:
-        """The same loss, perhaps with another batch, that is traced in any case.
+        """The same loss, perhaps with another batch, that is traced anyway.
 
-        What does not depend on the batch is read there.
+        Facts that do not depend on the batch are read there.
         """
         return self
 
@@ -71,7 +71,7 @@ class Programs:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Names that the model gives for checkpointing."""
+        """Names with which the model marks values for checkpointing."""
         return checkpoint_names(self.captured.jaxpr)
 
     def _blocks(self, attention: Chosen) -> Captured:
@@ -85,13 +85,13 @@ class Programs:
 
 
 class ResizedPrograms(Programs):
-    """A loss with another batch than one that was traced.
+    """A loss with another batch than the traced one.
 
     Args:
-        like: With the batch that was traced.
-        capture: Traces it with this batch; called only where nothing else will do.
+        like: Programs with the traced batch.
+        capture: Traces the loss with this batch; called only if nothing else suffices.
         leaves: The batch.
-        num_micro_batches: Into how many parts it is cut.
+        num_micro_batches: Number of parts into which it is cut.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ResizedPrograms(Programs):
 
     @functools.cached_property
     def traced(self) -> Programs:
-        """The one that it is like, if its graph can be told from that."""
+        """The traced programs if this graph follows from theirs; else these."""
         return self if self._resize_graph(self._like.graph) is None else self._like
 
     @functools.cached_property
@@ -125,7 +125,7 @@ class ResizedPrograms(Programs):
         return result or super()._trace_again(remat, attention, chunks)
 
     def _resize_graph(self, graph: Graph) -> Graph | None:
-        """One of the other's graphs with this batch; None where it cannot be told."""
+        """Returns a graph of ``like`` with this batch; None if it does not follow."""
         if id(graph) not in self._known:
             result = rebatch_graph(graph, self._size)
             if result is not None:
@@ -137,7 +137,7 @@ class ResizedPrograms(Programs):
 
 
 class Traces:
-    """Programs of one loss by what they depend on; it is traced as seldom as can be."""
+    """Programs of one loss by what they depend on; traces as seldom as possible."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], Programs] = {}
@@ -151,17 +151,17 @@ class Traces:
         num_micro_batches: int,
         precision: str | Mapping[str, str],
     ) -> Programs:
-        """The programs of a batch.
+        """Returns the programs for a batch.
 
         Args:
             adapter: The model and its loss; always the same.
             batch: The GLOBAL batch, abstract.
             batch_axes: The batch dimension of its leaves; always the same.
-            num_micro_batches: Into how many parts it is cut.
+            num_micro_batches: Number of parts into which it is cut.
             precision: Precision of the model, or of each TaskGraph.
 
         Raises:
-            WhaleError: The batch cannot be cut so, or the loss cannot be traced.
+            WhaleError: The batch cannot be divided so, or the loss cannot be traced.
         """
         cast = at_precision(adapter, precision if isinstance(precision, str) else "f32")
 
@@ -189,21 +189,21 @@ class Traces:
                 found = ResizedPrograms(
                     like.traced, captured, leaves, num_micro_batches
                 )
-            found.graph  # noqa: B018  What cannot be traced is not kept.
+            found.graph  # noqa: B018  Raises before an untraceable loss is stored.
             self._known[key] = found
         return self._known[key]
 
 
 def check_reports(programs: Programs, plan: Plan) -> None:
-    """Refuses what micro-batches of a plan report and cannot be put together.
+    """Refuses a plan whose micro-batches report values that cannot be combined.
 
     Args:
         programs: Programs of the loss, perhaps traced with another number of
             micro-batches.
-        plan: Plan that may be run.
+        plan: Plan; only a runnable one is checked.
     """
     count = plan.num_micro_batches
-    # Ranks that combine what each has report as so many micro-batches do.
+    # Ranks that combine their reports act like as many more micro-batches.
     ranks = 1 if plan.combine == "mean" else plan.axis_sizes["data"]
     if plan.runnable and count * ranks > 1:
         captured = programs.traced.captured
@@ -218,7 +218,7 @@ def check_reports(programs: Programs, plan: Plan) -> None:
 
 
 def attention_note(found: Plan, programs: Programs) -> list[str]:
-    """Returns the note on keys and values that are gathered though a ring is
+    """Returns the note on keys and values that are gathered although a ring is
     possible.
     """
     if not found.runnable or found.axis_sizes.get("context", 1) == 1:

@@ -1,9 +1,9 @@
-"""Named axes that a loss uses and nobody binds, as ``pmean(x, "batch")`` does.
+"""Named axes that a loss uses but that nothing binds, as in ``pmean(x, "batch")``.
 
-Code that was written for ``jax.pmap`` runs on one device's samples and names the axis
-over which all have theirs. Here a loss is traced for all samples of a micro-batch at
-once, whoever holds them, so such an axis has one member: a mean over it is the value
-itself, which is already the mean over all samples.
+Code written for ``jax.pmap`` runs on one device's samples and names the axis over all
+devices. Here a loss is traced for all samples of a micro-batch at once, whichever
+device holds them, so such an axis has size 1: a mean over it is the value itself, which
+is already the mean over all samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from whalejax import _compat
 
 
 Flat = Callable[..., list[Any]]
-"""From flat leaves to flat results."""
+"""Function from flat leaves to flat results."""
 
 
 def traced_with_axes(
@@ -25,11 +25,11 @@ def traced_with_axes(
     function: Flat,
     arguments: Sequence[Any],
 ) -> tuple[Any, tuple[str, ...]]:
-    """The jaxpr of a function, and the axes that it names and nobody binds.
+    """Returns the jaxpr of a function, and the unbound axes that it names.
 
     Args:
-        trace: Makes a jaxpr of a flat function and abstract arguments.
-        function: Function of the user's.
+        trace: Returns the jaxpr of a flat function for abstract arguments.
+        function: The user's function.
         arguments: Arguments of the function.
     """
     names: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ def traced_with_axes(
 
 
 def bound(function: Flat, names: Sequence[str]) -> Flat:
-    """A function in which each of some axes has one member."""
+    """Returns a function in which each of the named axes has size 1."""
     for name in names:
         function = _bound(function, name)
     return function
@@ -72,7 +72,7 @@ def _bound(function: Flat, name: str) -> Flat:
         except ValueError as error:
             if "out_axes is None" not in str(error):
                 raise
-        # What asks for its place along the axis has a dimension for it.
+        # A result that depends on the index along the axis has a dimension for it.
         return [x[0] for x in mapped(0)(*leaves)]
 
     return run

@@ -1,9 +1,9 @@
-"""Metadata with fewer names than a weight has dimensions: which of them has none.
+"""Metadata with fewer names than a weight has dimensions: finds the unnamed dimension.
 
-Flax NNX adds a dimension to all that ``nnx.vmap`` makes, and to its metadata only where
-it is told the name. A reader of the metadata alone would take the first names for the
-first dimensions; the program says which dimension is that of the layers, where it takes
-them one by one.
+Flax NNX adds a dimension to all variables that ``nnx.vmap`` makes, but to their
+metadata only where it is given the name. The metadata alone would assign the first
+names to the first dimensions; the program shows which dimension is that of the layers,
+where it reads them one by one.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _INDEXING = ("slice", "dynamic_slice", "split")
 
 
 def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
-    """The graph with such names at the dimensions that they are of.
+    """Returns the graph with such names moved to the dimensions that they describe.
 
     Args:
-        graph: The captured loss, whose names stand at the first dimensions.
+        graph: The captured loss, whose names are at the first dimensions.
         short: Number of missing names, by the paths of weights whose metadata does not
             name all dimensions.
 
     Returns:
-        The graph, and what a user should know.
+        The graph, and notes for the user.
 
     Raises:
-        WhaleError: Nothing tells which dimensions have no name; every such weight.
+        WhaleError: Nothing shows which dimensions have no name; lists all such weights.
     """
     if not short:
         return graph, []
@@ -76,7 +76,7 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
 
 
 def _align_to_unstacked_dims(stacks: Collection[int], texts: Texts) -> Texts:
-    """Texts that stand at the first dimensions, at those that are no stacks."""
+    """Moves names from the first dimensions to those that are not stacked."""
     own = iter(texts)
     return tuple(None if d in stacks else next(own) for d in range(len(texts)))
 
@@ -84,11 +84,11 @@ def _align_to_unstacked_dims(stacks: Collection[int], texts: Texts) -> Texts:
 def _taken_singly(
     graph: Graph,
 ) -> tuple[defaultdict[int, set[int]], defaultdict[int, set[int]]]:
-    """Dimensions of parameters of which a loop, or an index, takes one at a time.
+    """Returns dimensions of parameters that a loop, or an index, reads one by one.
 
     They are followed through casts and transpositions.
     """
-    # The parameter's dimension that each dimension of a value is; -1 where it is none.
+    # The parameter's dimension at each dimension of a value; -1 where there is none.
     origin = {t.id: (t.id, tuple(range(len(t.shape)))) for t in graph.params}
     looped, indexed = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
     for op in graph.ops:
@@ -111,7 +111,7 @@ def _taken_singly(
 
 
 def _indexed(before: Shape, after: Shape) -> list[int]:
-    """The dimension along which a slice of one is taken of all others."""
+    """Returns the dimension that a slice cuts to one element, if it cuts no other."""
     if len(before) != len(after):
         return []
     cut = [

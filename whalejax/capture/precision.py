@@ -1,8 +1,8 @@
-"""Mixed precision: compute in 16 bits, keep masters and gradients in float32.
+"""Mixed precision: compute in 16 bits, keep parameters and gradients in float32.
 
-The cast stands inside the traced loss, so that everything behind it (gathers of
-parameters, products, activations) is counted and moved at the narrow width, and the
-gradient arrives at the master in float32 through the cast's own transpose. In
+The cast is inside the traced loss, so that everything after it (gathers of
+parameters, products, activations) is counted and moved at 16 bits, and the
+gradient arrives at the master weights in float32 through the cast's own transpose. In
 float16 the loss is scaled too; see ``lowering.loss_scale``.
 """
 
@@ -24,22 +24,22 @@ from whalejax.planner.plan.plan import Plan
 
 
 CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}
-"""Bytes of a parameter as computed with, over its stored bytes."""
+"""Ratio of a parameter's bytes in computation to its stored bytes."""
 
 SMALL_PART: Final = 0.05
-"""Of the work of all products: where no more is of float32, as a router is, the rest of
-the model is cast."""
+"""Fraction of the work of all products: if float32 products, such as a router's, have
+no more than this, the rest of the model is cast."""
 
 
 def at_precision(adapter: Adapter, precision: str) -> Adapter:
-    """An adapter whose loss computes at a precision.
+    """Returns an adapter whose loss computes at a precision.
 
     Args:
         adapter: The model.
         precision: One of ``PRECISIONS``.
 
     Raises:
-        WhaleError: Another precision.
+        WhaleError: The precision is not one of ``PRECISIONS``.
     """
     if precision not in PRECISIONS:
         raise WhaleError(
@@ -56,20 +56,20 @@ def taken_precision(
 ) -> tuple[str | Mapping[str, str], list[str]]:
     """Returns the precision in the form that takes effect, and notes on it.
 
-    Parameters and batches are cast once, and the model's own promotion does the rest.
-    Where the model insists on float32, for more than a router or the like, a cast would
-    change nothing, or end in types that do not fit; there every product is of 16 bits,
-    as if all TaskGraphs asked for it.
+    Normally parameters and batches are cast once, and the model's own promotion does
+    the rest. If the model insists on float32 for more than a small part, such as a
+    router, a cast would change nothing or give types that do not fit. Then the
+    products are made 16-bit one by one, as if all TaskGraphs asked for it.
 
     Args:
         asked: One of ``PRECISIONS``.
-        traced: The programs of the loss at a precision.
+        traced: Returns the programs of the loss at a precision.
 
     Returns:
-        The precision that is planned with, and what a user should know.
+        The precision for planning, and notes for the user.
 
     Raises:
-        Exception: What the loss raises, where it can be traced in neither way.
+        Exception: The loss can be traced in neither way; its own error.
     """
     if asked == "f32":
         return asked, []
@@ -107,7 +107,7 @@ def taken_precision(
 
 
 def product_words(count: int) -> str:
-    """Returns the text of so many products.
+    """Returns the text of a number of products.
 
     >>> product_words(1), product_words(2)
     ('1 product', '2 products')
@@ -116,7 +116,7 @@ def product_words(count: int) -> str:
 
 
 def widest_work(graph: Graph) -> str:
-    """The type that most of a model's products are in; float32 if it has none."""
+    """Returns the dtype of most of a model's product work; float32 if it has none."""
     work: dict[str, float] = {}
     for op in graph.ops:
         if op.matmul is not None:
@@ -129,7 +129,7 @@ def bf16_note(plan: Plan, graph: Graph) -> list[str]:
     """Returns a note on 16-bit products on devices without units for them.
 
     Args:
-        plan: Plan on any devices.
+        plan: Plan for any devices.
         graph: The captured loss.
     """
     products = [op for op in graph.ops if op.matmul is not None]

@@ -1,4 +1,4 @@
-"""A traced loss as the units that a pipeline may place apart; see ``program_cut``."""
+"""A traced loss as units that a pipeline may assign to stages; see ``program_cut``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 COSTLY = frozenset(
     "dot_general ragged_dot_general conv_general_dilated sort top_k pallas_call".split()
 )
-"""Operations that one place alone does, beside loops and branches."""
+"""Operations that only one stage may do; loops and branches are others."""
 
 
 def units_of(captured: Captured) -> Units:
-    """A traced loss in units.
+    """Splits a traced loss into units.
 
     Args:
         captured: The loss.
@@ -55,7 +55,7 @@ def units_of(captured: Captured) -> Units:
 
 
 def avals_of(captured: Captured) -> dict[Value, Any]:
-    """Shape and dtype of every value of a traced loss."""
+    """Returns shape and dtype of every value of a traced loss."""
     body, _ = _compat.open_jaxpr(captured.jaxpr)
     avals: dict[Value, Any] = {((), i): v.aval for i, v in enumerate(body.invars)}
 
@@ -112,7 +112,7 @@ def _walk(
 
 
 def _cheap(equation: Any) -> bool:
-    """Returns whether an equation does nothing costly, inside its own rule neither."""
+    """Returns whether an equation, its inner jaxprs included, does nothing costly."""
     if _compat.recursion(equation) not in (None, "opaque", "inline"):
         return False
     inner = (_compat.open_jaxpr(x)[0] for x in _compat.inner_jaxprs(equation))
@@ -124,7 +124,7 @@ def _cheap(equation: Any) -> bool:
 def _live(
     units: Sequence[Unit], ends: Sequence[Value | None], acting: Collection[Position]
 ) -> tuple[Unit, ...]:
-    """The units that something depends on, and those that do more than compute."""
+    """Returns units that are needed: others read them, or they have an effect."""
     wanted = set(ends)
     live = []
     for unit in reversed(units):

@@ -1,10 +1,11 @@
-"""From the marks around each operation to TaskGraphs.
+"""Turns the marks around each operation into TaskGraphs.
 
 An entry of an annotation is a *mark instance*; the operations directly inside one are
-a region. Equal layers enter equal marks again and again: instances with the same mark,
-inside the same region, that hold the same operations fold into one TaskGraph; only
-pipelines, whose stages have devices of their own, never do. The instance is taken from
-the place of the call, because JAX traces a jitted block once and calls it often.
+a region. Equal layers enter equal marks repeatedly: instances with the same mark,
+inside the same region, that hold the same operations fold into one TaskGraph. Only
+pipelines never fold, as their stages have devices of their own. The instance is taken
+from the position of the call, because JAX traces a jitted block once and calls it
+often.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from whalejax.user_code.annotations import nesting_problem
 _COPY = re.compile(r"\d+|\b(?:jvp|transpose|vmap|checkpoint)\(|\)")
 
 _DERIVED_STAGE = re.compile(r"transpose\(.*wh\.stage\[")
-"""A stage inside something that is differentiated, not one that does so itself."""
+"""Matches a stage inside a differentiated function, not one that differentiates."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Instance:
-    """One entry of an annotation; the root is what no mark covers."""
+    """One entry of an annotation; the root covers operations without a mark."""
 
     parent: int
     mark: Mark | None
@@ -40,7 +41,7 @@ class _Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regions:
-    """TaskGraphs, and for every operation the index of its own."""
+    """TaskGraphs, and for every operation the index of its TaskGraph."""
 
     task_graphs: tuple[TaskGraph, ...]
     of_op: tuple[int, ...]
@@ -54,7 +55,7 @@ def regions(ops: Sequence[OpDraft], tensors: Sequence[TensorDraft]) -> Regions:
         tensors: Tensors that the operations compute.
 
     Raises:
-        WhaleError: Marks nest in a forbidden way; all of them are listed.
+        WhaleError: Marks nest in a forbidden way; lists all.
     """
     _check_nesting(ops)
     tree = _Tree()
@@ -66,7 +67,7 @@ def regions(ops: Sequence[OpDraft], tensors: Sequence[TensorDraft]) -> Regions:
 
 
 def found_marks(ops: Sequence[OpDraft]) -> set[Mark]:
-    """Every mark that covers an operation, as the user entered it."""
+    """Returns all marks that cover an operation, as the user entered them."""
     return {mark for labels in {op.labels for op in ops} for mark, _ in labels}
 
 
@@ -99,7 +100,7 @@ class _Tree:
         self._open: list[int] = []
 
     def enter(self, op: OpDraft) -> int:
-        """The innermost instance around an operation."""
+        """Returns the innermost instance around an operation."""
         shared = 0
         for label, index in zip(op.labels, self._open, strict=False):
             if self.instances[index].label != label:
@@ -113,7 +114,7 @@ class _Tree:
         return self._open[-1] if self._open else 0
 
     def _restart(self, labels: Sequence[Label], depth: int) -> int:
-        """Starts a new pipeline where a stage counts from the first one again."""
+        """Returns the depth of the first new mark; a lower stage starts a pipeline."""
         old, site = self.instances[self._open[depth]].label or labels[depth]
         mark, new_site = labels[depth]
         if old.kind == mark.kind == "stage" and site == new_site:
@@ -133,7 +134,7 @@ class _Tree:
         return len(self.instances) - 1
 
     def _numbered(self, mark: Mark, parent: int) -> Mark:
-        """The stage with its place among the stages that really ran."""
+        """Returns the stage numbered among the stages that really ran."""
         around = parent
         while around and self._kind(around) != "pipeline":
             around = self.instances[around].parent
@@ -149,7 +150,7 @@ class _Tree:
         return "" if mark is None else mark.kind
 
     def fold(self, of_op: Sequence[int]) -> Regions:
-        """Folds equal instances and numbers what holds operations."""
+        """Folds equal instances and numbers those with operations."""
         groups: dict[object, int] = {None: 0}
         group_of = [0]
         for index, instance in enumerate(self.instances[1:], start=1):
@@ -203,5 +204,5 @@ class _Tree:
 
 
 def _starred(scope: str) -> str:
-    """A scope in which numbered or transformed copies of a module look alike."""
+    """Returns a scope that is equal for numbered or transformed copies of a module."""
     return _COPY.sub("", scope)

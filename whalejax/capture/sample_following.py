@@ -1,8 +1,8 @@
 """Finds operations whose statistics of the samples reach the loss or the state.
 
-It follows the batch dimension, and what was reduced over it, forward through the
-factors of a graph's operations. Values behind a statistic, such as batch
-normalisation's, are rows of samples all the same: each of a micro-batch's own.
+It follows the batch dimension, and values reduced over it, forward through the factors
+of a graph's operations. Values that depend on a statistic, such as batch
+normalisation's, still have rows of samples: each micro-batch its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NONE: Final[Sources] = frozenset()
 
 
 def statistics(graph: Graph, loss: Sequence[int], state: Sequence[int]) -> set[int]:
-    """Indices of operations whose statistics of the samples the loss depends on.
+    """Returns indices of operations whose statistics of the samples matter to the loss.
 
     Args:
         graph: Graph of the loss.
-        loss, state: Tensors that it gives, and that it leaves of the model's state.
+        loss, state: Tensors of the loss's results, and of the model's new state.
     """
     follow = _Follow(graph, [*loss, *state])
     follow.run()
@@ -37,9 +37,9 @@ class _Follow:
     """Follows the batch dimension, and values that were reduced over it.
 
     Attributes:
-        statistics: Operations whose result meets the samples again, or that mix them
+        statistics: Operations whose result meets the samples again, or that mix samples
             and keep their dimension.
-        reduced: Operations that reduced each tensor's sources.
+        reduced: Source operations of each tensor that was reduced over the batch.
     """
 
     def __init__(self, graph: Graph, roots: Iterable[int]) -> None:
@@ -52,7 +52,7 @@ class _Follow:
             self._batch.setdefault(tensor, set()).add(dim)
 
     def run(self) -> None:
-        """Goes once through the program."""
+        """Follows the batch through the program, once."""
         for index, op in enumerate(self.graph.ops):
             mixes, across = self._spread(op)
             if not any(t in self._matters for t in op.results):
@@ -71,7 +71,7 @@ class _Follow:
 
         Returns:
             Whether the operation mixes samples, and whether it does so along a batch
-            dimension that it needs whole and keeps, as a running sum does.
+            dimension that it needs unsharded and keeps, as a running sum does.
         """
         slots = op.operands + op.results
         count = len(op.operands)
@@ -92,7 +92,7 @@ class _Follow:
         return mixes and bool(op.results), across
 
     def _reshape(self, op: Op) -> None:
-        """The batch stays in the dimension that holds its stride in the result."""
+        """Puts the batch in the result's dimension that holds its stride."""
         before = self.graph.tensors[op.operands[0]].shape
         after = self.graph.tensors[op.results[0]].shape
         for dim in self._batch.get(op.operands[0], ()):
@@ -108,9 +108,9 @@ class _Follow:
 
 
 def _reaching(graph: Graph, roots: Iterable[int]) -> set[int]:
-    """Every tensor that one of the roots depends on."""
+    """Returns every tensor that one of the roots depends on."""
     wanted = set(roots)
-    for _ in range(2):  # a loop's carry is wanted only once its body was seen
+    for _ in range(2):  # A loop's carry is found needed only after its body.
         for op in reversed(graph.ops):
             if any(t in wanted for t in op.results):
                 wanted.update(op.operands)

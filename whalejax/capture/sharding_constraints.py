@@ -1,9 +1,9 @@
-"""Layouts of values that the model itself asks for, and meshes that it asks for.
+"""Layouts that the model itself constrains, and meshes that it needs.
 
-Layouts of ``with_sharding_constraint`` name axes of a mesh of the user's, which need
-not exist in the plan's, and were written for another division of the work: a plan's
-program leaves them out, and the plan says so. Explicit axes, along which JAX itself
-tells the layout of every value, are refused.
+Layouts of ``with_sharding_constraint`` name axes of the user's mesh, which need not
+exist in the plan's mesh and were written for another division of the work. A plan's
+program leaves them out, and a note says so. Explicit axes, along which JAX itself
+determines the layout of every value, are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONSTRAINT: Final = "sharding_constraint"
 
 
 def constraint_notes(jaxpr: Any) -> list[str]:
-    """Returns notes on the layouts that a program itself constrains.
+    """Returns notes on layouts that the program itself constrains.
 
     Args:
         jaxpr: Traced loss.
@@ -69,13 +69,13 @@ _OF_MESHES: Final = {
         what="jax.shard_map"
     ),
 }
-"""What JAX says of a mesh that is missing or of another kind, and what to say of it."""
+"""Texts of JAX's errors for missing or unsuitable meshes, with the message for each."""
 
 _OF_EXPLICIT: Final = (
     "when you are not under a mesh context is not allowed",
     "cannot contain axis names that are of type Auto or Manual",
 )
-"""What JAX says of layouts along axes that are not explicit, or not there."""
+"""JAX's error text for layouts along axes that are not explicit, or do not exist."""
 
 
 def mesh_error_text(error: Exception) -> str:
@@ -83,7 +83,7 @@ def mesh_error_text(error: Exception) -> str:
     errors.
 
     Args:
-        error: Raised while the loss was traced.
+        error: Error that was raised while the loss was traced.
     """
     given = str(error)
     if any(text in given for text in _OF_EXPLICIT):
@@ -92,13 +92,13 @@ def mesh_error_text(error: Exception) -> str:
 
 
 def refuse_explicit_axes(jaxpr: Any) -> None:
-    """Refuses a program in which values lie along explicit axes.
+    """Refuses a program in which values are sharded along explicit axes.
 
     Args:
         jaxpr: Jaxpr of the loss as the user wrote it.
 
     Raises:
-        WhaleError: The first such value, and the line that makes it.
+        WhaleError: A value is; names the first, and the line that makes it.
     """
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         for variable in equation.outvars:

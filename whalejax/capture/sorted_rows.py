@@ -1,10 +1,10 @@
-"""Finds rows that are sorted across the batch and brought back, as experts' tokens are.
+"""Finds rows that are sorted across the batch and put back, such as experts' tokens.
 
-Tokens are sorted by their expert, multiplied by its matrices and put back where they
-were. Read as it is written, the sort mixes all samples, and every device would need the
-rows of all others. The proof of ``separability`` knows better: what comes back depends
-on its own sample alone. Such equations become one call, whose rows each device may sort
-for itself.
+Tokens are sorted by their expert, multiplied by its matrices and put back in their
+order. Read literally, the sort mixes all samples, and every device would need the rows
+of all others. The proof of ``separability`` shows that each row put back depends on its
+own sample alone. Such equations become one call, whose rows each device may sort by
+itself.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from whalejax.user_code.annotations import parse_scope
 
 
 CALL: Final = "whalejax_sorted_rows_"
-"""Name of a call that sorts rows of samples and brings them back; behind it stands its
-number in the program."""
+"""Prefix of the name of a call that sorts rows of samples and puts them back; the
+call's number in the program follows."""
 
 _BOUND: Final = (Order, Sorted, IdCounts, Places)
-"""Facts of values that are other ones for some of the samples than for all."""
+"""Facts of values that change if only some of the samples are computed."""
 
 
 def sorts_rows(equation: Any) -> bool:
-    """Whether an equation is such a call."""
+    """Returns whether an equation is such a call."""
     return str(equation.params.get("name", "")).startswith(CALL)
 
 
 def with_sorted_rows(
     jaxpr: Any, other: Any, inputs: Sequence[Value], sizes: tuple[int, int]
 ) -> tuple[Any, dict[str, BatchRows]]:
-    """A program in which rows that are sorted across the batch are so in calls.
+    """Returns a program in which calls hold the rows that are sorted across the batch.
 
     Args:
-        jaxpr: Closed, as captured.
+        jaxpr: Closed jaxpr, as captured.
         other: The same loss with more samples.
         inputs: Facts about the inputs in both programs.
-        sizes: Samples of both.
+        sizes: Number of samples in each.
 
     Returns:
-        The program, and where rows lie in each of its calls, by its name; the program
-        as it is where there are none.
+        The program, and the positions of rows in each of its calls, by name; the given
+        program if there are none.
     """
     seen: dict[Position, Mapping[Any, Value]] = {}
     follower = Interpreter(share=sizes[0] / sizes[1], seen=seen)
@@ -77,7 +77,7 @@ def with_sorted_rows(
 
 
 def holds_sort(jaxpr: Any) -> bool:
-    """Whether a program sorts anything."""
+    """Returns whether a program sorts anything."""
     return any(
         e.primitive.name == "sort" or any(map(holds_sort, _compat.inner_jaxprs(e)))
         for e in _compat.open_jaxpr(jaxpr)[0].eqns
@@ -91,10 +91,10 @@ def rows_after(
 
     Args:
         rows: Positions of the rows in each call, by its name.
-        before, after: The program, then and now.
+        before, after: The program, before and after.
 
     Returns:
-        Without calls in which that is not known any more.
+        The positions, without calls for which they are no longer known.
     """
     if not rows:
         return {}
@@ -108,7 +108,7 @@ def rows_after(
 
 
 def _called(jaxpr: Any) -> Iterator[tuple[str, Any]]:
-    """The calls of a program by name, with what they call."""
+    """Yields the calls of a program by name, with the called jaxprs."""
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         for inner in _compat.inner_jaxprs(equation):
             if sorts_rows(equation):
@@ -119,7 +119,7 @@ def _called(jaxpr: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(slots=True)
 class _Builder:
-    """Runs a program anew with the calls in it.
+    """Evaluates a program again, with the calls in it.
 
     Attributes:
         seen: Facts about its variables, by the position of their jaxpr.
@@ -132,7 +132,7 @@ class _Builder:
     found: dict[str, BatchRows] = field(default_factory=dict)
 
     def run(self, jaxpr: Any, values: Sequence[Any], at: Position) -> list[Any]:
-        """One jaxpr, at a position."""
+        """Evaluates one jaxpr, at a position."""
         body, _ = _compat.open_jaxpr(jaxpr)
         number = {id(equation): i for i, equation in enumerate(body.eqns)}
         calls = list(self._calls(body, at))
@@ -154,7 +154,7 @@ class _Builder:
         return rebuild.run(jaxpr, values, each, items=items)
 
     def sorts_inside(self, at: Position) -> bool:
-        """Whether rows are handled in another order in a jaxpr at a position."""
+        """Returns whether a jaxpr at a position handles rows in another order."""
         return any(
             place[: len(at)] == at and any(map(_is_bound, known.values()))
             for place, known in self.seen.items()
@@ -180,7 +180,7 @@ class _Builder:
         at: Position,
         name: str,
     ) -> tuple[rebuild.EquationReplacement, BatchRows] | None:
-        """The call of a group of equations, if each device can run it for itself."""
+        """Returns the call of a group of equations, if each device can run it alone."""
         equations = [body.eqns[i] for i in group]
         made = {v for e in equations for v in e.outvars}
         read = dict.fromkeys(_variables(a for e in equations for a in e.invars))
@@ -220,7 +220,7 @@ class _Builder:
         group: Sequence[int],
         at: Position,
     ) -> BatchRows | None:
-        """Returns the positions of rows in a call; None where they are not in front."""
+        """Returns the positions of rows in a call; None if they are not in front."""
         known = self.seen[at]
         ends = [_row_dims(several, known) for several in (inputs, outputs)]
         if None in ends or any(d for dims in ends for d in dims or ()):
@@ -254,17 +254,17 @@ class _Builder:
         sizes: frozenset[int],
         results: dict[Position, RowDims],
     ) -> bool:
-        """Writes down where rows lie in the results of an equation and what it calls.
+        """Records where rows are in the results of an equation and of its inner jaxprs.
 
         Args:
             equation: The equation.
             at, place: Its position in the program, and in the call.
             known: Facts about its variables.
-            sizes: Possible numbers of rows, where nothing is known.
+            sizes: Possible numbers of rows, if nothing is known.
             results: Dictionary that receives the positions.
 
         Returns:
-            False where it cannot be said.
+            False if the positions are unknown.
         """
         dims = _row_dims(equation.outvars, known)
         if dims is None:
@@ -297,12 +297,12 @@ def _is_bound(value: Value) -> bool:
 
 
 def _returns(value: Value) -> bool:
-    """Whether a value is of each sample for itself, in the samples' own order."""
+    """Returns whether a value depends on each sample alone, in the samples' order."""
     return value.kind is Dependence.SAMPLE and not isinstance(value.fact, _BOUND)
 
 
 def _is_sample_independent(value: Value) -> bool:
-    """Whether a part of a value is what it is for some of the samples."""
+    """Returns whether a value is the same when only some samples are computed."""
     if _returns(value):
         return True
     fixed = value.kind is Dependence.FIXED and not isinstance(value.fact, _BOUND)
@@ -311,7 +311,7 @@ def _is_sample_independent(value: Value) -> bool:
 
 
 def _row_dims(variables: Sequence[Any], known: Mapping[Any, Value]) -> RowDims | None:
-    """Returns the row dimensions; None unless rows are the outermost of one."""
+    """Returns the row dimensions; None unless they are outermost in their dimension."""
     row_dims: list[int | None] = []
     for variable in variables:
         dims = known[variable].dims
@@ -323,9 +323,7 @@ def _row_dims(variables: Sequence[Any], known: Mapping[Any, Value]) -> RowDims |
 
 
 def _operand_dims(equation: Any, known: Mapping[Any, Value]) -> RowDims | None:
-    """Returns the dimensions along which operands' rows are; None where that is
-    unknown.
-    """
+    """Returns the dimensions of operands that hold rows; None if they are unknown."""
     operand_dims = [
         (None,) if _compat.is_literal(a) else _row_dims((a,), known)
         for a in equation.invars
@@ -340,9 +338,9 @@ def _leads(dim: Dim) -> bool:
 
 
 def _groups(body: Any, known: Mapping[Any, Value]) -> list[list[int]]:
-    """Numbers of equations that handle rows in another order, by what they share.
+    """Returns groups of connected equations that handle rows in another order.
 
-    With them are those that count rows and number places for them.
+    They include equations that count rows or compute positions for them.
     """
     maker = {v: i for i, e in enumerate(body.eqns) for v in e.outvars}
     group: dict[int, int] = {}
@@ -375,7 +373,7 @@ def _groups(body: Any, known: Mapping[Any, Value]) -> list[list[int]]:
 
 
 def _can_be_ordered(body: Any, calls: Sequence[rebuild.EquationReplacement]) -> bool:
-    """Whether some calls can run one after the other, with all else."""
+    """Returns whether the calls can run in sequence, with all other equations."""
     try:
         rebuild.arranged(body, calls)
     except ValueError:
@@ -389,8 +387,8 @@ def _scoped_function(
     """Returns a function that runs equations inside their common scopes.
 
     Returns:
-        A function of that name; None where an annotation holds some of them and not
-        all, which are several TaskGraphs.
+        A function of that name; None if an annotation covers only some of the
+        equations, which then belong to several TaskGraphs.
     """
     with _compat.scopes_context(equations) as depth:
         behind = (_compat.scope_text(e).split("/")[depth:] for e in equations)
@@ -411,7 +409,7 @@ def _scoped_function(
 
 
 def _depends(body: Any, outputs: set[Any], inputs: set[Any], group: set[int]) -> bool:
-    """Whether what equations read is made of what they give, by others."""
+    """Returns whether inputs of a group depend on its outputs, through others."""
     behind = set(outputs)
     for i, equation in enumerate(body.eqns):
         if i not in group and behind.intersection(_variables(equation.invars)):
@@ -420,7 +418,7 @@ def _depends(body: Any, outputs: set[Any], inputs: set[Any], group: set[int]) ->
 
 
 def _runs(run: Any, inputs: Sequence[Any], rows: BatchRows) -> bool:
-    """Whether a call can be run for one sample, and has as many equations as it had."""
+    """Returns whether a call runs for one sample with the same number of equations."""
     whole = _compat.trace(run, [v.aval for v in inputs])
     count = len({place[0] for place in rows.results})
     if len(_compat.open_jaxpr(whole)[0].eqns) != count:

@@ -1,8 +1,8 @@
-"""Whether a batch may be split: one check for plans, shares, stages, runs and swarms.
+"""Checks if a batch may be split: for plans, shares, stages, runs and swarms.
 
-A loss whose samples are not proven independent is split only where the user means each
-part's own loss, with ``per_micro_batch=True``. Every place that splits a batch asks
-here, and refuses in the same words.
+A loss whose samples are not proven independent is split only if the user wants each
+part's own loss, with ``per_micro_batch=True``. All code that splits a batch asks here,
+and refuses with the same message.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from whalejax.planner.plan_errors import PlanError
 
 
 class DependentSamplesError(PlanError):
-    """A batch is split whose samples are not proven independent.
+    """A batch is to be split though its samples are not proven independent.
 
     Attributes:
-        unit: Samples of the groups that the loss takes together; 0 if it is not known.
+        unit: Number of samples that the loss takes as one group; 0 if unknown.
     """
 
     unit: int = 0
@@ -35,11 +35,11 @@ class SplitBatch:
     """A batch that is computed in parts.
 
     Attributes:
-        whole: Samples of the batch.
-        part: Samples of a part.
+        whole: Number of samples of the batch.
+        part: Number of samples of a part.
         what: Name of a part, for messages.
-        asked: Option of the user's that asks for parts, as ``"num_micro_batches=4"``;
-            empty for the plan.
+        asked: The user's option that asks for parts, such as ``"num_micro_batches=4"``;
+            empty if the plan does.
     """
 
     whole: int
@@ -52,16 +52,16 @@ class SplitBatch:
 
 
 def samples_of(captured: Captured) -> int:
-    """Samples of the global batch that a loss was traced for."""
+    """Returns the number of samples of the global batch that a loss was traced for."""
     return captured.graph.batch_size * captured.graph.num_micro_batches
 
 
 def split_of(plan: Plan, whole: int) -> SplitBatch:
-    """The parts in which a plan computes its batch.
+    """Returns the parts in which a plan computes its batch.
 
     Args:
         plan: Any plan.
-        whole: Samples of its batch.
+        whole: Number of samples of its batch.
     """
     count = plan.num_micro_batches
     ranks = 1 if plan.combine == "mean" else plan.axis_sizes.get("data", 1)
@@ -76,11 +76,12 @@ def check_split(captured: Captured, plan: Plan, whole: int | None = None) -> Non
 
     Args:
         captured: The loss, traced with any number of samples in a micro-batch.
-        plan: Plan that is to be run.
-        whole: Samples of the plan's batch, where the loss was traced for another.
+        plan: Plan to run.
+        whole: Samples of the plan's batch, if the loss was traced for another.
 
     Raises:
-        DependentSamplesError: What combines samples, where, and what to do.
+        DependentSamplesError: An operation combines samples; names it, its line and
+            the remedy.
     """
     split = split_of(plan, whole or samples_of(captured))
     if split.part % plan.group_size:
@@ -110,13 +111,13 @@ def check_split(captured: Captured, plan: Plan, whole: int | None = None) -> Non
 def refusal(
     found: Separability, split: SplitBatch, *, weighted: bool, tried: str = ""
 ) -> DependentSamplesError:
-    """The error for a batch that may not be split.
+    """Returns the error for a batch that may not be split.
 
     Args:
         found: Proof that failed, with its reason.
         split: Split that was asked for.
-        weighted: The loss is a ``WeightedLoss``.
-        tried: Reason why one part fails too, where that was tried.
+        weighted: Whether the loss is a ``WeightedLoss``.
+        tried: Reason why one part fails too, if that was tried.
     """
     assert found.reason is not None
     asked = f"{split.asked}: " if split.asked else ""
@@ -134,7 +135,7 @@ def refusal(
 
 
 def _unit(reason: Reason) -> int:
-    """Samples that a reshape of the batch keeps together; 0 if none does."""
+    """Returns the number of samples that a reshape keeps together; 0 if none does."""
     return reason.group * max(1, reason.runs) or reason.runs
 
 
@@ -215,8 +216,8 @@ def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:
 
     Args:
         captured: The loss.
-        plan: Plan that was made.
-        whole: Samples of its batch.
+        plan: The plan.
+        whole: Number of samples of its batch.
     """
     split = split_of(plan, whole)
     notes: list[str] = []
@@ -238,14 +239,14 @@ def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:
 
 
 def largest_part(whole: int, unit: int = 1) -> int:
-    """The most samples that one of several equal parts has, in whole groups.
+    """Returns the largest number of samples of several equal parts, in whole groups.
 
     Args:
-        whole: Samples of the batch.
-        unit: Samples of a group.
+        whole: Number of samples of the batch.
+        unit: Number of samples of a group.
 
     Returns:
-        All samples where there is no such part.
+        ``whole`` if no such part exists.
 
     >>> largest_part(16), largest_part(15, 5), largest_part(7, 7)
     (8, 5, 7)
@@ -255,5 +256,5 @@ def largest_part(whole: int, unit: int = 1) -> int:
 
 
 def unit_of(found: Separability) -> int:
-    """Samples of which a micro-batch has to hold a multiple."""
+    """Returns the number of which a micro-batch's samples must be a multiple."""
     return found.group * found.runs

@@ -1,10 +1,10 @@
-"""Trace a loss at micro-batch shape and bring out its graph.
+"""Traces a loss at micro-batch shape and returns its graph.
 
-This is where capture begins: it checks the batch, flattens model and batch into one
-flat function, traces that once with ``jax.make_jaxpr`` and hands the jaxpr to the walk.
+Capture begins here: this module checks the batch, flattens model and batch into one
+flat function, traces it once with ``jax.make_jaxpr`` and passes the jaxpr to the walk.
 
 The module is long because ``Captured`` has every other form of a traced loss, and all
-of them are made of one trace.
+of them come from one trace.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Captured:
 
     Attributes:
         graph: Graph for the planner.
-        jaxpr: Jaxpr of the flat function ``fn(*params, *rest, *batch, [rng])`` which
-            gives ``(total, weight, *metrics, *new_rest)``, all leaves in flatten order.
+        jaxpr: Jaxpr of the flat function ``fn(*params, *rest, *batch, [rng])``, which
+            returns ``(total, weight, *metrics, *new_rest)``; leaves in flatten order.
         adapter: The model that was traced.
         batch_tree: Structure of the batch.
         out_tree: Structure of ``(total, weight, metrics, new_rest)``.
@@ -104,20 +104,20 @@ class Captured:
         given: For every checkpointed region by position, the tensor ids of its inputs.
         given_rules: The same for every call with a derivative rule of its own.
         sorted_rows: Calls by position that sort rows across the batch.
-        batch_axes: The batch dimension of each batch leaf; None where it has none.
+        batch_axes: The batch dimension of each batch leaf; None if it has none.
         reader: Describes another program of the same inputs and results.
-        apart: Combination of reported values over parts of the batch.
+        apart: Returns how reported values are combined over parts of the batch.
         notes: Sentences on work that could not be counted.
-        attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
-        precisions: (TaskGraph, precision) where only some compute in 16 bits.
-        chunks: Into how many parts the tokens are cut where logits are made of them.
-        axes: Names of axes that the loss uses and nobody binds: all samples.
+        attention: (TaskGraph, ``"ring"`` or ``"gather"``) of attention in blocks.
+        precisions: (TaskGraph, precision) pairs if only some compute in 16 bits.
+        chunks: Number of chunks of the tokens for which logits are made at a time.
+        axes: Names of unbound axes that the loss uses; they stand for all samples.
         steady: State that the program leaves alone because it changes once a step.
-        changing: Paths of what else is not trained and changes, with every micro-batch.
-        whole: Position of and reason for each attention that cannot be cut up.
-        independence: Proves that parts of a batch compute what the whole does, from
-            their samples and the whole's, and the group that stays together (None for
-            whatever the program asks for).
+        changing: Paths of other non-trained leaves, which change with each micro-batch.
+        whole: Position and reason of each attention that cannot run in blocks.
+        independence: Proves that parts of a batch compute the same as the whole batch,
+            from the numbers of samples of both, and of samples that stay together
+            (None for the number that the program needs).
     """
 
     graph: Graph
@@ -145,21 +145,22 @@ class Captured:
 
     @property
     def weights(self) -> tuple[bool, ...]:
-        """Returns which inputs of the flat function are weights, trained or not."""
+        """Whether each input of the flat function is a weight, trained or not."""
         inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
         return tuple(t.kind == "param" for t in self.graph.tensors[:inputs])
 
     @property
     def frozen(self) -> frozenset[int]:
-        """Numbers of the leaves that are not trained, and are weights."""
+        """Indices of the non-trained leaves that are weights."""
         first = len(self.adapter.param_paths)
         return frozenset(i for i, own in enumerate(self.weights[first:]) if own)
 
     @property
     def wide_products(self) -> Counter[str]:
-        """Products of float32 that a gradient goes through, or that read weights.
+        """Float32 products that a gradient flows through, or that read weights.
 
-        How many, by why none of them can compute in 16 bits; empty where they can.
+        Counts by the reason why none of them can compute in 16 bits; an empty reason
+        if they can.
         """
         weight = self.graph.weight_tensors()
         reads = {
@@ -175,13 +176,13 @@ class Captured:
 
     @property
     def float32_part(self) -> float:
-        """Returns the fraction of the products' work that is needlessly in float32."""
+        """Fraction of the products' work that is needlessly in float32."""
         every = sum(op.flops * op.trip for op in self.graph.ops)
         return sum(op.flops * op.trip for op in self._free_float32) / max(1, every)
 
     @property
     def float32_line(self) -> str:
-        """The user's line of the product that does most of that work, or no line."""
+        """The user's line of the product that does most of that work, or empty."""
         widest = max(self._free_float32, key=lambda op: op.flops * op.trip)
         return _compat.line_text(equation_at(self.jaxpr, widest.position))
 
@@ -192,14 +193,14 @@ class Captured:
         return [op for op in self.graph.ops if op.position in free]
 
     def with_precisions(self, precisions: Sequence[tuple[str, str]]) -> Captured:
-        """The same loss, some TaskGraphs of which compute in 16 bits.
+        """Returns the same loss, with some TaskGraphs computing in 16 bits.
 
         Args:
             precisions: (TaskGraph, ``"f32"``, ``"bf16"`` or ``"f16"``) pairs, as in a
                 plan.
 
         Returns:
-            The same program where no TaskGraph does.
+            The same program if no TaskGraph does.
         """
         chosen, graph = dict(precisions), analyse_graph(self.graph).graph
         kinds = [precision_for(g.name, chosen) for g in graph.task_graphs]
@@ -222,11 +223,11 @@ class Captured:
         casts: bool = False,
         wide: Mapping[str, int] | None = None,
     ) -> Captured:
-        """Remembers what was asked for, and note what it does not change.
+        """Records the requested precisions, and notes what they do not change.
 
         Args:
             precisions: Precisions that the user asked for.
-            casts: Something is cast.
+            casts: Whether anything is cast.
             wide: Number of products that stay in float32, by position.
         """
         words, notes = ", ".join(precision_words(tuple(precisions))), [*self.notes]
@@ -241,13 +242,13 @@ class Captured:
         return replace(self, precisions=tuple(precisions), notes=tuple(notes))
 
     def with_attention(self, chosen: Sequence[tuple[str, str]]) -> Captured:
-        """The same loss, in which some attention is run in blocks.
+        """Returns the same loss, with some attention in blocks.
 
         Args:
             chosen: (TaskGraph, ``"ring"`` or ``"gather"``) pairs, as in a plan.
 
         Returns:
-            Where none can be, the same but for the reasons.
+            The same loss with only the reasons added, if no attention can be.
         """
         if "ring" not in dict(chosen).values():
             return self
@@ -261,13 +262,13 @@ class Captured:
         return replace(attention if some else self, whole=reasons)
 
     def with_chunks(self, count: int) -> Captured:
-        """The same loss, whose logits are made for some tokens at a time.
+        """Returns the same loss, whose logits are made for some tokens at a time.
 
         Args:
-            count: Parts of the tokens of a device; 1 leaves all as it is.
+            count: Parts of the tokens of a device; 1 changes nothing.
 
         Returns:
-            Itself where no logits can be.
+            The loss itself if no logits can be.
         """
         if count == 1:
             return self
@@ -286,7 +287,7 @@ class Captured:
         return replace(
             self,
             reader=reader,
-            # It is the same model: a plan for it is one for this.
+            # The model is the same, so a plan for one is valid for both.
             graph=replace(with_stacked(graph, walk), model_hash=self.graph.model_hash),
             jaxpr=program,
             outputs=walk.outputs,
@@ -299,14 +300,14 @@ class Captured:
         )
 
     def with_remat(self, remat: Sequence[tuple[str, str]]) -> Captured:
-        """The same loss, parts of which the backward pass computes again.
+        """Returns the same loss, with remat of some parts in the backward pass.
 
         Args:
             remat: (TaskGraph, policy) pairs, as in a plan.
         """
         if not remat:
             return self
-        # TaskGraphs that no mark names matter where one of them is named.
+        # TaskGraphs without a mark are needed only if one of them is named.
         named = {name for name, _ in remat} - {ALL}
         graph = analyse_graph(self.graph).graph if named else self.graph
         result = regions(graph, dict(remat))
@@ -318,7 +319,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Options and names that a trace needs beside its equations."""
+    """Options and names that the reader needs in addition to the equations."""
 
     adapter: Adapter
     leaves: Sequence[TracedLeaf]
@@ -336,13 +337,13 @@ class _Reader:
         attention: Sequence[tuple[str, str]] = (),
         chunks: int = 1,
     ) -> tuple[Graph, FlatProgram, tuple[Value, ...]]:
-        """A program as plain data.
+        """Returns a program as plain data.
 
         Args:
             program: Its jaxpr.
             tiled: Read slices that cut a value into equal parts as a split.
-            attention: (TaskGraph, ``"ring"`` or ``"gather"``) of calls that are.
-            chunks: Into how many the tokens are cut in calls that make logits.
+            attention: (TaskGraph, ``"ring"`` or ``"gather"``) of attention in blocks.
+            chunks: Number of chunks of the tokens in calls that make logits.
         """
         if not attention:
             walk = FlatProgram(
@@ -352,7 +353,7 @@ class _Reader:
                 rules=self.rules,
             )
             return self._read(walk, program)
-        # Which of them can be is seen once all of them are.
+        # A first read with all calls shows which of them can.
         every = FlatProgram(
             rings=lambda position: True, chunks=chunks, rows=self.rows, rules=self.rules
         )
@@ -388,18 +389,18 @@ class _Reader:
 
 
 _Read = tuple[Graph, FlatProgram, tuple[Value, ...]]
-"""What a reader makes of a program."""
+"""Result of reading a program."""
 
 
 def _rewritten(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
-    """The program, rewritten where that lets more of its dimensions be shared."""
+    """Returns the program, rewritten if that lets more dimensions be sharded."""
     jaxpr, (graph, walk, results) = _lengthened(jaxpr, reader, read)
     if picks(graph):
         whole, plain = jaxpr, graph
 
         def tiled(program: Any) -> Graph:
             if program is whole and not holds_tiles(program):
-                return plain  # Read as it is, which it was already.
+                return plain  # Already read without tiles.
             return reader.read(program, tiled=True)[0]
 
         apart = _taken_apart(jaxpr, tiled)
@@ -424,13 +425,13 @@ def capture(
     num_micro_batches: int = 1,
     batch_axes: Any = 0,
 ) -> Captured:
-    """Traces a loss and describe it as plain data.
+    """Traces a loss and describes it as plain data.
 
     Args:
         adapter: The model and its loss.
         batch: The GLOBAL batch, arrays or anything with a shape and a dtype.
-        rng: A random key like the one that training will use; any key where left out.
-        num_micro_batches: Into how many parts the batch is cut; one part is traced.
+        rng: A random key like the one that training will use; any key by default.
+        num_micro_batches: Number of parts into which the batch is cut; one is traced.
         batch_axes: The batch dimension of every leaf, or a pytree of them; None for a
             leaf without one.
 
@@ -438,10 +439,10 @@ def capture(
         Graph, jaxpr and what lowering needs to call it.
 
     Raises:
-        WhaleError: The loss is no scalar or depends on no parameter, the batch leaves
-            disagree or do not divide, annotations nest in a forbidden way, or the loss
-            raises for a part of the batch and not for the whole. What it raises for
-            the whole is passed on unchanged.
+        WhaleError: The loss is not a scalar or depends on no parameter, the batch
+            leaves disagree or do not divide, annotations nest in a forbidden way, or
+            the loss raises for a part of the batch but not for the whole. Errors that
+            it raises for the whole batch pass unchanged.
     """
     leaves, batch_tree = batch_leaves(batch, batch_axes, num_micro_batches)
     size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
@@ -500,12 +501,12 @@ def _sorting_rows(
     steady: BatchIndependentState,
     inputs: Sequence[LossInput],
 ) -> tuple[Any, dict[str, BatchRows]]:
-    """A program in which rows that are sorted across the batch are so in calls.
+    """Returns a program in which calls hold the rows that are sorted across the batch.
 
     Args:
-        jaxpr: Closed, as captured.
-        traced: The loss as it was written, with some number of samples.
-        reader: Knows the batch, and the model.
+        jaxpr: Closed jaxpr, as captured.
+        traced: Returns the jaxpr of the loss with another number of samples.
+        reader: Reader with the batch and the model.
         steady: State that the program leaves alone.
         inputs: Every flat input.
     """
@@ -513,10 +514,10 @@ def _sorting_rows(
     if size == 1 or not holds_sort(jaxpr):
         return jaxpr, {}
     try:
-        with warnings.catch_warnings():  # Nobody asked for so many samples.
+        with warnings.catch_warnings():  # The user did not ask for this size.
             warnings.simplefilter("ignore")
             other = traced(2 * size)
-    except Exception:  # Of the user's own loss, which takes no other number of samples.
+    except Exception:  # The loss takes no other number of samples.
         return jaxpr, {}
     adapter = reader.adapter
     first, count = len(adapter.param_paths), len(adapter.rest_paths)
@@ -532,7 +533,7 @@ def _loss_programs(
     axes: Sequence[str],
     changing: Sequence[int],
 ) -> LossPrograms:
-    """Returns the programs from which the independence of samples is proved."""
+    """Returns the programs from which the independence of samples is proven."""
     adapter, leaves = flat.adapter, reader.leaves
     first = len(jax.tree.leaves(flat.out_tree.unflatten(range(flat.num_results))[:3]))
     places = [0, 1, *(first + i for i in changing)]
@@ -543,7 +544,7 @@ def _loss_programs(
         return _compat.needed_closed(program, places)
 
     rest = [
-        # Keys of the model fold in step and micro-batch as the loss's own rng does.
+        # Keys of the model fold in the step and micro-batch as the loss's own rng does.
         LossInput(
             key="rng" if is_key(leaf) else "",
             state=adapter.rest_paths[i] if i in changing else "",
@@ -573,7 +574,7 @@ def _program_of(
     axes: Sequence[str],
     size: int,
 ) -> Any:
-    """The jaxpr of the loss with another number of samples in a micro-batch."""
+    """Returns the jaxpr of the loss with another number of samples in a micro-batch."""
     other = [replace(leaf, micro_shape=leaf.sized(size)) for leaf in leaves]
     first = len(flat.model_avals)
     given = [*flat.model_avals, *(leaf.aval for leaf in other)]
@@ -584,7 +585,7 @@ def _program_of(
 
 
 def _lengthened(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
-    """A program, read; with cuts of the last tokens put off where that gathers less."""
+    """Moves cuts of the last tokens later in a program, if that gathers fewer bytes."""
     cuts = last_tokens_cut(read[0])
     if cuts:
         program = lengthened(jaxpr, cuts)
@@ -603,9 +604,9 @@ def _reported_values(
     """Finds how reported values are combined; refuses those that cannot be.
 
     Returns:
-        Structure of what the loss gives of the batch as it is cut, and what tells how
-        parts are put together: that takes another trace, without which one
-        micro-batch may do.
+        Structure of the loss's results for the batch as it is cut, and a function that
+        returns how parts are combined: it needs another trace, which one micro-batch
+        may do without.
     """
     check_keys(trace, flat.out_tree)
     first, rest = len(flat.adapter.param_paths), jax.tree.leaves(flat.adapter.rest)
@@ -628,7 +629,7 @@ def _with_samples(
     axes: Sequence[str],
     size: int,
 ) -> Trace:
-    """The loss as it is with another number of samples in a micro-batch."""
+    """Returns the trace with another number of samples in a micro-batch."""
     other = [replace(leaf, micro_shape=leaf.sized(size)) for leaf in reader.leaves]
     program = _program_of(flat, reader.leaves, arguments, axes, size)
     return _traced_as(program, replace(reader, leaves=other).read(program))
@@ -640,7 +641,7 @@ def _traced_as(program: Any, read: _Read) -> Trace:
 
 
 def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:
-    """Returns whether another form of a program has as many attentions and logits."""
+    """Returns whether a rewritten program keeps all attention and logits."""
     inputs = len(_compat.open_jaxpr(jaxpr)[0].invars)
     trained = [t.differentiable for t in graph.tensors[:inputs]]
     before, after = (possible_calls(x, trained) for x in (jaxpr, other))
@@ -648,7 +649,7 @@ def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:
 
 
 def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
-    """A program whose fused dimensions are cut, where that sets their parts apart."""
+    """Returns a program with fused dimensions cut, if that separates their parts."""
     fused = fused_dimensions(graph_of_program(jaxpr))
     while fused:
         apart = taken_apart(jaxpr, fused)
@@ -663,11 +664,11 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
 def _traced(
     flat: _FlatLoss, arguments: list[Any], part: str
 ) -> tuple[Any, tuple[str, ...]]:
-    """The loss as it was written, and axes that it names and nobody binds.
+    """Returns the jaxpr of the loss as written, and the unbound axes that it names.
 
     Args:
         flat: The loss.
-        arguments: Their shapes.
+        arguments: Shapes of its inputs.
         part: Name of the batch's part, for errors; or empty.
     """
     try:
@@ -691,7 +692,7 @@ VALUE_ERRORS: Final = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
-"""What JAX raises where the value of a traced array is asked for."""
+"""Errors that JAX raises where a program reads the value of a traced array."""
 
 
 def _value_read(error: Exception, part: str) -> str:
@@ -716,7 +717,7 @@ def _value_read(error: Exception, part: str) -> str:
 def _of_a_part(
     adapter: Adapter, batch: Any, rng: Any, batch_axes: Any, num_micro_batches: int
 ) -> Iterator[None]:
-    """Says of an error in a micro-batch that the whole batch has none, if that is so.
+    """Replaces a micro-batch's error if the loss accepts the whole batch.
 
     Args:
         adapter, batch, rng, batch_axes, num_micro_batches: Arguments of ``capture``,
@@ -746,7 +747,7 @@ def _of_a_part(
 
 
 def _samples_taken(adapter: Adapter, batch: Any, rng: Any, batch_axes: Any) -> int:
-    """Samples of the whole batch, if the loss can be computed on it; else 0."""
+    """Returns the whole batch's samples; 0 if the loss cannot be computed on it."""
     try:
         return capture(adapter, batch, rng, batch_axes=batch_axes).graph.batch_size
     except Exception:
@@ -767,7 +768,7 @@ def _traced_twice_as_large(
     arguments: list[Any],
     axes: Sequence[str],
 ) -> Any:
-    """The same loss with twice as many samples in a micro-batch."""
+    """Returns the same loss with twice as many samples in a micro-batch."""
     larger = [leaf.with_more_samples(2) for leaf in leaves]
     size = next(x.micro_shape[x.axis] for x in larger if x.axis is not None)
     first = len(adapter.param_paths) + len(adapter.rest_paths)
@@ -779,7 +780,7 @@ def _traced_twice_as_large(
 
 
 class _FlatLoss:
-    """The loss from flat leaves to flat results; remembers what the trace showed."""
+    """The loss from flat leaves to flat results; records facts found while tracing."""
 
     def __init__(self, adapter: Adapter, batch_tree: Any, size: int) -> None:
         self.adapter = adapter

@@ -1,16 +1,16 @@
-"""From a jaxpr to a flat list of operations, calls inlined.
+"""Flattens a jaxpr into a list of operations, with calls inlined.
 
 Positions: an equation's position is its index in its jaxpr; inside a call-like
 equation at position ``p`` the k-th equation of the j-th inner jaxpr has position
 ``(*p, j, k)``. So the third equation of a jitted function that is called by equation 5
-of the program stands at ``(5, 0, 2)``. ``cond`` counts its branches, ``while`` its
+of the program is at ``(5, 0, 2)``. ``cond`` counts its branches, ``while`` has its
 condition (0) and body (1), every other call has one inner jaxpr (0). An evaluator that
-recurses with ``recursion`` and ``inner_jaxprs`` meets the same positions.
+recurses with ``recursion`` and ``inner_jaxprs`` visits the same positions.
 
-A loop's carries and slices are tied together by operations of kind ``scan`` and
-``while`` at the loop's own position, which compute nothing.
+Operations connect a loop's carries and slices; they are of kind ``scan`` and
+``while``, stand at the loop's own position, and compute nothing.
 
-The module is long because one walk reads every kind of equation, nested as they are.
+The module is long because one walk reads every kind of equation, at any nesting.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from whalejax.planner.model.graph import ATTENTION, Factor, LoopResidual, Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptScan:
-    """A scan whose turns keep something for their backward pass.
+    """A scan whose turns save residuals for their backward pass.
 
     Attributes:
         equation: The scan.
-        inputs: Tensors that one turn is given: constants, carries, slices.
-        inside: Constants, and all tensors of the body.
+        inputs: Input tensors of one turn: constants, carries, slices.
+        inside: Constants, and all other tensors of the body.
     """
 
     equation: Any
@@ -57,9 +57,9 @@ class KeptScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedRows:
-    """A call that sorts rows across the batch and brings them back.
+    """A call that sorts rows across the batch and puts them back.
 
-    Its tensors have the samples as a dimension of their own, in front.
+    Its tensors have the samples as a separate first dimension.
 
     Attributes:
         rows: Positions of the rows in the call.
@@ -72,7 +72,7 @@ class SortedRows:
 
 @dataclass(slots=True)
 class _EquationView:
-    """An equation, and how it treats dimensions where that is known."""
+    """An equation, and its behaviour once known."""
 
     view: Equation
     rule: Behaviour | None = None
@@ -90,16 +90,16 @@ class KnownRules:
     def view_equation(
         self, equation: Any, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]
     ) -> _EquationView:
-        """An equation as rules see it; the same for one that was seen before.
+        """Returns an equation as rules see it; the same object for a known equation.
 
-        Programs of one loss hold equations whose parameters are one object.
+        Programs of one loss have equations that share one parameter object.
         """
         name, params = equation.primitive.name, equation.params
         key = id(params), inputs, outputs
         known = self._seen.get(key)
         if known is None:
             view = Equation(name=name, params=params, inputs=inputs, outputs=outputs)
-            # It keeps the parameters, so that no others have their id.
+            # The view keeps the parameters alive, so that their id stays theirs.
             known = self._seen[key] = _EquationView(view)
         return known
 
@@ -113,7 +113,7 @@ class KnownRules:
         key = view.name, view.inputs, view.outputs, tuple(view.params.items())
         try:
             known = self._known.get(key)
-        except TypeError:  # A parameter without a hash.
+        except TypeError:  # A parameter is not hashable.
             return behaviour(view)
         if known is None:
             known = self._known[key] = behaviour(view)
@@ -123,35 +123,35 @@ class KnownRules:
         """Returns the behaviour of a call that is attention; ``jaxpr`` is its body."""
         key = id(jaxpr)
         if key not in self._attention:
-            # The body is kept, so that no other has its id.
+            # The body is kept alive, so that its id stays its own.
             self._attention[key] = jaxpr, attention_behaviour(jaxpr)
         return self._attention[key][1]
 
     def without_literals(
         self, rule: Behaviour, operands: Sequence[Value], num_results: int
     ) -> Behaviour:
-        """The same with slots counted without operands that are literals."""
+        """Returns a rule whose slots do not count operands that are literals."""
         if None not in operands:
             return rule
         key = id(rule), tuple(t is None for t in operands), num_results
         if key not in self._without:
-            # The rule is kept, so that no other has its id.
+            # The rule is kept alive, so that its id stays its own.
             self._without[key] = rule, without_literals(rule, operands, num_results)
         return self._without[key][1]
 
 
 @dataclass(slots=True)
 class FlatProgram:
-    """The result of walking, and the state while walking.
+    """The result of a walk, and its state meanwhile.
 
     Attributes:
         tiled: Read slices that together cut a value into equal parts as a split.
-        rings: Calls that count as one attention operation, by position; others are
-            flattened.
-        chunks: Into how many the tokens are cut in calls that make logits; if more than
+        rings: Returns whether the call at a position counts as one attention operation;
+            others are flattened.
+        chunks: Number of chunks of the tokens in calls that make logits; if more than
             one, the backward pass computes these again.
         rows: Positions of the rows in calls that sort them across the batch, by name.
-        rules: Rules of equations, perhaps found by other walks.
+        rules: Rules of equations, may be shared with other walks.
         tensors: Tensors by id; the program's inputs come first.
         ops: Operations in program order.
         outputs: For every equation by position, call-like ones included, the tensor
@@ -160,9 +160,9 @@ class FlatProgram:
         given_rules: The same for every call with a derivative rule of its own.
         sorted_rows: These calls by position.
         loops: (carry as produced, carry as consumed) pairs of every loop.
-        ruled: Operands and results of calls with a derivative rule of their own, which
-            may lead gradients past what has none.
-        kept: Outermost scans, whose turns keep something for their backward pass.
+        ruled: Operands and results of calls with their own derivative rule, through
+            which gradients may flow past operations without a derivative.
+        kept: Outermost scans, whose turns save residuals for their backward pass.
         notes: Sentences on work that could not be counted.
     """
 
@@ -188,7 +188,7 @@ class FlatProgram:
     _tiles: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
     def run(self, jaxpr: Any) -> tuple[Value, ...]:
-        """Walks a whole program; the first tensors are its inputs in order."""
+        """Walks a complete program; the first tensors are its inputs in order."""
         body, _ = _compat.open_jaxpr(jaxpr)
         inputs = [self._tensor(var.aval) for var in body.invars]
         return self._body(jaxpr, inputs, Context())
@@ -232,7 +232,7 @@ class FlatProgram:
         return self._constant(atom.val, atom.aval) if atom.aval.shape else None
 
     def constant(self, tensor: int) -> Any:
-        """The value of a tensor that is a constant of the program."""
+        """Returns the value of a tensor that is a constant of the program."""
         return next(value for value, t in self._constants.values() if t == tensor)
 
     # Equations.
@@ -387,7 +387,7 @@ class FlatProgram:
         rule = Behaviour(factors=tuple(factors))
         self._emit(view.name, position, [middle], results, rule, here)
 
-    # Rows of samples that are sorted, as if each sample's were so for themselves.
+    # Sorted rows of samples, handled as if each sample sorted its own.
 
     def _sorted_rows(
         self,
@@ -430,7 +430,7 @@ class FlatProgram:
     def _split(
         self, tensor: Value, samples: int, position: Position, here: Context
     ) -> Value:
-        """A tensor whose rows are of samples, with these as a dimension in front."""
+        """Returns a tensor whose rows are split into samples, as first dimension."""
         if tensor is None:
             return None
         draft = self.tensors[tensor]
@@ -448,7 +448,7 @@ class FlatProgram:
         operands: tuple[Value, ...],
         here: Context,
     ) -> tuple[Value, ...]:
-        """An operation on the rows of each sample."""
+        """Adds an operation that treats the rows of each sample by themselves."""
         assert here.sorted_rows is not None
         one = here.sorted_rows
         dims = one.rows.results[position[here.depth :]]
@@ -565,7 +565,7 @@ class FlatProgram:
         return tuple(results)
 
     def scan_residuals(self, flows: Sequence[bool]) -> tuple[LoopResidual, ...]:
-        """Returns the residuals of scans, each like a tensor of the scan's body.
+        """Returns the residuals of scans, each with a similar tensor of the body.
 
         Args:
             flows: For every tensor, whether a gradient flows through it.
@@ -575,7 +575,7 @@ class FlatProgram:
         return tuple(one for several in kept for one in several)
 
     def _data(self) -> set[int]:
-        """The tensors that depend on the batch."""
+        """Returns the tensors that depend on the batch."""
         data = {i for i, t in enumerate(self.tensors) if t.kind == "batch"}
         for op in self.ops:
             if not data.isdisjoint(op.operands):
@@ -597,7 +597,7 @@ class FlatProgram:
         flowing = [t is not None and flows[t] for t in scan.inputs]
         residuals = _compat.scan_residuals(scan.equation, run, flowing)
         for shape, dtype, multiplied in residuals:
-            # What a loop inside keeps is stacked once more.
+            # Residuals of an inner loop have one more stacked dimension.
             like = alike.get(shape, alike.get(shape[1:]))
             if like is not None:
                 nbytes = math.prod(shape) * _compat.itemsize_bytes(dtype)
@@ -667,7 +667,7 @@ class FlatProgram:
         results: Sequence[int],
         here: Context,
     ) -> None:
-        """Ties a loop's carries: as produced, as consumed, and as they come out."""
+        """Connects a loop's carries: as produced, as consumed, and as results."""
         for out, back, result in zip(produced, carried, results, strict=False):
             self._tie(kind, position, [out, back], result, here)
             if out is not None:
@@ -694,7 +694,7 @@ class FlatProgram:
         *,
         shift: int = 0,
     ) -> None:
-        """Says that a result holds its sources' dimensions, moved by ``shift``."""
+        """Records that a result has its sources' dimensions, moved by ``shift``."""
         kept = [t for t in sources if t is not None]
         shape = self.tensors[result].shape
         factors: list[Factor] = []
@@ -712,10 +712,10 @@ _FULL = "broadcast_in_dim"
 
 
 def _is_constant(equation: Any, operands: Sequence[Value], rule: Behaviour) -> bool:
-    """Whether an operation moves, adds up or multiplies numbers of the program's text.
+    """Returns whether an operation moves, sums or multiplies only scalar literals.
 
-    Such numbers are no operands, and so the result is one that is filled with a number,
-    as in ``jnp.zeros``. A random key made of a number stays what it is.
+    Literals are no operands, and so the result is filled with one number, as in
+    ``jnp.zeros``. A random key made of a number does not count.
     """
     if not operands or any(t is not None for t in operands):
         return False
@@ -724,13 +724,13 @@ def _is_constant(equation: Any, operands: Sequence[Value], rule: Behaviour) -> b
 
 
 def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
-    """Slices that together cut a value into equal parts, as a split does.
+    """Returns slices that together cut a value into equal parts, as a split does.
 
     Args:
         equations: Equations of one jaxpr.
 
     Returns:
-        Result of each such slice to the dimension and the number of parts.
+        Dimension and number of parts, by the result of each such slice.
     """
     values: dict[tuple[Any, int, int], dict[Any, int]] = defaultdict(dict)
     for equation in equations:
@@ -753,10 +753,10 @@ def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
 
 
 def holds_tiles(jaxpr: Any) -> bool:
-    """Whether a program has such slices anywhere.
+    """Returns whether a program or its inner jaxprs have such slices.
 
     Args:
-        jaxpr: Open or closed.
+        jaxpr: Open or closed jaxpr.
     """
     equations = _compat.open_jaxpr(jaxpr)[0].eqns
     return bool(tiles(equations)) or any(
@@ -765,7 +765,7 @@ def holds_tiles(jaxpr: Any) -> bool:
 
 
 def _row_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of rows, of that of each sample's."""
+    """Returns the shape of rows, given the shape with a dimension of samples."""
     samples, first, *rest = shape
     return samples * first, *rest
 

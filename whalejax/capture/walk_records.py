@@ -1,6 +1,6 @@
 """Records that the walk writes before regions and gradients are known.
 
-It is apart from the walk because regions and gradients read it too.
+It is separate from the walk because regions and gradients read it too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from whalejax.user_code.annotations import parse_scope
 
 Position = tuple[int, ...]
 Label = tuple[Mark, Position]
-"""A mark and the place of the jaxpr in which it was opened."""
+"""A mark and the position of the jaxpr in which it was opened."""
 
 Value = int | None
 """A tensor's id; None for a scalar that is written into the program."""
@@ -24,7 +24,7 @@ Value = int | None
 
 @dataclass(slots=True, kw_only=True)
 class TensorDraft:
-    """A tensor before it is known whether a gradient flows through it."""
+    """A tensor for which it is not yet known whether a gradient flows through it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,7 +38,7 @@ class TensorDraft:
     trained: bool = False
 
     def reshaped(self, shape: tuple[int, ...]) -> TensorDraft:
-        """A computed value like this one, of another shape."""
+        """Returns a computed value like this tensor, with another shape."""
         return TensorDraft(
             shape=shape,
             dtype=self.dtype,
@@ -49,7 +49,7 @@ class TensorDraft:
 
 @dataclass(slots=True, kw_only=True)
 class OpDraft:
-    """An operation before regions and gradients are known; slots leave literals out."""
+    """An operation without regions and gradients; slots leave out literals."""
 
     kind: str
     position: Position
@@ -87,11 +87,11 @@ class Context:
     depth: int = 0
 
     def enter_call(self, position: Position, index: int) -> Context:
-        """The surroundings inside a call's inner jaxpr."""
+        """Returns the surroundings inside a call's inner jaxpr."""
         return replace(self, prefix=(*position, index))
 
     def under(self, text: str) -> Context:
-        """The surroundings of equations under a relative name stack."""
+        """Returns the surroundings of equations under a relative name stack."""
         if not text:
             return self
         marks = tuple(
@@ -109,7 +109,7 @@ class Context:
 def without_literals(
     rule: Behaviour, operands: Sequence[Value], num_results: int
 ) -> Behaviour:
-    """A rule with slots counted without operands that are literals."""
+    """Returns a rule whose slots do not count operands that are literals."""
     if None not in operands:
         return rule
     slots: dict[int, int] = {}

@@ -1,8 +1,8 @@
 """Shell completion of the command line: ``whalejax completion``.
 
-tyro writes the script, with commands and options as one Python literal. Here the names
-that it cannot know are put into that literal: reference models, kinds of devices, mesh
-axes, and the commands of ``whalejax swarm`` and ``whalejax jobs``.
+tyro writes the script, with commands and options as one Python literal. This module
+adds to that literal the names that tyro cannot know: reference models, kinds of
+devices, mesh axes, and the commands of ``whalejax swarm`` and ``whalejax jobs``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from whalejax.planner.step_options import REMAT_POLICIES
 
 _LITERAL: Final = re.compile(r"^COMPLETION_SPEC = (.*)$", re.MULTILINE)
 _TAKING_MODELS: Final = ("train", "plan", "search", "batch", "join", "serve", "add")
-"""Commands whose first word is a model."""
+"""Commands whose first argument is a model."""
 
 
 def completion_script(
@@ -32,12 +32,12 @@ def completion_script(
     parse: Callable[[list[str]], Any],
     groups: Mapping[str, Callable[[list[str]], Any]],
 ) -> str:
-    """The script that a shell reads.
+    """Returns the script that a shell reads.
 
     Args:
         shell: ``"bash"``, ``"zsh"`` or ``"fish"``.
         parse: Parses the words of a command, as tyro does.
-        groups: Parsers of the commands that have commands of their own, by first word.
+        groups: Parsers of the commands with subcommands, by first word.
     """
     text = _printed(shell, parse)
     match = _LITERAL.search(text)
@@ -57,7 +57,7 @@ def completion_script(
 
 
 def _spec(shell: str, literal: str) -> Any:
-    """Commands and options; in fish's script the literal is inside double quotes."""
+    """Parses commands and options; fish's literal is inside double quotes."""
     if shell == "fish":
         literal = re.sub(r'\\(["\\$])', r"\1", literal)
     return ast.literal_eval(literal)
@@ -75,7 +75,7 @@ def _with_models(spec):
             _with_models(command)
 _with_models(COMPLETION_SPEC)
 """
-"""Lines of the script after its literal, which would be long with every model in it."""
+"""Lines after the script's literal, which would be long with every model in it."""
 
 
 def _printed(shell: str, parse: Callable[[list[str]], Any]) -> str:
@@ -115,7 +115,7 @@ def _with_choices(command: dict[str, Any]) -> None:
 
 
 def _by_name(spec: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Every command with its name, those of groups too."""
+    """Returns every command with its name, including those of groups."""
     result = []
     for name, command in spec["subcommands"].items():
         result.append((name, command))

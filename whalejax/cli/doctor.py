@@ -1,4 +1,4 @@
-"""``whalejax doctor``: what would keep hosts from running together, and the remedy."""
+"""``whalejax doctor``: problems that keep hosts from running together, and remedies."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def doctor(command: DoctorCommand) -> int:
     """Checks this host, or several.
 
     Args:
-        command: The options.
+        command: Options of the command.
 
     Returns:
         Exit status: 1 if something keeps processes from running together, else 0.
 
     Raises:
-        WhaleError: Options contradict each other, or the coordinator is not reached.
+        WhaleError: Options contradict each other, or the coordinator cannot be reached.
     """
     if command.hosts is not None:
         return _on_all(command, tuple(command.hosts.split(",")))
@@ -57,12 +57,12 @@ def doctor(command: DoctorCommand) -> int:
         comparison = meet(own, coordinator, _count(command), command.timeout, key)
     show(comparison, as_json=command.json)
     problems = any(check.verdict == "problem" for _, check in _checks(comparison))
-    # Under a launcher, the exit status of process 0 stands for all.
+    # Under a launcher, the exit status of process 0 counts for all.
     return int(problems and not (launch and launch[2]))
 
 
 def _count(command: DoctorCommand) -> int:
-    """Returns the number of processes that are to meet."""
+    """Returns the number of processes that should meet."""
     launch = launched()
     count = command.processes or (launch[1] if launch else None)
     tasks = os.environ.get(_SLURM_TASKS, "0")
@@ -92,7 +92,7 @@ def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
             logs=Path(logs),
             remote_shell=shell_words(command.remote_shell),
             tells=False,
-            stops=False,  # hosts that came report who is missing
+            stops=False,  # hosts that came report the missing ones
         )
         return min(1, launcher.run(launch))
 

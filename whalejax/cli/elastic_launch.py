@@ -18,17 +18,17 @@ from whalejax.meshes.errors import Problems, WhaleError
 
 
 _ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches", "--mesh")
-"""Options of plans that elastic runs take."""
+"""Planning options that elastic runs accept."""
 
 
 def launch_elastic(command: LaunchCommand) -> int:
-    """Runs a script as processes that may be lost and come back.
+    """Runs a script as processes that may fail and rejoin.
 
     Args:
-        command: The options.
+        command: Options of the command.
 
     Returns:
-        0 where all steps were done, 143 where it was asked to end, else 1 or 2.
+        0 if all steps were done, 143 if the run was asked to end, else 1 or 2.
 
     Raises:
         WhaleError: Options contradict each other.
@@ -58,13 +58,13 @@ def launch_elastic(command: LaunchCommand) -> int:
 
 
 def train_elastically(command: TrainCommand) -> int:
-    """Trains a job with processes that may be lost and come back.
+    """Trains a job with processes that may fail and rejoin.
 
     Args:
-        command: The options.
+        command: Options of the command.
 
     Returns:
-        As for ``launch_elastic``.
+        The exit status, as for ``launch_elastic``.
 
     Raises:
         WhaleError: Options contradict each other.
@@ -108,5 +108,5 @@ def train_elastically(command: TrainCommand) -> int:
 
 
 def encode_command(command: TrainCommand) -> str:
-    """The options of a command as one word, for the process that it starts."""
+    """Encodes a command's options as one word, for the process that it starts."""
     return json.dumps(dataclasses.asdict(command), default=str)

@@ -17,10 +17,10 @@ Seconds = Annotated[float, option(metavar="SECONDS")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusCommand:
-    """Show an elastic run: its generations, who is there, goodput, what was lost."""
+    """Show an elastic run: its generations, members, lost members and goodput."""
 
     folder: Annotated[conf.Positional[Path], option(metavar="FOLDER")]
-    """of --save, or of --logs where a script saves nothing"""
+    """folder of --save, or of --logs if a script saves nothing"""
     json: Switch = False
     """print it as one line of JSON and nothing else"""
 
@@ -29,33 +29,33 @@ class StatusCommand:
 class AgentCommand:
     """Hold processes of an elastic run on this machine, until the run is over.
 
-    They are those of whalejax launch --processes MIN:MAX --host ADDRESS, and run in
-    this folder. SIGTERM or Ctrl-C lets them leave after a step.
+    The processes are those of whalejax launch --processes MIN:MAX --host ADDRESS, and
+    run in this folder. On SIGTERM or Ctrl-C they leave after a step.
     """
 
     supervisor: Annotated[conf.Positional[str], option(metavar="HOST:PORT")]
-    """what whalejax launch says it listens at"""
+    """address that whalejax launch prints"""
     key: Annotated[Path, option(metavar="FILE")] = Path("logs/elastic/key")
-    """file of the key of the run, or a copy; waited for where it is not there yet"""
+    """file of the run's key, or a copy; waited for if it does not exist yet"""
     processes: Annotated[int, option(metavar="N")] = 1
-    """how many it may hold; each takes all devices that it sees"""
+    """largest number of processes here; each uses all devices that it sees"""
     name: Annotated[str | None, option(metavar="NAME")] = None
-    """unlike that of any other agent; the name of this host if left out"""
+    """name that no other agent has; the name of this host if left out"""
     host: Annotated[str | None, option(metavar="ADDRESS")] = None
-    """address of this machine at which other members reach those here; that from
-    which it reaches the supervisor if left out"""
+    """address of this machine at which other members reach those here; if left out, the
+    one from which it reaches the supervisor"""
     logs: Annotated[Path, option(metavar="FOLDER")] = Path("logs")
-    """one file per process, in its folder elastic"""
+    """folder of logs: one file per process, in its subfolder elastic"""
     patience: Seconds = 120.0
-    """to wait for a supervisor that does not answer; then the processes are ended"""
+    """time to wait for a supervisor that does not answer; then the processes end"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputCommand:
     """Estimate useful time over wall time under failures, with and without spares.
 
-    Compared are restarting the whole world from the last snapshot and going on with
-    those that are left.
+    Compares a restart of all processes from the last snapshot with continuing on the
+    remaining ones.
     """
 
     plan: Annotated[conf.Positional[Path], option(metavar="PLAN.json")]
@@ -63,20 +63,20 @@ class GoodputCommand:
     mtbf: Seconds
     """mean time between failures of one node"""
     restart: Seconds = 60.0
-    """from a process's start to its first step"""
+    """time from a process's start to its first step"""
     snapshot_every: Number = None
-    """steps between snapshots for a restart; the best if left out"""
+    """steps between snapshots for a restart; the best number if left out"""
     spares: Annotated[int, option(metavar="N")] = 1
-    """nodes that stand by"""
+    """number of standby nodes"""
     snapshot: Seconds = 1.0
-    """that a step waits for a snapshot"""
+    """time that a step waits for a snapshot"""
     recovery: Seconds = 1.0
-    """that the others lose when a node is lost or joins"""
+    """time that the others lose when a node is lost or joins"""
     repair: Seconds = 0.0
-    """after which a lost node can be started again; 0 where only a process crashed"""
+    """time after which a lost node can be started again; 0 if only a process crashed"""
     nodes: Number = None
-    """that fail one by one; those of the plan's cluster if left out"""
+    """number of nodes, which fail one by one; the plan's own if left out"""
     trace: Annotated[Path | None, option(metavar="TRACE.csv")] = None
-    """failures to play through: columns time, node, event (down or up)"""
+    """failures to simulate: columns time, node, event (down or up)"""
     json: Switch = False
     """print the result as one line of JSON and nothing else"""

@@ -1,6 +1,6 @@
 """Results of an elastic run, as the commands that ran it print them.
 
-The numbers are those of its journal: the process that prints them did none of its work.
+The numbers are those of its journal: the printing process did none of the work.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from whalejax.journals.status import RunStatus, document, status_of
 
 
 _NOT_RUN: Final = 2
-"""Status of a supervisor that could not run, or of a run that was refused."""
+"""Exit status of a supervisor that could not run, or of a refused run."""
 
 
 def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
-    """Prints what ``whalejax launch --processes MIN:MAX`` came to.
+    """Prints the result of ``whalejax launch --processes MIN:MAX``.
 
     Args:
-        command: The options.
+        command: Options of the command.
         status: Exit status of the run.
         seconds: Duration of the whole command.
     """
@@ -37,7 +37,7 @@ def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
 
 
 def _run(folder: Path, status: int, seconds: float) -> RunStatus | None:
-    """The run that a command started; None where there was none."""
+    """Returns the status of the run that a command started; None without a run."""
     if status == _NOT_RUN:
         events = read_events(folder / FOLDER / EVENTS)
         opened = [said for said in events if said["event"] == "opened"]
@@ -48,10 +48,10 @@ def _run(folder: Path, status: int, seconds: float) -> RunStatus | None:
 
 def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
     """Describes the ends of processes: the values of a launch with a fixed number, and
-    more.
+    further ones.
 
     Args:
-        run: Status of the run from its journal; None where there was none.
+        run: Status of the run from its journal; None if there was none.
         logs: Folder of ``--logs``.
         status: Exit status of the run.
     """
@@ -78,10 +78,10 @@ def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
 
 
 def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
-    """Prints what ``whalejax train --processes`` came to.
+    """Prints the result of ``whalejax train --processes``.
 
     Args:
-        command: The options.
+        command: Options of the command.
         status: Exit status of the run.
         seconds: Duration of the whole command.
     """
@@ -94,7 +94,7 @@ def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
 
 
 def sentence(run: RunStatus, folder: Path, seconds: float) -> str:
-    """A run in one line.
+    """Describes a run in one line.
 
     Args:
         run: Status of the run from its journal.
@@ -104,7 +104,7 @@ def sentence(run: RunStatus, folder: Path, seconds: float) -> str:
     where = f"whalejax status {folder} shows more"
     if run.loss is None or run.loss_first is None:
         none = ", no step was done"
-        if not run.steps:  # An ordinary script's steps are its own.
+        if not run.steps:  # The steps of an ordinary script are unknown.
             none = ""
         elif run.step >= run.steps:
             none = f", all {run.steps} steps were done before"
@@ -118,11 +118,11 @@ def sentence(run: RunStatus, folder: Path, seconds: float) -> str:
 def trained(
     run: RunStatus | None, command: TrainCommand, status: int, seconds: float
 ) -> dict[str, Any]:
-    """Describes the training: the values of a run in one process, and more.
+    """Describes the training: the values of a run in one process, and further ones.
 
     Args:
-        run: Status of the run from its journal; None where there was none.
-        command: The options.
+        run: Status of the run from its journal; None if there was none.
+        command: Options of the command.
         status: Exit status of the run.
         seconds: Duration of the whole command.
     """
@@ -137,7 +137,7 @@ def trained(
         "loss_first": run.loss_first if run else None,
         "loss_last": run.loss if run else None,
         "max_rel_diff_vs_one_device": None,
-        # Of one model over all processes each generation has a plan of its own.
+        # With one model over all processes, each generation has its own plan.
         "mesh": None if spread else {"data": len(last)},
         "predicted_step_s": None,
         "measured_step_s": run.step_seconds if run else None,

@@ -1,4 +1,4 @@
-"""``whalejax launch``: its options, read into what ``processes.launcher`` starts."""
+"""``whalejax launch``: turns its options into a launch for ``processes``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def launch(command: LaunchCommand) -> int:
     """Runs a script as several processes.
 
     Args:
-        command: The options.
+        command: Options of the command.
 
     Returns:
         0, or the status of the first process that failed.
 
     Raises:
-        WhaleError: There is no such script, or options contradict each other.
+        WhaleError: The script does not exist, or options contradict each other.
     """
     if not command.script.is_file():
         raise WhaleError(

@@ -10,7 +10,7 @@ from tyro import conf
 
 
 def default_words(default: str) -> str:
-    """Returns the help's text of a default: empty where an option is just left out.
+    """Returns the help's text for a default; empty for an option that is just left out.
 
     >>> default_words("100"), default_words("None")
     ('(default: 100)', '')
@@ -21,7 +21,7 @@ def default_words(default: str) -> str:
 
 
 def option(**words: Any) -> Any:
-    """Returns an option's help: ``tyro.conf.arg`` with our words for defaults.
+    """Returns an option's help: ``tyro.conf.arg`` with our text for defaults.
 
     Args:
         words: Arguments of ``tyro.conf.arg``, such as ``metavar``.
@@ -30,7 +30,7 @@ def option(**words: Any) -> Any:
 
 
 Switch = Annotated[bool, option()]
-"""An option that is given or left out."""
+"""Type of an option that is given or left out."""
 
 _Number = Annotated[int | None, option(metavar="N")]
 Hosts = Annotated[
@@ -67,57 +67,58 @@ SSH: Final = "ssh -tt -o BatchMode=yes"
 class LaunchCommand:
     """Start a script as several processes, and stop them together.
 
-    What stands behind the script is its own. It calls wh.init_distributed() first,
-    or has its loop in wh.train_elastic, which calls it where it is needed.
+    Arguments after the script belong to it. It calls wh.init_distributed() first, or
+    runs its loop in wh.train_elastic, which calls that if needed.
     """
 
     script: Annotated[conf.Positional[Path], option(metavar="SCRIPT.py")]
-    """what each process runs"""
+    """script that each process runs"""
     arguments: Annotated[conf.Positional[tuple[str, ...]], option(metavar="ARG")] = ()
-    """what the script is given, options and all that stands behind it"""
+    """arguments of the script: all that follow it, options included"""
     processes: Annotated[str, option(metavar="N|MIN:MAX")] = "2"
-    """how many, over all hosts; MIN:MAX goes on with those that are left, and starts
-    lost ones again: see docs/survive/elastic.md"""
+    """number of processes over all hosts; MIN:MAX continues with the remaining
+    ones, and restarts lost ones: see docs/survive/elastic.md"""
     spares: Annotated[int, option(metavar="N")] = 0
-    """of MIN:MAX: further processes that stand by and step in at once"""
+    """with MIN:MAX: standby processes, which replace lost ones at once"""
     keep: Switch = False
-    """of --processes 1: start the process again when it is killed, as one with the
-    dense part of a recommender, which goes on from what it keeps"""
+    """with --processes 1: restart the process when it is killed, such as one with the
+    dense part of a recommender, which continues from its kept state"""
     hosts: Hosts = "localhost"
     host: AgentsAddress = None
     ray: RayAddress = None
     cpu_quota: Annotated[str, option(metavar="P,P")] = ""
     """percent of a core for each process, to try mixed speeds: 100,33"""
     logs: Annotated[Path, option(metavar="FOLDER")] = Path("logs")
-    """one file per rank, rank-0.log and so on; of MIN:MAX in its folder elastic"""
+    """folder of one file per rank, rank-0.log and so on; with MIN:MAX in its subfolder
+    elastic"""
     port: _Number = None
-    """where process 0 listens, or the supervisor of MIN:MAX; a free one, or 8476 on
-    other hosts"""
+    """port of process 0, or of the supervisor with MIN:MAX; a free one, or 8476
+    on other hosts"""
     remote_shell: RemoteShell = SSH
     exit_timeout: Annotated[float, option(metavar="SECONDS")] = 300.0
-    """a rank that says nothing for so long when others have ended is stopped"""
+    """silence after which a rank is stopped once others have ended"""
     json: Switch = False
     """print how every rank ended as one line of JSON and nothing else"""
     quiet: Switch = False
-    """of MIN:MAX: say what goes wrong, and no progress"""
+    """with MIN:MAX: print problems only, no progress"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorCommand:
-    """Look for what would keep this host, or several, from running a program together.
+    """Find problems that keep this host, or several, from running a program together.
 
-    Versions, devices, addresses, clocks and control groups, each with its remedy. Ends
-    with status 1 where there is a problem.
+    Checks versions, devices, addresses, clocks and control groups, and prints remedies.
+    Ends with status 1 if there is a problem.
     """
 
     hosts: Annotated[str | None, option(metavar="A,B")] = None
-    """start it on these too, by ssh as whalejax launch does, and compare them"""
+    """also run it on these hosts, by ssh as whalejax launch does, and compare them"""
     coordinator: Annotated[str | None, option(metavar="HOST:PORT")] = None
-    """meet others there that were started with the same words, and compare"""
+    """address to meet others that were started with the same words, and compare"""
     processes: _Number = None
-    """how many meet at --coordinator; under Slurm all tasks if left out"""
+    """number that meet at --coordinator; under Slurm all tasks if left out"""
     timeout: Annotated[float, option(metavar="SECONDS")] = 60.0
-    """those that have not come after so long are missing"""
+    """time after which absent ones are reported missing"""
     remote_shell: RemoteShell = SSH
     json: Switch = False
     """print the result as one line of JSON and nothing else"""

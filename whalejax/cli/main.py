@@ -1,13 +1,13 @@
 """The command line: ``whalejax train``, ``plan``, ``show``, ``export``, ``why``,
 ``search``, ``batch``, ``diff``, ``verify``, ``check``, ``profile``, ``estimate``,
 ``calibrate``, ``launch``, ``agent``, ``status``, ``goodput``, ``doctor``,
-``completion``; and ``whalejax swarm`` with commands of its own, as ``whalejax jobs``.
+``completion``, and ``whalejax swarm`` and ``whalejax jobs`` with their subcommands.
 
-It reads options, finds the model that was named, and hands over; what a command does
-stands in modules that scripts can import too. Nothing heavy is imported before a
-command needs it, so that help and errors come at once.
+It reads options, finds the named model, and calls the code of the command, which is in
+modules that scripts can import too. Nothing heavy is imported before a command needs
+it, so that help and errors appear at once.
 
-The module is long because every command is handed over here.
+The module is long because it calls every command.
 """
 
 from __future__ import annotations
@@ -109,16 +109,16 @@ def main(argv: Sequence[str]) -> int:
     """Runs a command.
 
     Args:
-        argv: The words after the program's name.
+        argv: Arguments after the program's name.
 
     Returns:
-        0; 1 where a plan that was verified does not fit, one that was checked differs
-        from one device, or a host has a problem; 2
-        where something the user gave cannot be used, or standard output cannot be
-        written, with the reason on standard error; 130 where the user interrupted.
+        0; 1 if a verified plan does not fit, a checked plan differs from one device, or
+        a host has a problem; 2 if the user's input cannot be used or standard output
+        cannot be written, with the reason on standard error; 130 if the user
+        interrupted.
     """
     started = time.monotonic()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what has no bars or arrows gets "?"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what cannot be encoded gets "?"
         sys.stdout.reconfigure(errors="replace")
     closed = sys.stdout is None
     with standard_output():
@@ -134,13 +134,13 @@ def main(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             say("whalejax: interrupted")
             return _INTERRUPTED
-        except BrokenPipeError:  # Who reads our output has seen enough.
+        except BrokenPipeError:  # The reader of our output has closed it.
             drop_stdout()
             return 0
 
 
 def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
-    """Runs a command, or print what was asked of the program itself."""
+    """Runs a command, or prints the program's own help or version."""
     if list(argv) == ["--version"]:
         print(f"whalejax {__version__}")
         return 0
@@ -169,7 +169,7 @@ COMMAND_NAMES = (
 
 
 def _check_command_name(argv: Sequence[str]) -> None:
-    """Refuses a first word that is no command, with the nearest one."""
+    """Refuses a first word that is not a command, and names the nearest one."""
     if not argv or argv[0].startswith("-") or argv[0] in COMMAND_NAMES:
         return
     from whalejax.planner.near_names import near_hint
@@ -204,10 +204,10 @@ def _description(argv: Sequence[str]) -> str:
 
 
 def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
-    """The command that follows ``whalejax swarm``.
+    """Returns the command that follows ``whalejax swarm``.
 
     Args:
-        argv: The words after the program's name.
+        argv: Arguments after the program's name.
     """
     check_words(argv)
     parsed: SwarmCommand = tyro.cli(
@@ -221,10 +221,10 @@ def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
 
 
 def parse_jobs(argv: Sequence[str]) -> JobsCommand:
-    """The command that follows ``whalejax jobs``.
+    """Returns the command that follows ``whalejax jobs``.
 
     Args:
-        argv: The words after the program's name.
+        argv: Arguments after the program's name.
     """
     check_words(argv)
     parsed: JobsCommand = tyro.cli(
@@ -242,7 +242,7 @@ def _jobs(command: JobsCommand) -> int:
         from whalejax.cli.jobs import simulate_jobs
 
         return simulate_jobs.simulated(command, find_job)
-    from whalejax.cli.jobs import job_commands  # Which need no JAX.
+    from whalejax.cli.jobs import job_commands  # These need no JAX.
 
     match command:
         case JobsServeCommand():
@@ -428,10 +428,16 @@ def _show(command: ShowCommand) -> None:
     from whalejax.cli import show
     from whalejax.cli.progress import make_console
     from whalejax.planner.plan.plan import Plan
+    from whalejax.planner.plan.report.headline import run_words
 
     if command.json and command.describe:
         raise WhaleError(
             "--describe and --json are two ways to print; give one of them"
+        )
+    if command.tokens is not None and not 0 < command.tokens <= 1e24:
+        raise WhaleError(
+            f"--tokens is {command.tokens:g}; expected the number of tokens of a run, "
+            "above 0 and at most 1e24, such as 1e12"
         )
     plan = Plan.load(command.plan)
     if command.json:
@@ -440,6 +446,8 @@ def _show(command: ShowCommand) -> None:
         print(plan.describe())
     else:
         show.print_plan(plan, make_console(), all_rows=command.all)
+        if command.tokens is not None:
+            print(f"run     {run_words(plan.throughput(), command.tokens)}")
 
 
 def _export(command: ExportCommand) -> None:
@@ -523,14 +531,14 @@ def _diff(command: DiffCommand) -> None:
 
 
 def _settings(command: TrainCommand) -> tuple[str, ...]:
-    """Options of the model to train; those of its plan, unless others are given."""
+    """Returns options of the model to train: the given ones, else those of its plan."""
     from whalejax.cli.plan_source import check_source
     from whalejax.planner.plan.plan import Plan
 
     path, settings = command.plan, tuple[str, ...]()
     if command.set or path is None or not path.is_file():
         return command.set
-    with contextlib.suppress(WhaleError):  # which is said where the plan is read
+    with contextlib.suppress(WhaleError):  # reported where the plan is read
         model, *words = Plan.load(path).source or ("",)
         if model == lasting_name(command.model):
             settings = tuple(words)
@@ -600,11 +608,11 @@ def _estimate(command: EstimateCommand) -> int:
 
 
 MOST_STATUS = 100
-"""Rows that an exit status tells apart; shells take larger ones for signals."""
+"""Most rows that an exit status can count; shells use larger values for signals."""
 
 
 def _complete(shell: str) -> None:
-    """Prints what makes a shell complete our words."""
+    """Prints the completion script of a shell."""
     from whalejax.cli.completion import completion_script
 
     groups: dict[str, Callable[[list[str]], object]] = {
@@ -621,7 +629,7 @@ def _check(command: CheckCommand) -> int:
 
 
 def _goodput(command: GoodputCommand) -> None:
-    """Prints what failures would cost a plan, on paper."""
+    """Prints the predicted cost of failures for a plan."""
     from whalejax.planner.plan.goodput import goodput
     from whalejax.planner.plan.plan import Plan
 

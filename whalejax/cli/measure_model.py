@@ -20,8 +20,8 @@ from whalejax.user_code.losses import Job
 
 
 FEW, MANY = 1, 3
-"""Micro-batches of the two steps whose difference is timed: neither the update nor what
-a step costs beside its micro-batches counts."""
+"""Micro-batches of the two steps whose difference is timed, so that neither the update
+nor other costs of a step count."""
 
 ROUNDS = 7
 
@@ -32,21 +32,21 @@ def with_timing(
     samples: int | None = None,
     precision: str | Mapping[str, str] = "f32",
 ) -> tuple[Cluster, TimedModel]:
-    """Times a micro-batch of a job, and writes it down beside what the planner expects.
+    """Times a micro-batch of a job, and records it with the planner's prediction.
 
     Args:
-        cluster: This machine, of devices of one kind, as ``calibrate`` describes it.
+        cluster: This machine, with devices of one kind, as ``calibrate`` describes it.
         job: The model and its batches.
         samples: Number of samples of the micro-batch; None is the job's own batch.
         precision: Precision of the model, as ``wh.plan`` takes it.
 
     Returns:
-        The cluster, whose kind has the timing instead of an older one of this model;
+        The cluster, whose kind has this timing in place of an older one of the model;
         and the timing.
 
     Raises:
-        WhaleError: Fewer than one sample, or a measurement that says nothing.
-        PlanError: One device does not hold the model with so many samples.
+        WhaleError: ``samples`` is less than 1, or the measurement is unusable.
+        PlanError: The model with so many samples does not fit on one device.
     """
     if samples is not None and samples < 1:
         raise WhaleError(f"samples is {samples}; expected 1 or more, or nothing")
@@ -88,11 +88,11 @@ def with_timing(
 
 
 FAR = 1.5
-"""Times its prediction, or the other way round, from which a timing is worth a word."""
+"""Ratio of a timing to its prediction, or the inverse, from which it is explained."""
 
 
 def timing_words(timed: TimedModel) -> str:
-    """A timing beside its prediction, and what it means where they are far apart.
+    """Describes a timing and its prediction, and explains a large difference.
 
     Args:
         timed: The timing.
@@ -122,7 +122,7 @@ def _micro_batch(steps: Mapping[int, float]) -> float:
 
 
 def _step(job: Job, model: Any, plan: Plan, samples: int) -> float:
-    """Seconds of a step of a plan for one device; the median of several."""
+    """Returns the median seconds of a step of a plan for one device."""
     batch = job.batch_at(0, samples)
     step = compile_step(
         plan,

@@ -1,7 +1,8 @@
 """Checks the options of a command before anything is imported or read.
 
-Types are the command line's own affair; here are the limits of numbers, and texts that
-no terminal should show. What an option means is checked where it is used.
+The command line itself checks types; this module checks the limits of numbers, and
+texts that no terminal should show. The meaning of an option is checked where it is
+used.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from whalejax.meshes.texts import is_shown_as_written
 
 
 LONGEST_WORD: Final = 4096
-"""Characters of one word; the longest path that Linux takes."""
+"""Maximum length of one word: the longest path that Linux accepts."""
 
 LONGEST_SECONDS: Final = 10**6
 MOST_MEMBERS: Final = 4096
-"""Of an elastic run; a message to each names all."""
+"""Maximum number of members of an elastic run; a message to each names all."""
 
 
 _WHOLE: Final = {
@@ -59,7 +60,7 @@ _WHOLE: Final = {
     "seed": (-LARGEST, LARGEST),
     "steps": (1, LARGEST),
 }
-"""Options that are whole numbers: the least and the most."""
+"""Least and greatest values of options that are integers."""
 
 _SECONDS: Final = ("exit_timeout", "patience", "seconds", "timeout")
 _SECONDS_OR_NONE: Final = ("mtbf", "restart", "snapshot", "recovery", "repair")
@@ -85,19 +86,19 @@ _POSITIONAL: Final = {
     "script": "SCRIPT.py",
     "table": "TABLE.csv",
 }
-"""Options without dashes, as the help calls them."""
+"""Names in the help of options without dashes."""
 
 
 def check_words(argv: Sequence[str]) -> None:
-    """Refuses words that no terminal shows as they are, or of absurd length.
+    """Refuses words with characters that terminals alter, or of absurd length.
 
-    What stands behind the script of ``whalejax launch`` is the script's own.
+    Words after the script of ``whalejax launch`` belong to the script.
 
     Args:
-        argv: The words after the program's name.
+        argv: Arguments after the program's name.
 
     Raises:
-        WhaleError: The first such word, and the option that it stands behind.
+        WhaleError: A word is refused; names the first one and its option.
 
     >>> check_words(["plan", "gpt", "--cluster", "h100:8"])
     """
@@ -114,7 +115,7 @@ def check_words(argv: Sequence[str]) -> None:
 
 
 def _check_numbers(argv: Sequence[str]) -> None:
-    """Refuses words that are no numbers behind options that take one."""
+    """Refuses words that are not numbers after options that take one."""
     for place, word in enumerate(argv):
         if not word.startswith("--"):
             continue
@@ -142,7 +143,7 @@ def _is_float(text: str) -> bool:
 
 
 def check_command(command: Any, problems: Problems) -> None:
-    """Records options that no command can run with.
+    """Records options with which no command can run.
 
     Args:
         command: One of the classes of ``options``.
@@ -155,23 +156,23 @@ def check_command(command: Any, problems: Problems) -> None:
         problem = _problem(name, value)
         if name == "precision" and isinstance(command, CalibrateCommand):
             wrong = [w for w in value if w.rpartition("=")[2] not in PRECISIONS]
-            if wrong:  # seen before anything is measured
+            if wrong:  # found before anything is measured
                 problem = f"{short_repr(wrong[0])}; expected {', '.join(PRECISIONS)}"
         if problem:
             problems.add(f"{word_of(type(command), name)} is {problem}")
 
 
 def checked(command: Any) -> None:
-    """Refuses a command with options that it cannot run with.
+    """Refuses a command whose options cannot be used.
 
     Args:
         command: One of the classes of ``options``.
 
     Raises:
-        WhaleError: Every such option.
+        WhaleError: Some options cannot be used; lists all.
     """
     if isinstance(command, TrainCommand):
-        return  # its session says these beside what contradicts each other
+        return  # its session reports these with conflicting options
     problems = Problems("options")
     check_command(command, problems)
     if len(problems) == 1:
@@ -200,7 +201,7 @@ def word_of(command: type, name: str) -> str:
 
 
 def _wrong_range(text: str) -> str:
-    """Returns what is wrong with a number of processes, or with MIN:MAX."""
+    """Returns the error in a number of processes, or in MIN:MAX; empty if none."""
     parts = text.split(":")
     good = len(parts) < 3 and all(p.isascii() and p.isdigit() for p in parts)
     numbers = [int(p) for p in parts if len(p) < 9] if good else []
@@ -218,7 +219,7 @@ def _wrong_range(text: str) -> str:
 
 
 def _problem(name: str, value: Any) -> str:
-    """Returns what is wrong with the value of an option, or an empty string."""
+    """Returns the error in the value of an option; empty if none."""
     if name == "processes" and isinstance(value, str):
         return _wrong_range(value)
     if name in _WHOLE:
@@ -258,11 +259,11 @@ _OBEYED: Final = ("--cluster", "--batch", "--mesh")
 
 
 def check_table_options(options: TrainCommand, problems: Problems) -> None:
-    """Notes what is wrong with the options of tables.
+    """Records errors in the options of tables.
 
     Args:
         options: Options of the command.
-        problems: Takes it.
+        problems: Collector of the errors.
     """
     if options.tables is None:
         if options.staleness:
@@ -292,13 +293,13 @@ def check_table_options(options: TrainCommand, problems: Problems) -> None:
 
 
 def row_optimizer(text: str) -> Any:
-    """The optimizer of rows that a text names.
+    """Returns the optimizer of rows that a text names.
 
     Args:
         text: Kind and learning rate.
 
     Raises:
-        WhaleError: It names none.
+        WhaleError: The text names no optimizer.
 
     >>> row_optimizer("row_adagrad:0.05").learning_rate
     0.05

@@ -1,6 +1,6 @@
 """The options of every command, as data; their docstrings are the help texts.
 
-They stand apart from ``main`` so that what runs a command can name its options without
+They are separate from ``main`` so that a command's code can name its options without
 importing the command line. Long help texts, and those that several commands share, are
 with the type of the option.
 
@@ -123,7 +123,7 @@ class TrainCommand:
     csv: Annotated[Path | None, option(metavar="FILE.csv")] = None
     """write a row for each step: loss, metrics, seconds"""
     eval_every: OptionalNumber = None
-    """steps between evaluations, where the job has eval_batches; those of --save-every
+    """steps between evaluations, if the job has eval_batches; those of --save-every
     if left out"""
     best: OptionalText = None
     """evaluation metric, such as loss, whose best checkpoint is kept too"""
@@ -174,7 +174,7 @@ class TrainCommand:
     """then repeat the first N steps (at most all) on one device and compare losses"""
     check: Switch = False
     """first run the plan at reduced sizes and compare it with one device, for at most a
-    minute; ends where something differs"""
+    minute; ends if something differs"""
     json: Switch = False
     """print the results as one JSON object in the last line"""
     quiet: Switch = False
@@ -218,9 +218,9 @@ class PlanCommand:
     margin: Annotated[float | None, option(metavar="PART")] = None
     """fraction of the predicted memory to keep free beyond it, such as 0.1"""
     verify: Switch = False
-    """compile the plan, and take the next one where the compiler refuses it"""
+    """compile the plan, and use the next one if the compiler refuses it"""
     allow_idle: Switch = False
-    """accept a plan that leaves devices idle where none uses all"""
+    """accept a plan that leaves devices idle if none uses all"""
     estimate: Switch = False
     """also consider plans that cannot be run; such a plan says so"""
     swarm: Switch = False
@@ -246,8 +246,11 @@ class ShowCommand:
     """a file that whalejax plan wrote"""
     all: Switch = False
     """show every kind of parameter, not only the largest"""
+    tokens: Annotated[float | None, option(metavar="N")] = None
+    """tokens of a run, such as 1e12 (samples if a batch has none): show how long it
+    takes, and its price"""
     describe: Switch = False
-    """say instead what is parallel, who is synchronous, and what is exchanged"""
+    """instead describe the parallelism, the synchronisation and the exchanged data"""
     json: Switch = False
     """print the plan as one line of JSON and nothing else"""
 
@@ -295,7 +298,7 @@ class DiffCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyCommand:
-    """Say why a parameter is laid out as it is."""
+    """Explain the layout of a parameter."""
 
     plan: PlanFile
     """a file that whalejax plan wrote"""
@@ -309,7 +312,7 @@ class WhyCommand:
 class SearchCommand:
     """Plan a model on several clusters and rank them; needs no device of any.
 
-    Prints the plans, fastest step first, and what is missing where none fits.
+    Prints the plans, fastest step first, and what is missing if none fits.
     """
 
     model: Model
@@ -368,7 +371,7 @@ class BatchCommand:
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; 1 if left out"""
     json: Switch = False
-    """print what was found as one line of JSON and nothing else"""
+    """print the result as one line of JSON and nothing else"""
     quiet: Switch = False
     """show no progress on the terminal"""
 
@@ -391,7 +394,7 @@ class ProfileCommand:
     steps: int = 5
     """steps that are traced, after two that are not"""
     output: Annotated[Path | None, option(aliases=["-o"], metavar="TRACE.json")] = None
-    """write what was traced and predicted as one file for ui.perfetto.dev"""
+    """write the trace and the prediction as one file for ui.perfetto.dev"""
     json: Switch = False
     """print the result as one line of JSON and nothing else"""
     quiet: Switch = False
@@ -403,7 +406,7 @@ class VerifyCommand:
     """Compile a plan with the compiler of its hardware; needs none of that hardware.
 
     Prints memory, traffic and matmuls, predicted and compiled. TPUs need the extra
-    whalejax[tpu-compile]; GPUs need --setup-gpu once. Ends with status 1 where the
+    whalejax[tpu-compile]; GPUs need --setup-gpu once. Ends with status 1 if the
     plan does not fit.
     """
 
@@ -417,7 +420,7 @@ class VerifyCommand:
     set: Settings = ()
     """options of --model"""
     timeout: Annotated[float, option(metavar="SECONDS")] = 1800.0
-    """stop the compiler after so long"""
+    """time after which the compiler is stopped"""
     output: Annotated[Path | None, option(aliases=["-o"], metavar="PLAN.json")] = None
     """if the plan does not fit, write the next one that is expected to"""
     json: Switch = False
@@ -433,7 +436,7 @@ class CheckCommand:
     """Run a plan at reduced sizes on virtual CPU devices, and compare with one device.
 
     Compares the loss, every gradient and the updated parameters of one step, under the
-    plan's own layout and options; needs none of its devices. Ends with status 1 where
+    plan's own layout and options; needs none of its devices. Ends with status 1 if
     something differs.
     """
 
@@ -449,7 +452,7 @@ class CheckCommand:
     seed: int = 0
     """seed of random numbers"""
     timeout: Annotated[float, option(metavar="SECONDS")] = 600.0
-    """stop the check after so long"""
+    """time after which the check is stopped"""
     json: Switch = False
     """print the result as one line of JSON and nothing else"""
     quiet: Switch = False
@@ -463,11 +466,11 @@ class CalibrateCommand:
     output: Annotated[Path, option(aliases=["-o"], metavar="CLUSTER.toml")]
     """where to write the description, which --cluster takes"""
     kind: OptionalText = None
-    """the name of this kind of device; what JAX calls it if left out"""
+    """name of this kind of device; JAX's name if left out"""
     append: Switch = False
-    """keep the kinds in the file, and add this one as further nodes"""
+    """keep the kinds in the file, and add this machine as further nodes"""
     seconds: float = 18.0
-    """stop measuring after about this long"""
+    """approximate time after which measuring stops"""
     model: OptionalText = None
     """also time a micro-batch of this model: gpt, file.py:function"""
     set: Settings = ()
@@ -484,17 +487,17 @@ class EstimateCommand:
     """Predict the runs of a table whose layouts are given.
 
     The table is CSV with a header: layers, hidden, seq, global_batch, num_devices and
-    device are needed; the rest is inferred where a row leaves it out, and noted. A row
-    that cannot be read gets no prediction, and a note that says why; the exit status is
-    the number of such rows (at most 100).
+    device are needed; the rest is inferred if a row leaves it out, and noted. A row
+    that cannot be read gets no prediction but a note with the reason; the exit status
+    is the number of such rows (at most 100).
     """
 
     table: Annotated[conf.Positional[Path], option(metavar="TABLE.csv")]
-    """the runs, one a line"""
+    """file of the runs, one a line"""
     output: Annotated[Path, option(aliases=["-o"], metavar="OUT.csv")]
     """where to write the same table with step time, memory and notes appended"""
     strict: Switch = False
-    """refuse a table that has rows which cannot be read, and write nothing"""
+    """refuse a table with rows that cannot be read, and write nothing"""
     json: Switch = False
     """print how many runs were predicted as one line of JSON"""
 
@@ -507,7 +510,7 @@ class CompletionCommand:
     """
 
     shell: conf.Positional[Literal["bash", "zsh", "fish"]]
-    """which shell it is for: bash, zsh or fish"""
+    """shell of the script: bash, zsh or fish"""
 
 
 Command = (
@@ -534,7 +537,7 @@ Command = (
 
 
 def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
-    """Returns the mesh axis sizes of ``--mesh``; None where none is fixed.
+    """Returns the mesh axis sizes of ``--mesh``; None if none is fixed.
 
     Args:
         words: Words of the option; ``wh.plan`` checks the names of the axes.
@@ -653,7 +656,7 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _by_task_graph(option: str, example: str) -> Callable[[Sequence[str]], Any]:
-    """Returns a parser of one value, or of ``NAME=VALUE`` for each TaskGraph."""
+    """Returns a parser for one value, or for ``NAME=VALUE`` for each TaskGraph."""
     return lambda words: _word_or_words(words, f"--{option}", example)
 
 
@@ -678,7 +681,7 @@ PLAN_NUMBERS: Final = {
     "group_size": (1, MOST_SAMPLES),
     "micro_batches": (1, MOST_SAMPLES),
 }
-"""Least and greatest value of those that are whole numbers."""
+"""Least and greatest value of those that are integers."""
 
 
 def plan_settings(command: Any) -> dict[str, Any]:
@@ -707,10 +710,10 @@ def plan_settings(command: Any) -> dict[str, Any]:
 
 
 def given_places(command: TrainCommand) -> list[str]:
-    """Returns the given options that say where a command's processes run.
+    """Returns the given options for the places of a command's processes.
 
     Args:
-        command: Its options.
+        command: Options of the command.
     """
     default = TrainCommand(model="")
     names = ("hosts", "host", "ray", "port", "remote_shell")
@@ -719,10 +722,10 @@ def given_places(command: TrainCommand) -> list[str]:
 
 
 def given_plan_options(command: TrainCommand) -> list[tuple[str, str]]:
-    """Returns (name, words) of the given options that a plan replaces.
+    """Returns the (name, words) of given options that a plan replaces.
 
     Args:
-        command: Its options.
+        command: Options of the command.
     """
     options = []
     for name in ("cluster", "batch", *_PLAN_OPTIONS):

@@ -1,4 +1,4 @@
-"""``whalejax check`` and ``whalejax train --check``: a plan held against one device."""
+"""``whalejax check`` and ``whalejax train --check``: compare a plan with one device."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TRAIN_SECONDS: Final = 60.0
 
 
 def check(command: CheckCommand) -> int:
-    """Checks a plan file, and print what was found.
+    """Checks a plan file, and prints the result.
 
     Args:
-        command: The options.
+        command: Options of the command.
 
     Returns:
-        0; 1 where the plan differs from one device.
+        0; 1 if the plan differs from one device.
     """
     job, plan = planned_job(command.plan, command.model, command.set)
     with Working("checking", quiet=command.quiet):
@@ -56,18 +56,18 @@ def check(command: CheckCommand) -> int:
 def check_before_training(
     job: Job, model: Any, batch: Any, plan: Plan, console: Console
 ) -> CheckResult | None:
-    """Checks the plan of a training run, where that takes less than a minute.
+    """Checks the plan of a training run, if that takes less than a minute.
 
     Args:
         job: Job to train.
-        model: Abstract.
+        model: Abstract model.
         batch: The first global batch.
         plan: Plan of the training.
         console: Console to write to.
 
     Returns:
-        What was found; None where there was no time for it or nothing could be run,
-        which is said.
+        The result; None if there was no time for it or nothing could run, which is
+        printed.
 
     Raises:
         WhaleError: The plan differs from one device.

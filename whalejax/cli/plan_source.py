@@ -1,8 +1,8 @@
-"""Checks the command-line words that a plan file keeps of how its model is made.
+"""Checks the words in a plan file from which the command line makes its model.
 
-A plan remembers the words of the command line that it was made with, and ``whalejax
-verify`` makes the model from them again. Anybody can write such words; those that no
-model of the plan's parameters has would take all memory, or for ever.
+A plan records the words of the command line with which it was made, and ``whalejax
+verify`` makes the model from them again. Anybody can write such words; a model that is
+larger than the plan's parameters could take all memory, or run for ever.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 SMALL: Final = 1024
-"""What any option may be, whatever parameters there are."""
+"""Value that any option may have, for any parameters."""
 
 _NO_SIZE: Final = frozenset(("seed", "warmup_steps"))
-"""Options of reference models that make nothing larger."""
+"""Options of reference models that do not enlarge the model."""
 
 
 def check_source(plan: Plan, name: str) -> None:
     """Refuses options of a reference model that are larger than the plan's model.
 
     Args:
-        plan: Plan that was read.
-        name: Name of its file.
+        plan: Plan from a file.
+        name: Name of the plan's file.
 
     Raises:
-        PlanError: Every option that no model of these parameters has.
+        PlanError: Options do not match a model of these parameters; lists all.
     """
     shapes = [*(x.shape for x in plan.leaves), *(x.shape for x in plan.batch)]
     sizes = [size for shape in shapes for size in shape]
@@ -60,7 +60,7 @@ def check_source(plan: Plan, name: str) -> None:
 def planned_job(
     path: Path, model: str | None, settings: Sequence[str]
 ) -> tuple[Job, Plan]:
-    """The job of a plan file, and the plan.
+    """Returns the job of a plan file, and the plan.
 
     Args:
         path: Path of the file.
@@ -68,7 +68,7 @@ def planned_job(
         settings: Options of that model.
 
     Raises:
-        WhaleError: The plan does not say which model it is for, or names a file of
+        WhaleError: The plan names no model, or names a file of
             code, which only the user may choose to run.
     """
     from whalejax.planner.plan.plan import Plan

@@ -28,11 +28,11 @@ _REMOTE_SHELL: Final = LaunchCommand(script=Path()).remote_shell
 def check_places(
     command: LaunchCommand | TrainCommand, most: int, problems: Problems
 ) -> None:
-    """Records what is wrong with where processes are to run.
+    """Records errors in the places of processes.
 
     Args:
-        command: The options.
-        most: Processes of the run, spares included.
+        command: Options of the command.
+        most: Number of processes of the run, spares included.
         problems: Collector of the command's errors.
     """
     hosts = _hosts(command)
@@ -57,12 +57,12 @@ def check_places(
 def start_agents(
     command: LaunchCommand | TrainCommand, folder: Path, most: int
 ) -> Iterator[ProcessPlaces]:
-    """Starts the agents that a command asks for; they end with the block.
+    """Starts the agents that a command asks for; they end with the context.
 
     Args:
-        command: The options.
+        command: Options of the command.
         folder: Folder of the run.
-        most: Processes of the run, spares included.
+        most: Number of processes of the run, spares included.
 
     Raises:
         WhaleError: An agent cannot be started.

@@ -1,6 +1,6 @@
 """Progress of plans and compilations on a terminal, with the elapsed time.
 
-It stands apart from ``show`` because it lives while something runs.
+It is separate from ``show`` because it updates while something runs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LEAST_SHARE = 0.02
 
 
 def remark(console: Console, text: str) -> None:
-    """Says what happens next in a line, unless nobody watches.
+    """Prints a line about the next activity, unless the terminal is unattended.
 
     Args:
         console: Console to write to; a quiet one prints nothing.
-        text: Without markup.
+        text: Text without markup.
     """
     if not unattended():
         console.print(text, markup=False)
@@ -41,16 +41,16 @@ class Working:
     """Display of the current activity and its duration on a terminal, while a block
     runs.
 
-    It goes to standard error, where it is in nobody's way, and vanishes at the end;
-    what took a second or more leaves one line with the time of each part. Nothing is
-    shown where standard error is no terminal, under continuous integration, or if
+    It goes to standard error, and is removed at the end;
+    activities of a second or more leave one line with the time of each part. Nothing is
+    shown if standard error is no terminal, under continuous integration, or if
     ``quiet``.
 
     Args:
-        title: Title of the whole, such as ``"planning"``.
-        quiet: Show nothing.
+        title: Title of the activity, such as ``"planning"``.
+        quiet: Whether to show nothing.
         console: Console to write to, if not standard error.
-        clock: Seconds, rising.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Working:
             self._console.print(Text(self._words(seconds)))
 
     def _words(self, seconds: float) -> str:
-        """The time of the whole, and of its parts in the order of their beginning."""
+        """Returns the total time, and the time of each part in order of begin."""
         ends = [begun for _, begun in self._parts[1:]] + [self._started + seconds]
         spent: dict[str, float] = {}
         for (what, begun), end in zip(self._parts, ends, strict=True):

@@ -1,8 +1,8 @@
-"""The same first steps again on one device, to compare the losses.
+"""Repeats the first steps on one device, to compare the losses.
 
-The plan of one device computes what the plan of many does, with nothing to exchange:
-if their losses agree, the spreading changed nothing. The command line does it after a
-training run; it is a module of its own because it needs nothing of the command line.
+The plan for one device computes the same as the plan for many, without exchanges: if
+their losses agree, the distribution changed nothing. The command line does this after a
+training run; the module is separate because it needs nothing of the command line.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from whalejax.user_code.losses import Job
 
 
 def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
-    """The step of a job on the first device alone.
+    """Returns the step of a job on the first device alone.
 
     Args:
         job: Job to train.
         model: Its model, abstract or real.
         batch: A global batch of it.
-        plan: Plan of many devices, from which precision and micro-batches are taken.
+        plan: Plan for many devices, from which precision and micro-batches are taken.
 
     Raises:
         WhaleError: The model does not fit on one device.
@@ -55,9 +55,9 @@ def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
 
 
 def one_device(cluster: Cluster) -> Cluster:
-    """The first device of a cluster alone.
+    """Returns a cluster of the first device alone.
 
-    Virtual CPU devices share one memory; a single one may take all of it.
+    Virtual CPU devices share one memory; a single one may use all of it.
 
     >>> from whalejax.meshes import cluster
     >>> one_device(cluster("h100:4x8")).num_devices
@@ -79,12 +79,12 @@ def replay(
     steps: int,
     on_step: Callable[[int], None] | None = None,
 ) -> tuple[float, ...]:
-    """The losses of a few steps.
+    """Returns the losses of a few steps.
 
     Args:
-        step: From ``one_device_step``.
+        step: Result of ``one_device_step``.
         state: State at the beginning of the compared run; its buffers are donated.
-        batches: Gives the global batch of a step, counted from 0.
+        batches: Returns the global batch of a step, counted from 0.
         steps: Number of steps.
         on_step: Called with the number of steps replayed.
 
@@ -109,7 +109,9 @@ def replay(
 def max_relative_difference(
     losses: Sequence[float], references: Sequence[float]
 ) -> float:
-    """The largest |loss - reference| / |reference| over the steps that both have.
+    """Returns the largest relative difference over the steps that both have.
+
+    It is |loss - reference| / |reference|.
 
     >>> max_relative_difference([2.0, 1.0, 0.5], [2.0, 1.25])
     0.2

@@ -1,8 +1,8 @@
 """Plans on a terminal, in colour.
 
-``print(plan)`` needs nothing but Python; this puts the same lines in colour, with rich,
-so it stands apart. Showing a plan imports no JAX: a plan file can be read at once, on
-any machine.
+``print(plan)`` needs only Python; this module prints the same lines in colour with
+rich, so it is separate. It imports no JAX: a plan file can be shown at once, on any
+machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Lines that fit themselves to a width, in colour; something that rich prints."""
+    """Coloured lines that adapt to a width, as an object that rich prints."""
 
     of_width: Callable[[int], list[Line]]
 
@@ -59,14 +59,14 @@ def print_plan(plan: Plan, console: Console, *, all_rows: bool = False) -> None:
 
 
 def plan_table(plan: Plan, *, all_rows: bool = False) -> RenderableType:
-    """A plan with its predicted time and memory, parameters and traffic.
+    """Formats a plan with its predicted time and memory, parameters and traffic.
 
     Args:
         plan: The plan.
-        all_rows: Show every kind of parameter, not only those that hold most.
+        all_rows: Whether to show all kinds of parameters, not only the largest.
 
     Returns:
-        Something that ``rich`` prints.
+        An object that ``rich`` prints.
 
     >>> import jax, jax.numpy as jnp
     >>> import whalejax as wh

@@ -35,11 +35,11 @@ FindJob = Callable[[str, Mapping[str, Any]], Job]
 
 _ASK_SECONDS: Final = 10.0
 _LISTENS_SECONDS: Final = 30.0
-"""How long a process that joins waits for a registry that was started beside it."""
+"""Time that a joining process waits for a registry that was started with it."""
 
 _AGAIN_SECONDS: Final = 0.5
 _SILENT_SECONDS: Final = 5.0
-"""After which it is said that the registry does not answer."""
+"""Time after which a message says that the registry does not answer."""
 
 _MOST: Final = 2**20
 _EVENTS: Final = {
@@ -76,11 +76,11 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
     """Leads a run.
 
     Args:
-        command: The options.
-        find_job: Makes the job of a model's name.
+        command: Options of the command.
+        find_job: Returns the job for a model's name.
 
     Raises:
-        WhaleError: The job cannot be cut, or the run cannot go on.
+        WhaleError: The job cannot be cut into stages, or the run cannot continue.
     """
     _check(command)
     if command.processes:
@@ -90,7 +90,7 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
     from whalejax.swarm_runtime.registry_server import open_listener
     from whalejax.wire.keys import make_key
 
-    # First of all: those that join see that the registry comes, however long it traces.
+    # First, so that joining processes see that the registry starts, while it traces.
     make_key(command.key)
     with open_listener(command.host, command.port) as listening:
         return _serve(command, find_job, listening)
@@ -168,7 +168,7 @@ def _print_steps(
 
 
 def _print(line: str) -> None:
-    """Prints a line whole: other threads print, too."""
+    """Prints a line in one call, as other threads print too."""
     print(f"{line}\n", end="", flush=True)
 
 
@@ -208,8 +208,8 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
     """Serves a stage of a run.
 
     Args:
-        command: The options.
-        find_job: Makes the job of a model's name.
+        command: Options of the command.
+        find_job: Returns the job for a model's name.
 
     Raises:
         WhaleError: The registry cannot be reached, or refuses this peer.
@@ -243,11 +243,11 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
 
 
 def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
-    """Leads a part of the steps of a run.
+    """Leads part of each step of a run.
 
     Args:
-        command: The options.
-        find_job: Makes the job of a model's name.
+        command: Options of the command.
+        find_job: Returns the job for a model's name.
 
     Raises:
         WhaleError: The registry cannot be reached, or refuses this trainer.
@@ -276,10 +276,10 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
 def _terms(
     command: SwarmJoinCommand | SwarmTrainCommand,
 ) -> tuple[Address, Key, Terms]:
-    """The registry's address, its key and its terms, once it listens.
+    """Returns the registry's address, key and terms, once it listens.
 
     Raises:
-        WhaleError: There is no key or no registry after a while, or another key.
+        WhaleError: The key or the registry does not appear in time, or the key differs.
     """
     address = parsed_address(command.registry)
     begun, waits = time.monotonic(), False
@@ -304,7 +304,7 @@ def _cut_by(
     command: SwarmJoinCommand | SwarmTrainCommand,
     find_job: FindJob,
 ) -> StagedJob:
-    """The job in stages, as the registry's process has cut it."""
+    """Returns the job in stages, cut as by the registry's process."""
     from whalejax.swarm_runtime.staged_job import StagedJob
 
     return StagedJob(
@@ -324,12 +324,12 @@ def _until_over(
     """Runs a process of a swarm until the run is over or it has left.
 
     Args:
-        process: Not started yet.
-        started: Says what it does, once it does.
-        leaving: Said when it is asked to leave.
+        process: Process that was not started yet.
+        started: Returns the message about its work, once started.
+        leaving: Message when it is asked to leave.
 
     Raises:
-        WhaleError: It cannot start, or has ended otherwise than it should.
+        WhaleError: It cannot start, or ended unexpectedly.
     """
     asked = 0
 
@@ -421,13 +421,13 @@ def as_text(found: Mapping[str, Any]) -> str:
 
 
 def parsed_address(text: str) -> Address:
-    """Host and port of ``HOST:PORT``.
+    """Parses ``HOST:PORT`` into host and port.
 
     Args:
         text: Text that the user gave.
 
     Raises:
-        WhaleError: It is none.
+        WhaleError: The text is no address.
 
     >>> parsed_address("node-a:8476")
     ('node-a', 8476)
@@ -446,7 +446,7 @@ class _Absent(WhaleError):
     """No registry answers at an address.
 
     Attributes:
-        starts: Something listens there, as a registry does while it starts.
+        starts: Whether something listens there, as a registry does while it starts.
     """
 
     def __init__(self, text: str, *, starts: bool = False) -> None:
@@ -480,10 +480,10 @@ def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
 def _check(
     command: SwarmServeCommand | SwarmJoinCommand | SwarmTrainCommand,
 ) -> None:
-    """Refuses numbers that no run can have; all of them.
+    """Refuses numbers that no run can have.
 
     Raises:
-        WhaleError: Which.
+        WhaleError: A number is out of range; lists all.
     """
     problems = Problems("options")
     if isinstance(command, SwarmServeCommand):

@@ -31,65 +31,65 @@ class SwarmServeCommand:
     set: Settings = ()
     """options of the model, or of your function: layers=6 embed=128"""
     stages: Number
-    """into how many parts the model is cut, one after the other"""
+    """number of stages into which the model is cut"""
     steps: Number = 100
-    """steps to be done in all, those before a resumption counted"""
+    """total number of steps, including those before a resumption"""
     batch: OptionalNumber = None
     """samples in a global batch; the job's own number if left out"""
     micro_batches: OptionalNumber = None
-    """of a step, each of which finds its own way; if left out the largest number up to
-    16 that divides the batch"""
+    """micro-batches of a step, each of which finds its own route; if left out,
+    the largest number up to 16 that divides the batch"""
     precision: Narrow = "f32"
-    """f32: the model's own types; bf16, with float32 masters"""
+    """f32: the model's own types; bf16: with float32 master weights"""
     wire: Wire = "f32"
-    """activations and their gradients between stages: whole, or in 16 or 8 bits"""
+    """type of activations and their gradients between stages: f32, or 16 or 8 bits"""
     sum_wire: SumWire = "f32"
-    """gradients while the peers of a stage add them up: whole, or in 16 or 8 bits"""
+    """type of gradients that the peers of a stage sum: f32, or 16 or 8 bits"""
     delayed_updates: Switch = False
-    """add up and apply the gradients of each step while the next is computed, which
-    therefore computes with the parameters of one step before"""
+    """sum and apply the gradients of each step while the next is computed, which
+    therefore uses the parameters of the previous step"""
     seed: Number = 0
-    """of the model's initial values and of dropout"""
+    """random seed of the initial values and of dropout"""
     save: Annotated[Path | None, option(metavar="DIR")] = None
-    """write checkpoints and the ledger's journal into this directory, and go on from
-    the newest checkpoint in it"""
+    """write checkpoints and the ledger's journal into this directory, and continue
+    from the newest checkpoint in it"""
     save_every: Number = 100
-    """steps between checkpoints; the run goes back to the newest one where all peers of
-    a stage are lost"""
+    """steps between checkpoints; the run goes back to the newest one if all peers of a
+    stage are lost"""
     keep: Number = 3
-    """how many checkpoints stay"""
+    """number of checkpoints to keep"""
     key: Key = Path("swarm.key")
-    """file of the key by which peers know each other; made where there is none"""
+    """file of the key by which peers authenticate each other; created if missing"""
     host: Host = "127.0.0.1"
     """address of this machine at which peers reach it"""
     port: Number = 8476
-    """where the registry listens"""
+    """port of the registry"""
     call_timeout: Seconds = 30.0
-    """after which a peer that does not answer is passed over"""
+    """time after which a peer that does not answer is skipped"""
     patience: Seconds = 3600.0
-    """to wait for a stage that has no peer before the run is ended"""
+    """time to wait for a stage without peers before the run ends"""
     rebalance: Seconds = 60.0
-    """between looks at the peers' loads, after which one may change stage"""
+    """time between checks of the peers' loads, after which one may change stage"""
     peers: Number = 0
-    """peers that work in threads of this process, beside those that join"""
+    """number of peers in threads of this process, in addition to those that join"""
     processes: Number = 0
-    """peers that are started as processes, in turn on --hosts, and again where they
-    fail; so is the registry where it is killed, which goes on from --save"""
+    """number of peers started as processes, in turn on --hosts, and restarted if they
+    fail; a killed registry is restarted too, and continues from --save"""
     hosts: Hosts = "localhost"
     remote_shell: RemoteShell = SSH
     logs: Annotated[Path, option(metavar="FOLDER")] = Path("logs")
-    """of --processes: one file for each peer, peer-1.log and so on"""
+    """with --processes: folder of one file for each peer, peer-1.log and so on"""
     json: Switch = False
     """print events and steps as lines of JSON and nothing else"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmTrainCommand:
-    """Lead a part of each step of a run that another process serves; none is lost with
+    """Lead part of each step of a run that another process serves; no step is lost with
     this one. It computes nothing and runs until the run is over or Ctrl-C."""
 
     registry: Registry
-    """what whalejax swarm serve says it listens at"""
+    """address that whalejax swarm serve prints"""
     model: Model
     """as for serve; the code must be the same"""
     set: Settings = ()
@@ -99,17 +99,17 @@ class SwarmTrainCommand:
     host: Host = "127.0.0.1"
     """address of this machine at which peers reach this trainer"""
     port: Annotated[int | None, option(metavar="N")] = None
-    """where this trainer listens; a free one if left out"""
+    """port of this trainer; a free one if left out"""
     patience: Seconds = 3600.0
-    """to wait for a registry that does not answer any more before this trainer ends"""
+    """time to wait for a registry that stopped answering before this trainer ends"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmJoinCommand:
-    """Serve a stage of a run, until it is over or Ctrl-C asks to leave in order."""
+    """Serve a stage of a run, until it is over or Ctrl-C asks it to leave in order."""
 
     registry: Registry
-    """what whalejax swarm serve says it listens at"""
+    """address that whalejax swarm serve prints"""
     model: Model
     """as for serve; the code must be the same"""
     set: Settings = ()
@@ -117,13 +117,13 @@ class SwarmJoinCommand:
     key: Key = Path("swarm.key")
     """file of the swarm's key, a copy of that of serve"""
     stage: OptionalNumber = None
-    """to serve; the one that lacks peers most if left out"""
+    """stage to serve; the one that lacks peers most if left out"""
     host: Host = "127.0.0.1"
     """address of this machine at which others reach this peer"""
     port: Annotated[int | None, option(metavar="N")] = None
-    """where this peer listens; a free one if left out"""
+    """port of this peer; a free one if left out"""
     patience: Seconds = 3600.0
-    """to wait for a registry that does not answer any more before this peer ends"""
+    """time to wait for a registry that stopped answering before this peer ends"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class SwarmShowCommand:
     """Show a run: its trainers, peers, stages, queues, speeds, and what was lost."""
 
     registry: Registry
-    """what whalejax swarm serve says it listens at"""
+    """address that whalejax swarm serve prints"""
     key: Key = Path("swarm.key")
     """file of the swarm's key"""
     json: Switch = False

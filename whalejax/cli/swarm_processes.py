@@ -24,17 +24,17 @@ from whalejax.wire.keys import make_key
 
 
 HERE: Final = SwarmServeCommand(model="", stages=2)
-"""All options as they are where none is given."""
+"""All options with their defaults."""
 
 
 def serve_with_peers(command: SwarmServeCommand) -> int:
-    """Starts a registry and peers, and starts again what is killed.
+    """Starts a registry and peers, and restarts those that are killed.
 
     Args:
-        command: The options, which were checked.
+        command: Options of the command, already checked.
 
     Returns:
-        0 where all steps were done; else the registry's status, or 1.
+        0 if all steps were done; else the registry's status, or 1.
 
     Raises:
         WhaleError: Options contradict each other.
@@ -96,7 +96,7 @@ def _join(command: SwarmServeCommand, host: str) -> SwarmJoinCommand:
 
 
 def _words(verb: str, command: SwarmServeCommand | SwarmJoinCommand) -> list[str]:
-    """The words that give these options to this Python's ``whalejax``."""
+    """Returns the command line that runs ``whalejax`` with these options."""
     return [sys.executable, "-m", "whalejax", "swarm", verb, *_options(command)]
 
 

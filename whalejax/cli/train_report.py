@@ -1,4 +1,4 @@
-"""Report of a training session, as numbers and in words.
+"""Report of a training session, as numbers and as text.
 
 The command line prints both; scripts read the numbers, so their names are fixed here.
 """
@@ -17,21 +17,21 @@ class TrainReport:
 
     Attributes:
         model: Name of the job.
-        steps: Done in this session.
-        loss_first, loss_last: Loss of its first and last step; None if none was done.
+        steps: Number of steps done in this session.
+        loss_first, loss_last: Loss of its first and last step; None without steps.
         max_rel_diff_vs_one_device: Largest relative difference between the losses and
-            those of one device, or None where nothing was replayed.
+            those of one device, or None if nothing was replayed.
         mesh: Mesh axes and sizes.
-        predicted_step_s: Seconds of a step, by the plan.
-        measured_step_s: Median seconds of a step, or None where too few were done.
-        tokens_per_s, samples_per_s: Measured speed; no tokens where the batch has none.
-        seconds: Since the command began, everything counted.
+        predicted_step_s: Seconds of a step that the plan predicts.
+        measured_step_s: Median seconds of a step, or None if too few were done.
+        tokens_per_s, samples_per_s: Measured speed; no tokens if the batch has none.
+        seconds: Seconds since the command began.
         checked_error: Largest error of a gradient or parameter of the plan at reduced
-            sizes; None where it was not checked.
+            sizes; None if it was not checked.
         parameters: Number of elements of all parameters.
-        device_flops_per_s: Measured FLOP/s of one device on average, nothing counted
-            that is computed again.
-        utilization: Part of the devices' peak that is used (MFU).
+        device_flops_per_s: Measured average FLOP/s of one device, without
+            recomputation.
+        utilization: Fraction of the devices' peak that is used (MFU).
     """
 
     model: str
@@ -52,7 +52,7 @@ class TrainReport:
 
 
 def words_of(report: TrainReport) -> list[str]:
-    """The report in lines of text, those left out that have nothing to say."""
+    """Returns the report as lines of text, without empty ones."""
     lines = []
     if report.loss_first is None:
         lines.append("nothing to do: all steps were done before")
@@ -77,7 +77,6 @@ def words_of(report: TrainReport) -> list[str]:
 
 
 def _speed_text(report: TrainReport) -> str:
-    """Measured throughput and utilization in one line."""
     unit = "tokens" if report.tokens_per_s else "samples"
     rate = report.tokens_per_s or report.samples_per_s or 0.0
     words = [f"{rate:,.0f} {unit}/s" if rate >= 1000 else f"{rate:.3g} {unit}/s"]

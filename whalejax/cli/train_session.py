@@ -1,7 +1,7 @@
 """A training session of the command line: plan, compile, train, replay, report.
 
-Each part stands in a module of its own; this one puts them in order and turns what
-happened into words and one JSON object.
+Each part is in a separate module; this one runs them in order and reports the outcome
+as text and as one JSON object.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from whalejax.user_code.losses import Job
 
 
 def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:
-    """Trains a job as the command line says.
+    """Trains a job with the options of the command line.
 
     Args:
         job: Job to train.
@@ -73,7 +73,7 @@ def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:
 
 
 def _run(job: Job, options: TrainCommand, started: float) -> TrainReport:
-    # Of several processes the first one speaks.
+    # The first of several processes prints.
     speaks = jax.process_index() == 0
     console = make_console(quiet=options.quiet or not speaks)
     model = job_plans.abstract_model(job)
@@ -104,10 +104,10 @@ def _run(job: Job, options: TrainCommand, started: float) -> TrainReport:
 
 
 def check_options(options: TrainCommand) -> None:
-    """Finds what contradicts itself, before anything takes time.
+    """Finds conflicting options, before anything takes time.
 
     Raises:
-        WhaleError: Every problem, at once.
+        WhaleError: Options conflict; lists all problems.
     """
     problems = Problems("whalejax train")
     check_command(options, problems)
@@ -143,11 +143,11 @@ def check_options(options: TrainCommand) -> None:
 
 
 def _unwritable(path: Path) -> str:
-    """Returns the reason why no checkpoints can be written below a path, in words that
-    follow its name.
+    """Returns the reason why no checkpoints can be written below a path, as text that
+    follows its name.
 
     Raises:
-        OSError: The file system cannot even say whether it is there.
+        OSError: The file system cannot tell whether the path exists.
     """
     if path.parts and path.parts[0].endswith(":"):
         return (
@@ -157,7 +157,7 @@ def _unwritable(path: Path) -> str:
     there = path
     while not there.exists():
         if there.is_symlink():
-            there.stat()  # Raises where it leads nowhere, or round.
+            there.stat()  # Raises for a broken or circular link.
         there = there.parent
     if not there.is_dir():
         inside = "" if there == path else f" is in {there}, which"
@@ -177,7 +177,7 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
         return None
     try:
         problem = _unwritable(options.save)
-    except OSError as error:  # Such as a name that is too long, or a ring of links.
+    except OSError as error:  # Such as too long a name, or a circular link.
         problem = f": {error.strerror or error}. Give another directory"
     if problem:
         problems.add(f"--save {options.save}{problem}")
@@ -217,7 +217,6 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
 
 
 def _with_tables(job: Job, model: Any, options: TrainCommand) -> Plan:
-    """The plan of a job with its tables in it."""
     mesh: Any = named_values(options.mesh, "--mesh", "data=2")
     return make_plan(
         job.loss_fn,
@@ -231,7 +230,7 @@ def _with_tables(job: Job, model: Any, options: TrainCommand) -> Plan:
     )
 
 
-# What runs.
+# Running.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +240,7 @@ class _Session:
     Attributes:
         job, options: Job and options of the command.
         console: Console to write to.
-        model: Abstract.
+        model: Abstract model.
         plan: Plan of the training.
     """
 
@@ -253,15 +252,15 @@ class _Session:
 
     @property
     def batch_size(self) -> int:
-        """Samples in a global batch, as planned."""
+        """Number of samples in a global batch, as planned."""
         return self.plan.batch[0].shape[0]
 
     def batch_at(self, index: int) -> Any:
-        """The global batch of a step, counted from 0."""
+        """Returns the global batch of a step, counted from 0."""
         return self.job.batch_at(index, self.batch_size)
 
     def check(self) -> float | None:
-        """The largest error of the plan at reduced sizes; None where none is known."""
+        """Returns the plan's largest error at reduced sizes; None if unknown."""
         from whalejax.cli.plan_check import check_before_training
 
         result = check_before_training(
@@ -270,7 +269,7 @@ class _Session:
         return None if result is None else result.worst.error
 
     def start(self, step: TrainStep) -> TrainState:
-        """A fresh state."""
+        """Returns the initial state."""
         return step.init(self.job.make_model, rng=jax.random.key(self.options.seed))
 
     def batches_from(self, state: TrainState) -> Callable[[int], Any]:
@@ -282,9 +281,9 @@ class _Session:
         return batches_from(self.job, size, step=done, samples=samples)
 
     def train(self) -> tuple[tuple[float, ...], float | None, Path | None]:
-        """The losses, the measured time of a step, and where it began.
+        """Trains; returns the losses, the measured step time and the first checkpoint.
 
-        The state is let go.
+        The final state is released.
         """
         options, job = self.options, self.job
         batch = self.batch_at(0)
@@ -330,7 +329,7 @@ class _Session:
         return done.losses, done.step_seconds, checkpoint
 
     def _tell_evaluations(self, done: loop.LoopResult) -> None:
-        """Says what the last evaluation gave, and where the best checkpoint is."""
+        """Prints the last evaluation's result, and the path of the best checkpoint."""
         if done.evaluations:
             number, metrics = done.evaluations[-1]
             words = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -345,7 +344,7 @@ class _Session:
             )
 
     def _restore_or_init(self, step: TrainStep) -> tuple[TrainState, Path | None]:
-        """The state to begin with, and the checkpoint it is from; says which."""
+        """Returns the first state and its checkpoint, and prints which it is."""
         options = self.options
         folder = options.save if options.resume else None
         or_init = restore_newest(
@@ -368,12 +367,12 @@ class _Session:
 
     @property
     def _units(self) -> tuple[str, int]:
-        """Returns the unit of throughput, and the number of units in a global batch."""
+        """Unit of throughput, and the number of units in a global batch."""
         work = self.plan.work
         return (work.unit, work.units) if work else ("samples", self.batch_size)
 
     def _warn(self, text: str) -> None:
-        """Says something that should be known even to who asked for no progress."""
+        """Prints a warning, even if the user asked for no progress."""
         if not self.options.quiet:
             self.console.print(text, markup=False)
         elif jax.process_index() == 0:
@@ -396,7 +395,7 @@ class _Session:
         meter.show(progress.step, words)
 
     def replay(self, count: int, checkpoint: Path | None) -> tuple[float, ...]:
-        """The losses of the first steps of this session, on one device."""
+        """Repeats the session's first steps on one device; returns the losses."""
         batch = self.batch_at(0)
         step = replay.one_device_step(self.job, self.model, batch, self.plan)
         title = "replaying on one device"

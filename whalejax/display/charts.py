@@ -1,8 +1,8 @@
-"""Charts that altair draws: their style, and drawings of them without scripts.
+"""Charts that altair draws: their style, and static drawings of them.
 
-Letters and lines are of a grey that is readable on white and on black, so that one
-drawing serves light and dark pages. Without the extra ``whalejax[notebook]`` a picture
-has its words and tables, and says what it lacks.
+Text and lines are of a grey that is readable on white and on black, so that one drawing
+serves light and dark pages. Without the extra ``whalejax[notebook]`` a picture has its
+text and tables, and names the missing extra.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from whalejax.meshes.errors import WhaleError
 
 
 TONE = "#808080"
-"""Grey of letters and lines, readable on white and on black (4:1 and 5:1)."""
+"""Grey of text and lines, readable on white and on black (4:1 and 5:1)."""
 
 TONES = ["#3b82d6", "#d9731a", "#3f9142", "#c03a6b", "#8a63c9", "#18938a", "#a07b12"]
-"""Colours of series, which their shapes or dashes repeat."""
+"""Colours of series, which shapes or dashes repeat."""
 
 DASHES = [[1, 0], [8, 3], [3, 3], [10, 3, 2, 3], [2, 2], [6, 2, 2, 2]]
 """Dashes of lines, in the order of their colours."""
@@ -31,10 +31,10 @@ LACKING = (
 
 
 def needed(name: str) -> Any:
-    """A module of the extra.
+    """Imports a module of the extra.
 
     Raises:
-        WhaleError: It is not installed.
+        WhaleError: The module is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -46,10 +46,10 @@ def needed(name: str) -> Any:
 
 
 def styled(chart: Any) -> Any:
-    """A chart in the colours of its surroundings.
+    """Returns a chart in the colours of its surroundings.
 
     Args:
-        chart: Chart of altair, whole.
+        chart: Complete chart of altair.
     """
     middle = dict.fromkeys(
         ("labelColor", "titleColor", "domainColor", "tickColor"), TONE
@@ -76,10 +76,10 @@ def styled(chart: Any) -> Any:
 
 
 def svg_of(draw: Callable[[Any], Any]) -> str:
-    """A chart as a drawing; empty where the extra is not installed.
+    """Returns a chart as a drawing; empty if the extra is not installed.
 
     Args:
-        draw: Makes the chart with the module ``altair``.
+        draw: Returns the chart, given the module ``altair``.
     """
     try:
         alt, converter = needed("altair"), needed("vl_convert")
@@ -93,7 +93,7 @@ def svg_of(draw: Callable[[Any], Any]) -> str:
 def unit_of(
     values: Sequence[float], units: Sequence[tuple[str, float]]
 ) -> tuple[str, float]:
-    """The unit, and what to multiply by, in which the largest value is 1 or more.
+    """Returns the unit, and its factor, in which the largest value is at least 1.
 
     >>> unit_of([0.002, 0.5], (("s", 1.0), ("ms", 1e3)))
     ('ms', 1000.0)

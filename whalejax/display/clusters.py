@@ -1,4 +1,4 @@
-"""Clusters as notebooks show them: one static block of HTML."""
+"""Displays clusters in notebooks: one static block of HTML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whalejax.meshes.units import milliseconds as seconds_text
 
 
 def bundle(cluster: ClusterData) -> dict[str, str]:
-    """MIME type to text.
+    """Returns the cluster as HTML and as text, by MIME type.
 
     Args:
         cluster: Cluster to show.
@@ -21,7 +21,7 @@ def bundle(cluster: ClusterData) -> dict[str, str]:
 
 
 def cluster_html(cluster: ClusterData) -> str:
-    """A cluster as a fragment of a page, without its style."""
+    """Returns a cluster as a fragment of a page, without its style."""
     groups = groupby(cluster.nodes, key=lambda node: (node.kind, node.count))
     nodes = []
     for (kind, count), alike in groups:

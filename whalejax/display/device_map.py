@@ -1,7 +1,7 @@
 """Maps the shards of a parameter to devices, for any rank and any mesh.
 
-Worked out from the plan alone, in the order in which its mesh numbers devices; no
-device is asked, and no array.
+Computed from the plan alone, in the order in which its mesh numbers devices; no device
+and no array is read.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LAYOUTS = {
     "gradients": "gradient_spec",
     "optimizer": "optimizer_spec",
 }
-"""Whose layout: the parameter as stored, as computed with, its gradient, its state."""
+"""Layouts by name: of the stored parameter, the computation, gradient and state."""
 
 Part = tuple[tuple[int, int], ...]
 """Half-open range of each dimension."""
 
 _MOST_CELLS = 16
-"""Rows and columns of a grid that are shown."""
+"""Maximum number of rows and of columns of a grid that are shown."""
 
 _SHARD, _MARGIN, _TOP, _WIDE = 34.0, 62.0, 20.0, 520.0
 _MOST_GRIDS = 8
@@ -44,9 +44,9 @@ class DeviceMap(Picture):
     Attributes:
         path: Path of the parameter.
         shape: Shape of the global array.
-        spec: Its layout, mesh axes of each dimension.
-        parts: Half-open range of each dimension to the numbers of the devices that
-            hold it, in the order of the cluster.
+        spec: Layout of the parameter: mesh axes of each dimension.
+        parts: Indices of the devices that hold each part, by its half-open ranges, in
+            the order of the cluster.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class DeviceMap(Picture):
         Args:
             leaf: The parameter.
             of: One of ``LAYOUTS``.
-            axes: Sizes of the mesh axes of what holds a copy.
-            firsts: Number of the first device of each replica or stage that holds one.
+            axes: Sizes of the mesh axes of one copy.
+            firsts: Index of the first device of each replica or stage with a copy.
             devices: Number of devices of the whole plan.
         """
         self.path, self.shape = leaf.path, leaf.shape
@@ -98,7 +98,7 @@ class DeviceMap(Picture):
 
 
 def device_map(plan: PlanData, path: str, of: str = "params") -> DeviceMap:
-    """The map of a plan's parameter; see ``Plan.device_map``."""
+    """Returns the map of a plan's parameter; see ``Plan.device_map``."""
     if not isinstance(of, str) or of not in LAYOUTS:
         raise WhaleError(
             f"of is {short_repr(of)}; expected one of {', '.join(LAYOUTS)}"
@@ -117,13 +117,13 @@ def device_map(plan: PlanData, path: str, of: str = "params") -> DeviceMap:
 def parts_of(
     shape: Sequence[int], spec: Spec, axes: Mapping[str, int], first: int = 0
 ) -> dict[Part, list[int]]:
-    """Every part of an array and the devices that hold it.
+    """Returns every part of an array and the devices that hold it.
 
     Args:
         shape: Shape of the global array.
         spec: Mesh axes of each dimension, outermost first.
         axes: Sizes of all mesh axes, outermost first; the last one joins neighbours.
-        first: Number of the first device.
+        first: Index of the first device.
 
     >>> parts_of((4,), (("tensor",),), {"data": 2, "tensor": 2})
     {((0, 2),): [0, 2], ((2, 4),): [1, 3]}
@@ -143,7 +143,7 @@ def parts_of(
 
 
 def devices_text(numbers: Sequence[int]) -> str:
-    """Numbers in few words: runs, and the first and last of many.
+    """Returns a short text of device numbers: runs, or the first and last of many.
 
     >>> devices_text([0, 1, 2, 3, 8]), devices_text([0, 4, 8, 12, 16, 20, 24, 28])
     ('0–3, 8', '0, 4, 8 … 28 (8 devices)')
@@ -165,7 +165,7 @@ def _range(bounds: tuple[int, int]) -> str:
 
 
 def _lines(found: DeviceMap) -> list[str]:
-    """The parts one by one, for text."""
+    """Returns one line of text for each part."""
     parts = [*found.parts.items()]
     lines = [
         f"  [{', '.join(map(_range, part))}]  device{'s' * (len(held) > 1)} "
@@ -177,11 +177,11 @@ def _lines(found: DeviceMap) -> list[str]:
     return lines
 
 
-# As a drawing: the array with its shards in colour, devices in their numbers.
+# As a drawing: the array with its shards in colour, and device numbers.
 
 
 def _sides(found: DeviceMap) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Ranges of every dimension, and the two that are sides: those in most parts."""
+    """Returns ranges of every dimension, and the two dimensions with most parts."""
     bounds = [
         sorted({part[dim] for part in found.parts}) for dim in range(len(found.shape))
     ]
@@ -190,7 +190,7 @@ def _sides(found: DeviceMap) -> tuple[list[list[tuple[int, int]]], list[int]]:
 
 
 def _draw(found: DeviceMap, title: str) -> str:
-    """Shards of the first two sharded dimensions; of others the first part."""
+    """Draws shards of two sharded dimensions, and the first part of others."""
     bounds, sides = _sides(found)
     rank = len(found.shape)
     if not rank or any(len(bounds[dim]) > _MOST_CELLS for dim in sides):

@@ -1,4 +1,4 @@
-"""An elastic run in time: its members, their generations, and steps that were lost."""
+"""An elastic run in time: its members, their generations, and lost steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from whalejax.meshes.units import count_text
 _LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 20.0, 4.0, 20.0, 20.0
 _MOST_LANES = 60
 _LONG_STEP = 3.0
-"""Medians of a step: a wait for the next one that is longer is drawn as a gap."""
+"""Multiple of the median step time above which a wait is drawn as a gap."""
 
 _FILL_OF = {
     "starting": FILLS[7],
@@ -36,7 +36,7 @@ _FILL_OF = {
     "ending": FILLS[8],
 }
 _TRAINING = FILLS[0], FILLS[2]
-"""Of even and of odd generations."""
+"""Fills of even and odd generations."""
 
 _STEPS, _AGAIN = FILLS[9], FILLS[1]
 
@@ -48,7 +48,7 @@ class MemberSpan:
     Attributes:
         name: Name of the member.
         state: State, as ``whalejax status`` names it.
-        start_seconds, end_seconds: Since the run began.
+        start_seconds, end_seconds: Seconds since the run began.
         generation: Generation in which it trained, else None.
     """
 
@@ -61,16 +61,16 @@ class MemberSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpan:
-    """A step from the one that was committed before it to its own commit.
+    """A step, from the previous commit to its own.
 
     Attributes:
-        step: Its number.
+        step: Number of the step.
         generation: Generation that committed it.
-        start_seconds, end_seconds: Since the run began.
+        start_seconds, end_seconds: Seconds since the run began.
         again: Whether it had been committed before, by a generation whose state was
             lost.
         waited: Whether it took more than three times the median: a generation was
-            formed, or somebody was waited for.
+            formed, or a member was waited for.
     """
 
     step: int
@@ -88,9 +88,9 @@ class RunTimeline(Picture):
         status: Status of the run, as ``whalejax status`` shows it.
         spans: Periods of each member, by member and time.
         steps: Committed steps, in order.
-        steps_again: Number of steps that had been committed before.
-        waited_seconds: Seconds beyond the median of steps that took more than three
-            times it.
+        steps_again: Number of repeated steps.
+        waited_seconds: Seconds beyond the median, over steps that took more than three
+            times the median.
     """
 
     def __init__(self, journal: RunJournal) -> None:
@@ -145,10 +145,10 @@ class RunTimeline(Picture):
 def run_timeline(
     folder: str | os.PathLike[str], *, run: int | None = None
 ) -> RunTimeline:
-    """An elastic run in time, from its journal: a drawing in a notebook, else words.
+    """Returns an elastic run's timeline: a drawing in a notebook, else text.
 
-    It shows what each member did when, the generations, the steps, those that were
-    done again because the state behind them was lost, and waits between them.
+    It shows the state of each member over time, the generations, the steps, repeated
+    steps whose first results were lost, and waits between them.
 
     Args:
         folder: Folder of the checkpoints (``save``), or of the logs of ``whalejax
@@ -159,7 +159,7 @@ def run_timeline(
         The timeline; its ``save`` writes it to a file.
 
     Raises:
-        WhaleError: There is no such run.
+        WhaleError: The run does not exist.
     """
     problems = Arguments("wh.run_timeline")
     problems.path("folder", folder, "the folder of a run")
@@ -185,7 +185,7 @@ def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
         for name in names if state or event in ("lost", "ended") else ():
             told = changes.setdefault(name, [])
             if event == "registered" and told and told[-1][1] != STATE_OF["started"]:
-                continue  # It came back to a supervisor that was started again.
+                continue  # It rejoined a restarted supervisor.
             told.append((at, state, said["generation"] if event == "begun" else None))
     for name, told in changes.items():
         ends = [*(at for at, _, _ in told[1:]), end - began]
@@ -201,12 +201,12 @@ def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
 
 
 def _steps(commits: Events, began: float, median: float) -> Iterable[StepSpan]:
-    """The steps between one commit and the next; the first one only ends.
+    """Yields the steps between commits; the first one has only an end.
 
     Args:
         commits: Commits of the run.
-        began: When it began.
-        median: Seconds of a step; 0 where there are too few.
+        began: Time at which the run began.
+        median: Median seconds of a step; 0 if there are too few.
     """
     newest = 0
     for place, said in enumerate(commits):
@@ -264,7 +264,7 @@ def _x(at: float, seconds: float) -> float:
 
 
 def _step_lane(steps: Sequence[StepSpan], seconds: float) -> list[str]:
-    """Runs of steps of one kind as one block; a wait stays empty."""
+    """Draws consecutive steps of one kind as one block; waits stay empty."""
     blocks: list[list[Any]] = []
     for step in steps:
         if step.waited or step.end_seconds <= step.start_seconds:

@@ -1,4 +1,4 @@
-"""Useful time over wall time by each way to go on after failures, as bars."""
+"""Useful time over wall time for each way of recovery from failures, as bars."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from whalejax.display.page import Picture, cell, table
 
 
 class GoodputChart(Picture):
-    """Goodput as it was computed, and of a trace where one was played through.
+    """Estimated goodput, and that of a trace if one was simulated.
 
     Attributes:
-        bars: Each way to go on, and its goodput.
+        bars: Goodput of each way of recovery.
     """
 
     def __init__(self, text: str, bars: dict[str, float]) -> None:
@@ -21,7 +21,7 @@ class GoodputChart(Picture):
 
         Args:
             text: Text of the estimate; the first line is the title.
-            bars: Goodput of each way to go on, from 0 to 1.
+            bars: Goodput of each way of recovery, from 0 to 1.
         """
         self.bars = bars
         title, *lines = text.splitlines()

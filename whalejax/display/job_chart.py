@@ -38,8 +38,8 @@ class JobLane:
     Attributes:
         name: Name of the job.
         arrival_seconds: Time at which it was added.
-        end_seconds: Time of its end; None while it goes on.
-        outcome: End in a word, such as ``"complete"``; empty while it goes on.
+        end_seconds: Time of its end; None while it runs.
+        outcome: Outcome, such as ``"complete"``; empty while the job runs.
         held: Periods with devices, in order.
         predicted: Periods of a simulation of the same jobs; empty without one.
     """
@@ -63,7 +63,7 @@ class JobChart(Picture):
         devices: Number of devices of the cluster.
         seconds: Time from the first job to the last end, or to now.
         utilisation: Fraction of the devices' time in which a job held them.
-        predicted_utilisation: The same of the simulation; None without one.
+        predicted_utilisation: The same for the simulation; None without one.
     """
 
     def __init__(self, lanes: Sequence[JobLane], devices: int, seconds: float) -> None:

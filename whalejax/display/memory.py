@@ -1,4 +1,4 @@
-"""Memory per device by term against what a device has; one bar for each stage."""
+"""Memory per device by term, and the device's memory; one bar for each stage."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LEFT, _WIDTH, _BAR, _GAP, _RIGHT = 90.0, 640.0, 26.0, 12.0, 130.0
 _LETTERS = "abcdefghij"
 _MOST_BARS = 64
 _LITTLE = 0.05
-"""Where less than this part of a device is used, bars are drawn at their own scale."""
+"""Fraction of a device's memory below which bars have their own scale."""
 
 
 class MemoryChart(Picture):
     """Predicted memory per device, by term.
 
     Attributes:
-        bars: Name of a stage, or of the whole, to its terms and what its device has.
+        bars: Terms and device memory, by the name of a stage, or of the plan.
     """
 
     def __init__(self, plan: PlanData) -> None:
@@ -47,7 +47,7 @@ Bars = dict[str, tuple[MemoryTerms, int]]
 
 
 def memory_chart(plan: PlanData) -> MemoryChart:
-    """The chart of a plan; see ``Plan.memory_chart``."""
+    """Returns the chart of a plan; see ``Plan.memory_chart``."""
     return MemoryChart(plan)
 
 
@@ -79,8 +79,8 @@ def _share(bar: tuple[str, tuple[MemoryTerms, int]]) -> float:
 
 
 def _whole(bars: Bars) -> int:
-    """Returns the bytes of a bar's whole width: the devices' memory, or a
-    little of it.
+    """Returns the bytes of a bar's full width: the devices' memory, or the largest bar
+    if that is small.
     """
     most = max(memory.total_bytes for memory, _ in bars.values())
     room = max(room for _, room in bars.values())
@@ -88,7 +88,7 @@ def _whole(bars: Bars) -> int:
 
 
 def _names(bars: Bars) -> list[str]:
-    """Terms that some bar has, in the order of the memory terms."""
+    """Returns the terms of any bar, in the order of the memory terms."""
     names = next(iter(bars.values()))[0].by_name()
     return [n for n in names if any(m.by_name()[n] for m, _ in bars.values())]
 

@@ -1,8 +1,8 @@
 """HTML and SVG as text: escaping, tables, bars, and the style they share.
 
-Everything is coloured relative to the text around it (``currentColor``), so that it
-reads on light and dark pages alike; fills are pale under dark letters. Colour repeats
-what words, places or heights say already.
+All colours are relative to the surrounding text (``currentColor``), so that it is
+readable on light and dark pages; fills are pale under dark text. Colour only repeats
+what text, positions or heights show.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ FILLS = (
     "#d9b38c",
     "#a7d8f0",
 )
-"""Pale fills for dark letters, readable under both."""
+"""Pale fills for dark text, readable on light and dark pages."""
 
 INK = "#111"
-"""Letters on fills."""
+"""Colour of text on fills."""
 
 _STYLE = """
 .whalejax{font:13px/1.45 system-ui,sans-serif;max-width:80rem;color:inherit}
@@ -58,18 +58,18 @@ border:1px solid currentColor;box-sizing:border-box}
 .whalejax .drawn text{font:11px system-ui,sans-serif}
 """
 
-# Notebooks have styles of their own for tables, by two classes and an element.
+# Notebooks style tables by two classes and an element; three classes override that.
 _FIRM_STYLE = _STYLE.replace(".whalejax", ".whalejax" * 3)
 _PAGE_STYLE = ":root{color-scheme:light dark}body{margin:1rem}"
 
 
 class Picture:
-    """Something to look at: HTML in a notebook, text anywhere else.
+    """A picture: HTML in a notebook, text anywhere else.
 
     Args:
         html: A fragment, without the style.
-        text: The same in words.
-        svg: The drawing alone, where there is one.
+        text: The same as text.
+        svg: The drawing alone, if any.
     """
 
     def __init__(self, *, html: str, text: str, svg: str = "") -> None:
@@ -88,14 +88,14 @@ class Picture:
         return bundle_of(self.html, self.text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file.
+        """Writes the picture to a file.
 
         Args:
-            path: Ends in ``.html`` (a page of its own), ``.svg`` (the drawing, where
-                there is one) or ``.txt``.
+            path: Path that ends in ``.html`` (a complete page), ``.svg`` (the drawing,
+                if any) or ``.txt``.
 
         Raises:
-            WhaleError: Another ending, or the file cannot be written there.
+            WhaleError: The extension is another one, or the file cannot be written.
         """
         check_path(path)
         forms = self._forms()
@@ -108,21 +108,21 @@ class Picture:
         write(path, forms[ending])
 
     def _forms(self) -> dict[str, str]:
-        """Ending of a file to what it would hold."""
+        """Returns the content of a file, by its extension."""
         drawn = {".svg": alone(self.svg)} if self.svg else {}
         return {".html": page(self.html, self.title), **drawn, ".txt": self.text + "\n"}
 
     @property
     def title(self) -> str:
-        """The first line of its text."""
+        """First line of the text."""
         return self.text.partition("\n")[0]
 
 
 def check_path(path: object) -> None:
-    """Refuses what is no path of a picture.
+    """Refuses values that are no path of a picture.
 
     Raises:
-        WhaleError: It is none.
+        WhaleError: The value is no path.
     """
     problems = Arguments("save")
     problems.path("path", path, "the name of a file, such as 'plan.html'")
@@ -133,7 +133,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     """Writes a file.
 
     Raises:
-        WhaleError: It cannot be written there.
+        WhaleError: The file cannot be written.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -150,12 +150,12 @@ def bundle_of(html: str, text: str) -> dict[str, str]:
 
 
 def fragment(html: str) -> str:
-    """A piece of a page that brings its own style."""
+    """Returns a fragment of a page with its own style."""
     return f'<div class="whalejax"><style>{_FIRM_STYLE}</style>{html}</div>'
 
 
 def page(html: str, title: str) -> str:
-    """A page of its own, light or dark as the reader's system is."""
+    """Returns a complete page, light or dark like the reader's system."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title>"
@@ -165,7 +165,7 @@ def page(html: str, title: str) -> str:
 
 
 def alone(svg: str) -> str:
-    """A drawing as a file, with letters that its own style makes light or dark."""
+    """Returns a drawing as a file, with its own style for light or dark text."""
     style = (
         "<style>:root{color:#111}@media(prefers-color-scheme:dark){:root{color:#eee}}"
         "text{font:11px system-ui,sans-serif}</style>"
@@ -175,7 +175,7 @@ def alone(svg: str) -> str:
 
 
 def cell(text: str, *, number: bool = False, code: bool = False) -> str:
-    """One cell of a table."""
+    """Returns one cell of a table."""
     inner = f"<code>{escape(text)}</code>" if code else escape(text)
     return f'<td class="n">{inner}</td>' if number else f"<td>{inner}</td>"
 
@@ -183,13 +183,13 @@ def cell(text: str, *, number: bool = False, code: bool = False) -> str:
 def table(
     names: Sequence[str], rows: Iterable[str], *, caption: str = "", kind: str = ""
 ) -> str:
-    """A table.
+    """Returns a table.
 
     Args:
         names: Names of the columns; none for a table without a head.
-        rows: Cells of each, as ``cell`` makes them.
-        caption: Above it.
-        kind: A class of the style.
+        rows: Cells of each row, as ``cell`` makes them.
+        caption: Caption above the table.
+        kind: Class of the style.
     """
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     head = f"<thead><tr>{head}</tr></thead>" if names else ""
@@ -206,13 +206,13 @@ def details_html(summary: str, html: str, *, opened: bool = False) -> str:
 
 
 def list_html(texts: Iterable[str]) -> str:
-    """A list of sentences; nothing where there are none."""
+    """Returns a list of sentences; empty if there are none."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""
 
 
 def bar(share: float, fill: str = FILLS[0]) -> str:
-    """A bar of a part of a whole, from 0 to 1, as a cell of a table."""
+    """Returns a bar of a fraction, from 0 to 1, as a cell of a table."""
     width = f"{min(1.0, max(0.0, share)) * 100:.1f}"
     return (
         '<td><svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" '
@@ -222,12 +222,12 @@ def bar(share: float, fill: str = FILLS[0]) -> str:
 
 
 def drawing(width: float, height: float, label: str, inner: str) -> str:
-    """An SVG drawing.
+    """Returns an SVG drawing.
 
     Args:
         width, height: Size in units of ``inner``.
         label: Description for readers who cannot see it.
-        inner: Its elements.
+        inner: Elements of the drawing.
     """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
@@ -239,7 +239,7 @@ def drawing(width: float, height: float, label: str, inner: str) -> str:
 def words(
     x: float, y: float, text: str, *, anchor: str = "start", ink: str = "currentColor"
 ) -> str:
-    """Letters in a drawing."""
+    """Returns a text in a drawing."""
     place = f' text-anchor="{anchor}"' if anchor != "start" else ""
     return f'<text x="{x:g}" y="{y:g}" fill="{ink}"{place}>{escape(text)}</text>'
 
@@ -248,7 +248,7 @@ def stage_names(each: Sequence[int]) -> tuple[str, ...]:
     """Returns the names of stages' lanes and bars.
 
     Args:
-        each: Stages of each pipeline.
+        each: Number of stages of each pipeline.
 
     >>> stage_names([2]), stage_names([1, 1])
     (('stage 0', 'stage 1'), ('0: stage 0', '1: stage 0'))

@@ -1,7 +1,7 @@
-"""Plans as notebooks show them: one static block of HTML each.
+"""Displays plans in notebooks: one static block of HTML each.
 
-Tables first show what holds most and fold the rest; very long ones end in a count, so
-that a plan of ten thousand parameters is still a page.
+Tables first show the largest rows and fold the rest; very long ones end in a count, so
+that a plan with ten thousand parameters still is a page.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from whalejax.planner.plan_data import PlanData
 
 
 UNFOLDED_ROWS = 300
-"""Rows of parameters that unfold; of more there is only a count."""
+"""Maximum number of folded rows of parameters; of more, only a count is shown."""
 
 
 def bundle(plan: PlanData) -> dict[str, str]:
-    """MIME type to text.
+    """Returns the plan as HTML and as text, by MIME type.
 
     Args:
         plan: Plan to show.
@@ -53,7 +53,7 @@ def bundle(plan: PlanData) -> dict[str, str]:
 
 
 def plan_html(plan: PlanData) -> str:
-    """A plan as a fragment of a page, without its style."""
+    """Returns a plan as a fragment of a page, without its style."""
     return "".join(
         (
             f"<h3>Plan for {escape(plan.cluster.describe())}</h3>",
@@ -90,7 +90,7 @@ def _time(plan: PlanData) -> str:
 
 
 def _memory(plan: PlanData) -> str:
-    """Bars are parts of what a device has, so that what is free is seen too."""
+    """Draws bars relative to a device's memory, so that free memory shows too."""
     memory, room = plan.memory, plan.room_bytes
     pairs = sorted(memory.by_name().items(), key=lambda pair: -pair[1])
     rows = [*_term_rows([pair for pair in pairs if pair[1]], room, gigabytes)]
@@ -115,7 +115,7 @@ def _mesh(plan: PlanData) -> str:
 
 
 def _stages(plan: PlanData) -> Iterator[str]:
-    """Stages and shares, where there are any."""
+    """Yields stages and shares, if there are any."""
     if plan.stages is not None:
         head, rows = stage_rows(plan)
         cells = ("".join(map(cell, row)) for row in rows)
@@ -125,15 +125,15 @@ def _stages(plan: PlanData) -> Iterator[str]:
 
 
 def _parameters(plan: PlanData) -> str:
-    """The largest rows, then the others folded, then a count."""
+    """Shows the largest rows, then the others folded, then a count."""
     rows = parameter_rows(plan)
     if not rows:
         return "<p>No parameters.</p>"
-    # Most plans use parameters in the layout they are stored in: one column says it.
+    # Most plans use parameters in their stored layout: one column suffices.
     used = any(row.leaf.param_spec != row.leaf.compute_spec for row in rows)
     names = ["parameter", "shape", "stored as", *["used as"] * used, "per device"]
     names.append("collectives a step, each")
-    # Layers stand together and largest come first; a sort keeps equals in order.
+    # Layers stay together, largest first; a stable sort keeps equal ones in order.
     by_size = sorted(rows, key=lambda row: -row.device_bytes)
     cells = [_parameter(row, used) for row in by_size[: SHOWN_ROWS + UNFOLDED_ROWS]]
     count = sum(row.count for row in rows)
@@ -186,7 +186,7 @@ def _traffic(plan: PlanData) -> str:
 
 
 def _note_sections(plan: PlanData) -> Iterator[str]:
-    """Yields whole dimensions with their reasons, hints, and notes."""
+    """Yields unsharded dimensions with their reasons, hints, and notes."""
     for name, texts, opened in (
         ("What stays whole, and why", whole_words(plan), False),
         ("Hints", hints(plan), True),

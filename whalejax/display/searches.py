@@ -117,7 +117,7 @@ class SearchChart:
         """Writes the chart to a file, as a page (``.html``) or an image (``.svg``).
 
         Raises:
-            WhaleError: Another extension, or the file cannot be written.
+            WhaleError: The extension is another one, or the file cannot be written.
         """
         check_path(path)
         extension = str(path).rpartition(".")[2].lower()

@@ -1,11 +1,11 @@
 """Sliders in a notebook that call ``Plan.what_if``, with the plan below them.
 
-They keep the layout of the first plan (its mesh, grown or shrunk along ``data`` or
-``fsdp`` with the devices, and how a step is computed), which plans again in a fraction
-of a second; a box has every layout searched instead.
+They keep the layout of the first plan (its mesh, enlarged or reduced along ``data`` or
+``fsdp`` with the devices, and how a step is computed), which takes a fraction of a
+second; a checkbox searches all layouts instead.
 
-Needs a kernel that runs, and the extra ``whalejax[notebook]`` for ipywidgets; readers
-that know no widgets show the plan that was last found.
+It needs a running kernel, and the extra ``whalejax[notebook]`` for ipywidgets; readers
+without widgets see the plan that was found last.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_errors import NothingFits
 from whalejax.planner.step_options import REMAT_POLICIES, options_of
 
 
 _TIMES = (0.25, 0.5, 1, 2, 4)
-"""Batches that are offered, in units of the planned one."""
+"""Offered batches, relative to the planned one."""
 
 _NOTHING = "none"
 
 _SAME = "as planned"
-"""What controls stand at first; ipywidgets take no None."""
+"""First value of controls; ipywidgets accept no None."""
 
 
 class Sliders:
-    """Controls, and the plan for what they stand at.
+    """Controls, and the plan for their values.
 
     Attributes:
-        plan: The plan that was last found.
-        problem: Reason why there is no plan at the controls' values; "" where there is
+        plan: The plan that was found last.
+        problem: Reason why there is no plan for the controls' values; "" if there is
             one.
-        controls: ``batch``, ``sequence``, ``devices``, ``remat``, ``cluster`` and
-            ``search`` to their ipywidgets, those that the plan has; setting the
-            ``value`` of one plans again.
-        widget: All of it, to be put among other widgets.
+        controls: The ipywidgets of the plan's options, among ``batch``, ``sequence``,
+            ``devices``, ``remat``, ``cluster`` and ``search``; a new ``value`` of one
+            makes a new plan.
+        widget: All of it as one widget, for use among others.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Sliders:
     ) -> None:
         _check(batches, clusters)
         if plan.question is None:
-            plan.what_if()  # says that its model is missing
+            plan.what_if()  # raises if its model is missing
         widgets = _needed()
         self.plan: Any = plan
         self.problem = ""
@@ -64,7 +65,7 @@ class Sliders:
             control.observe(self._on_change, names="value")
 
     def _on_change(self, change: object) -> None:
-        """Plans for the controls' values, unless that was done before."""
+        """Plans for the controls' values, unless that plan is known."""
         del change
         asked = {
             name: control.value
@@ -85,13 +86,20 @@ class Sliders:
         self._shown.value = fragment(self._html())
 
     def _planned(self, asked: dict[str, Any], search: bool) -> Any:
-        """A plan in the first one's layout, or the best one."""
+        """Returns a plan with the first one's layout, or the best one."""
         kept = {} if search else kept_layout(self._first, asked)
+        if not kept:
+            return self._first.what_if(**asked)
         try:
-            return self._first.what_if(**{**kept, **asked})
+            # As many micro-batches as planned, or as large ones if these do not fit.
+            fewest, most = _micro_batches(self._first, asked)
+            try:
+                return self._first.what_if(**kept, **asked, num_micro_batches=fewest)
+            except NothingFits:
+                if fewest == most:
+                    raise
+            return self._first.what_if(**kept, **asked, num_micro_batches=most)
         except WhaleError as error:
-            if not kept:
-                raise
             raise WhaleError(
                 f"in the layout of the plan: {error}. Search every layout for another"
             ) from error
@@ -119,14 +127,15 @@ class Sliders:
 
 
 def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of ``what_if`` that keep a plan's layout under other circumstances.
+    """Returns settings of ``what_if`` that keep a plan's layout after changes.
 
     Args:
         plan: Plan whose layout is kept.
-        asked: Other changes; ``cluster`` may be one of more or fewer devices.
+        asked: Other changes; ``cluster`` may have more or fewer devices.
 
     Returns:
-        The settings; fewer where the mesh cannot have that many devices.
+        The settings, except the number of micro-batches; empty if the mesh cannot have
+        that many devices.
     """
     if plan.stage_plans or plan.pipelines or plan.shares:
         return {}
@@ -144,30 +153,38 @@ def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
     options["remat"] = dict(plan.remat) or _NOTHING
     options["offload"] = plan.offload or _NOTHING
     options["attention"] = dict(plan.attention) or None
-    options["num_micro_batches"] = _parts(plan, asked)
-    return {**options, "mesh": sizes, "zero": plan.zero}
+    options.pop("num_micro_batches", None)
+    kept = {**options, "mesh": sizes, "zero": plan.zero}
+    return {name: value for name, value in kept.items() if name not in asked}
 
 
-def _parts(plan: PlanData, asked: Mapping[str, Any]) -> int:
-    """Micro-batches of about as many tokens as the plan's."""
+def _micro_batches(plan: PlanData, asked: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the plan's number of micro-batches, and that of micro-batches with about
+    as many tokens as the plan's.
+    """
     batch, length = _samples(plan) or 1, 1
     if plan.question is not None:
         length = plan.question.sequence_length or 1
     size = asked.get("batch", batch)
     tokens = size * asked.get("sequence", length)
-    least = max(1, -(-plan.num_micro_batches * tokens // (batch * length)))
-    return next((n for n in range(least, size + 1) if size % n == 0), least)
+    known = plan.num_micro_batches
+    scaled = max(1, -(-known * tokens // (batch * length)))
+
+    def divisor(least: int) -> int:
+        return next((n for n in range(least, size + 1) if size % n == 0), least)
+
+    return divisor(min(known, scaled)), divisor(scaled)
 
 
 def _samples(plan: PlanData) -> int | None:
-    """Samples of the planned batch, where it has any."""
+    """Returns the number of samples of the planned batch, if any."""
     return next((leaf.shape[0] for leaf in plan.batch if leaf.shape), None)
 
 
 def _controls(
     widgets: Any, plan: Any, batches: Sequence[int] | None, clusters: Sequence[str]
 ) -> dict[str, Any]:
-    """The controls of a plan, by what they change."""
+    """Returns the controls of a plan, by what they change."""
 
     def slider(name: str, options: list[tuple[str, Any]]) -> Any:
         return widgets.SelectionSlider(
@@ -203,7 +220,7 @@ def _lengths(length: int) -> list[tuple[str, Any]]:
 
 
 def _device_counts(plan: PlanData) -> list[tuple[str, Any]]:
-    """Clusters of the same nodes, fewer and more, by their number of devices."""
+    """Returns clusters of fewer and of more equal nodes, by number of devices."""
     machine = plan.cluster
     kind, node = machine.kinds[0].name, machine.nodes[0].count
     if not machine.is_uniform or machine.platform == "tpu":
@@ -212,7 +229,7 @@ def _device_counts(plan: PlanData) -> list[tuple[str, Any]]:
     texts |= {n * node: f"{kind}:{n}x{node}" for n in (2, 4, 8)}
     count = machine.num_devices
     if count not in texts or cluster(texts[count]) != machine:
-        return []  # described in a file, or of nodes that no such text has
+        return []  # described in a file, or no text names its nodes
     return [
         (f"{n} ({_SAME})", _SAME) if n == count else (f"{n}", texts[n])
         for n in sorted(texts)
@@ -223,12 +240,11 @@ def _device_counts(plan: PlanData) -> list[tuple[str, Any]]:
 def sliders(
     plan: PlanData, batches: Sequence[int] | None, clusters: Sequence[str]
 ) -> Sliders:
-    """The sliders of a plan; see ``Plan.sliders``."""
+    """Returns the sliders of a plan; see ``Plan.sliders``."""
     return Sliders(plan, batches, clusters)
 
 
 def _check(batches: Any, clusters: Any) -> None:
-    """Refuses choices that are none."""
     problems = Arguments("sliders")
     if not isinstance(batches, list | tuple | range | None):
         problems.refuse("batches", batches, "a list of numbers of samples, or None")
@@ -252,7 +268,7 @@ def _check(batches: Any, clusters: Any) -> None:
 def _sizes(
     plan: PlanData, batches: Sequence[int] | None
 ) -> list[tuple[str, int | str]]:
-    """Labels and sizes of batches, in order; the planned one is ``_SAME``."""
+    """Returns labels and sizes of batches, in order; the planned one is ``_SAME``."""
     planned = _samples(plan)
     if batches is None:
         sizes = {int(planned * times) for times in _TIMES} if planned else set()

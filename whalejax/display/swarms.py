@@ -12,7 +12,7 @@ from whalejax.planner.pipeline.square_cube import StageOverLink
 
 
 WIDTHS: Final = (1, 2, 4, 8)
-"""Widths of the model that are drawn, relative to the plan's."""
+"""Drawn widths of the model, relative to the plan's."""
 
 _POINTS: Final = 60
 _WIDTH: Final = 560
@@ -21,12 +21,12 @@ _WINDOWS: Final = 60
 
 
 class SquareCubeChart(Picture):
-    """Part of the time that the stage which waits most computes, by its link.
+    """Fraction of the time in which the least busy stage computes, by its link.
 
     Attributes:
-        lines: Pairs of bytes per second and utilization by width relative to the
-            plan's, with computing and sending at once.
-        apart: The same at the plan's own width, where a device waits for its link.
+        lines: (bytes per second, utilization) pairs by width relative to the plan's,
+            with computation and transfers overlapped.
+        apart: The same at the plan's own width without overlap.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class SimulatedChart(Picture):
     """Peers that serve each stage, and the throughput, over simulated time.
 
     Attributes:
-        points: Seconds, and micro-batches done by then, of every commit.
-        serving: Seconds, and peers that serve each stage from then on.
-        empty_seconds: Seconds during which some stage had nobody.
+        points: Time of every commit, and micro-batches done by then.
+        serving: Time of every change, and peers of each stage from then on.
+        empty_seconds: Seconds during which some stage had no peer.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SimulatedChart(Picture):
             text: Text of the run; the first line is the title.
             seconds: Simulated seconds.
             points: Time and number of every commit.
-            serving: Every change of the peers that serve.
+            serving: Every change of the serving peers.
             empty_seconds: Seconds during which some stage had no peer.
         """
         self.points, self.serving = tuple(points), tuple(serving)
@@ -133,7 +133,7 @@ class SimulatedChart(Picture):
         )
 
     def rates(self) -> list[tuple[float, float]]:
-        """Starts of windows, and micro-batches a second committed in each."""
+        """Returns starts of windows, and micro-batches a second committed in each."""
         window = self._seconds / _WINDOWS or 1.0
         done = [0] * (_WINDOWS + 1)
         before = 0
@@ -171,7 +171,7 @@ class SimulatedChart(Picture):
             .properties(width=_WIDTH, height=150)
         )
         steps = self.rates()
-        steps.append((self._seconds, steps[-1][1]))  # where the last window ends
+        steps.append((self._seconds, steps[-1][1]))  # the end of the last window
         rates = [{"minutes": at / 60, "rate": rate} for at, rate in steps]
         speed = (
             alt.Chart(alt.Data(values=rates))
@@ -185,13 +185,13 @@ class SimulatedChart(Picture):
 def least(
     stages: Sequence[StageOverLink], rate: float, width: float, *, overlap: bool
 ) -> float:
-    """Utilization of the stage that waits most, over another link and at a width.
+    """Returns the least utilization of a stage, over another link and at a width.
 
     Args:
-        stages: Over any link.
+        stages: Stages over any link.
         rate: Bytes per second of the link.
         width: Width of the model, relative to its own.
-        overlap: Devices compute while their links work.
+        overlap: Whether devices compute during transfers.
     """
     found = [stage.with_link_speed(rate).at(width) for stage in stages]
     return min(one.overlapped if overlap else one.utilization for one in found)

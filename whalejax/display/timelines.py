@@ -1,6 +1,6 @@
 """A step in time: the rows of a pipeline's schedule, one lane for each stage.
 
-The same rows make the drawing and the trace, which is in Chrome's trace event format:
+Drawing and trace come from the same rows; the trace is in Chrome's trace event format:
 Perfetto (https://ui.perfetto.dev) and chrome://tracing open it.
 """
 
@@ -22,7 +22,7 @@ from whalejax.planner.plan_data import PlanData
 
 _LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 26.0, 4.0, 6.0, 20.0
 _MOST_BLOCKS = 4000
-"""Slices that are drawn one by one; more are drawn by what each column is mostly."""
+"""Maximum number of slices drawn singly; with more, each column shows its main kind."""
 
 _COLUMNS = 300
 _SHADING = "whalejax-bubble"
@@ -32,17 +32,17 @@ _KINDS = {
     "backward": (FILLS[1], 0.32, 0.68, "at its foot"),
     "weight": (FILLS[2], 0.2, 0.6, "in its middle: gradients of parameters"),
 }
-"""Fill, place from the top and height as parts of a lane, and where that is."""
+"""Fill, top and height as fractions of a lane, and a text of that position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Something that takes time.
+    """An activity of a lane.
 
     Attributes:
-        lane: Its number.
+        lane: Index of the lane.
         kind: ``"forward"``, ``"backward"``, ``"weight"``, or a term of the step.
-        start_seconds, end_seconds: Since the step began.
+        start_seconds, end_seconds: Seconds since the step began.
         micro_batch, chunk: Numbers of a schedule's row; else None.
     """
 
@@ -55,7 +55,7 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """Returns the name in words."""
+        """Name as text."""
         if self.micro_batch is None:
             return self.kind
         part = f" part {self.chunk}" if self.chunk else ""
@@ -66,11 +66,11 @@ class StepTimeline(Picture):
     """One step of a plan in time, as predicted.
 
     Attributes:
-        lanes: Name of each.
+        lanes: Name of each lane.
         slices: Slices of the step, those of a lane in order.
-        end_seconds: When the last one ends.
-        bubble: Part of all lanes' time until then in which they wait.
-        step_seconds: The whole step: what is done once, after the last row, included.
+        end_seconds: End of the last slice.
+        bubble: Fraction of all lanes' time until then in which they wait.
+        step_seconds: Time of the complete step, including work after the last row.
     """
 
     def __init__(self, plan: PlanData) -> None:
@@ -144,11 +144,11 @@ class StepTimeline(Picture):
         return found
 
     def trace(self) -> dict[str, Any]:
-        """The timeline as a Chrome trace: plain JSON data.
+        """Returns the timeline as a Chrome trace: plain JSON data.
 
         Returns:
-            One complete event for each slice, in microseconds with whole nanoseconds;
-            a lane is a thread. Waiting is what lies between.
+            One complete event for each slice, in microseconds with integer nanoseconds;
+            a lane is a thread. Gaps between events are waits.
         """
         events: list[dict[str, Any]] = [
             _metadata_event("process_name", 0, "predicted step")
@@ -161,7 +161,7 @@ class StepTimeline(Picture):
             )
         free = [0] * len(self.lanes)
         for one in self.slices:
-            # Floats of neighbours differ in the last digit; events may not overlap.
+            # Adjacent floats differ in the last digit; events may not overlap.
             begin = max(free[one.lane], round(one.start_seconds * 1e9))
             end = max(begin, round(one.end_seconds * 1e9))
             free[one.lane] = end
@@ -186,12 +186,12 @@ class StepTimeline(Picture):
 
 
 def timeline(plan: PlanData) -> StepTimeline:
-    """The timeline of a plan; see ``Plan.timeline``."""
+    """Returns the timeline of a plan; see ``Plan.timeline``."""
     return StepTimeline(plan)
 
 
 def _slices(lines: Sequence[TimedSchedule]) -> Iterator[Slice]:
-    """The rows of pipelines side by side, those of each lane in order."""
+    """Yields the rows of all pipelines, those of each lane in order."""
     first = 0
     for line in lines:
         for one in line.rows:
@@ -219,7 +219,6 @@ def _metadata_event(what: str, lane: int, name: str) -> dict[str, Any]:
 
 
 def _lane_texts(line: StepTimeline) -> Iterator[str]:
-    """Yields the text of each lane."""
     if not line._staged:
         for one in line.slices:
             yield f"{one.kind}: {seconds_text(one.end_seconds - one.start_seconds)}"
@@ -258,7 +257,7 @@ def _step_svg(line: StepTimeline, label: str) -> str:
     inner += _legend(line, bottom + 44)
     height = bottom + (56 if line._staged else 24 + 18 * len(drawn))
     drawn_text = "".join(inner)
-    # Names of patterns are those of the page, on which there may be several drawings.
+    # Names of patterns are global to a page, which may have several drawings.
     own = f"{_SHADING}-{hashlib.sha256(drawn_text.encode()).hexdigest()[:10]}"
     drawn_text = drawn_text.replace(_SHADING, own)
     return drawing(_LEFT + _WIDTH + _RIGHT, height, label, drawn_text)
@@ -269,7 +268,7 @@ def _top(lane: int) -> float:
 
 
 def _shading() -> str:
-    """Diagonal lines, for time in which a lane waits."""
+    """Returns a pattern of diagonal lines for waits."""
     return (
         f'<defs><pattern id="{_SHADING}" width="6" height="6" '
         'patternUnits="userSpaceOnUse"><path d="M0 6L6 0" stroke="currentColor" '
@@ -278,13 +277,13 @@ def _shading() -> str:
 
 
 def _place(one: Slice) -> tuple[str, float, float]:
-    """Fill, top and height."""
+    """Returns fill, top and height of a slice."""
     fill, top, height, _ = _KINDS[one.kind]
     return fill, _top(one.lane) + top * _LANE, height * _LANE
 
 
 def _blocks(slices: Sequence[Slice], scale: float, end_seconds: float) -> Iterator[str]:
-    """Each slice on its own, with its micro-batch where there is room."""
+    """Draws each slice, with its micro-batch if there is room."""
     yield _bubbles(_gaps(slices, end_seconds), scale)
     for one in slices:
         fill, y, height = _place(one)
@@ -303,7 +302,7 @@ def _blocks(slices: Sequence[Slice], scale: float, end_seconds: float) -> Iterat
 def _gaps(
     slices: Sequence[Slice], end_seconds: float
 ) -> Iterator[tuple[int, float, float]]:
-    """Lane, begin and end of what lies between the slices of each lane."""
+    """Yields lane, begin and end of the gaps between the slices of each lane."""
     by_lane: dict[int, list[Slice]] = {}
     for one in slices:
         by_lane.setdefault(one.lane, []).append(one)
@@ -316,7 +315,7 @@ def _gaps(
 
 
 def _bubbles(gaps: Iterable[tuple[int, float, float]], scale: float) -> str:
-    """Shaded time in which a lane waits."""
+    """Draws waits of lanes as shaded boxes."""
     boxes = []
     for lane, begin, end in gaps:
         width = (end - begin) * scale
@@ -328,7 +327,7 @@ def _bubbles(gaps: Iterable[tuple[int, float, float]], scale: float) -> str:
 
 
 def _columns(slices: Sequence[Slice], end_seconds: float) -> Iterator[str]:
-    """One path for each kind: the columns in which it takes the most of a lane."""
+    """Draws one path for each kind: the columns in which it takes most time."""
     paths: dict[str, list[str]] = {}
     gaps: list[tuple[int, float, float]] = []
     step = _WIDTH / _COLUMNS
@@ -352,8 +351,8 @@ def _columns(slices: Sequence[Slice], end_seconds: float) -> Iterator[str]:
 
 
 def _mostly(slices: Sequence[Slice], end_seconds: float) -> list[str]:
-    """Returns the longest activity of each column of a lane; empty where that is
-    waiting.
+    """Returns the longest activity of each column of a lane; empty for
+    waits.
     """
     width = end_seconds / _COLUMNS
     parts: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
@@ -374,7 +373,7 @@ def _mostly(slices: Sequence[Slice], end_seconds: float) -> list[str]:
 
 
 def _named_blocks(slices: Sequence[Slice], scale: float) -> Iterator[str]:
-    """Terms on one lane, numbered; the numbers are explained below."""
+    """Draws terms on one lane, with numbers that the legend below explains."""
     for number, one in enumerate(slices):
         x = _LEFT + one.start_seconds * scale
         width = (one.end_seconds - one.start_seconds) * scale
@@ -394,7 +393,7 @@ def _named_blocks(slices: Sequence[Slice], scale: float) -> Iterator[str]:
 
 
 def _axis(end_seconds: float, scale: float, y: float) -> Iterator[str]:
-    """Times below the lanes."""
+    """Draws the time axis below the lanes."""
     for fifth in range(6):
         seconds = end_seconds * fifth / 5
         x = _LEFT + seconds * scale

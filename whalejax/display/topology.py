@@ -1,8 +1,8 @@
-"""Pictures of a plan's devices: nodes, the links that join them, axes that cross.
+"""Pictures of a plan's devices: nodes, links between them, axes that cross them.
 
-Drawn for what a plan is made for, in the order in which its mesh numbers devices. A
-node with many devices, and a cluster with many nodes, show the first of them and say
-how many there are.
+The devices are those of the plan's cluster, in the order in which its mesh numbers
+them. Of a node with many devices, or a cluster with many nodes, only the first are
+drawn, with the total number.
 """
 
 from __future__ import annotations
@@ -31,19 +31,14 @@ _LETTER: Final = 6.4
 
 
 class TopologyMap(Picture):
-    """Nodes with their devices, and for each link who crosses it and how fast it is.
+    """Nodes with their devices, and for each link its axes and its speed.
 
     Attributes:
-        links: Name of each link, innermost first, with the mesh axes that cross it and
-            how many groups of devices each joins there.
+        links: Mesh axes that cross each link, by its name, innermost first, with the
+            number of groups of devices that each joins there.
     """
 
     def __init__(self, plan: PlanData) -> None:
-        """Draws it.
-
-        Args:
-            plan: The plan.
-        """
         cluster = plan.cluster
         self.links = crossed_links(plan)
         lines = [_link_text(level, self.links[level.name]) for level in cluster.levels]
@@ -57,10 +52,10 @@ class TopologyMap(Picture):
 
 
 def crossed_links(plan: PlanData) -> dict[str, list[tuple[str, int]]]:
-    """Mesh axes that cross each link, by its name, with their sizes there.
+    """Returns mesh axes that cross each link, by its name, with their sizes there.
 
     Args:
-        plan: The plan; stages with layouts of their own count with their own axes.
+        plan: The plan; stages with their own layouts count with their own axes.
     """
     found: dict[str, list[tuple[str, int]]] = {x.name: [] for x in plan.cluster.levels}
     meshes = [(mesh_of(plan), plan.cluster)]
@@ -109,7 +104,7 @@ def _draw(
 
 
 def _node(number: int, kind: str, count: int, first: int) -> tuple[str, float, float]:
-    """One node with its devices; its width and height."""
+    """Draws one node with its devices; returns the drawing, its width and height."""
     shown = min(count, _DEVICES)
     columns = min(shown, _COLUMNS)
     rows = -(-shown // columns)
@@ -144,14 +139,14 @@ def _link(
     y: float,
     chips: float,
 ) -> tuple[str, float]:
-    """A line of a link: its speed, and a chip for each axis that crosses it.
+    """Draws the line of a link: its speed, and a chip for each axis that crosses it.
 
     Args:
-        level: The link.
+        level: Level of the link.
         axes: Axes that cross it, with their sizes there.
         fills: Colour of each axis.
         y: Top of the line.
-        chips: Width of the words in front of the chips.
+        chips: Width of the text before the chips.
     """
     inner = [
         f'<line x1="{_PAD:g}" y1="{y + 9:g}" x2="{_PAD + 26:g}" y2="{y + 9:g}" '
@@ -176,5 +171,5 @@ def _link(
 
 
 def topology(plan: PlanData) -> TopologyMap:
-    """The map of a plan's devices; see ``Plan.topology``."""
+    """Returns the map of a plan's devices; see ``Plan.topology``."""
     return TopologyMap(plan)

@@ -1,1 +1,1 @@
-"""Several processes: launching, meeting, heartbeats and checks of hosts."""
+"""Several processes: launch, rendezvous, heartbeats and checks of hosts."""

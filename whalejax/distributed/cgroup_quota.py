@@ -1,8 +1,8 @@
-"""CPU quotas by Linux control groups, to try mixed speeds on one machine.
+"""CPU quotas by Linux control groups, to test mixed speeds on one machine.
 
-A process under a quota of 33 percent of a core gets that much of every fiftieth of a
-second and then waits, as a slower processor would on average. Needs write access to
-the ``cpu`` controller (version 1) or the unified hierarchy (version 2): root, usually.
+A process with a quota of 33 percent of a core gets that much of every fiftieth of a
+second and then waits, like a slower processor on average. It needs write access to the
+``cpu`` controller (version 1) or the unified hierarchy (version 2): usually root.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from whalejax.meshes.errors import WhaleError
 ROOT: Final = Path("/sys/fs/cgroup")
 
 PERIOD_MICROSECONDS: Final = 20_000
-"""A quota is given out anew so often: short, so that steps see an even speed."""
+"""Period of a quota: short, so that steps have an even speed."""
 
 
 class Quota:
-    """A control group whose processes together get a part of a core.
+    """A control group whose processes together get a fraction of a core.
 
-    Use it in a ``with`` statement: at its end the group is removed, once its processes
+    Use it in a ``with`` statement: on exit the group is removed, once its processes
     have ended.
     """
 
     def __init__(self, percent: float, *, root: Path = ROOT) -> None:
-        """Makes the control group.
+        """Creates the control group.
 
         Args:
             percent: Percentage of one core; above 100 for more than one.
             root: Mount point of the control groups.
 
         Raises:
-            WhaleError: No percentage above zero, or no group can be made here.
+            WhaleError: ``percent`` is not above zero, or no group can be created here.
         """
         self._path: Path | None = None
         check_quota(percent)
@@ -81,7 +81,7 @@ class Quota:
         (self._path / "cpu.cfs_quota_us").write_text(str(quota))
 
     def weigh(self, times: float) -> None:
-        """Lets the group have its quota where cores are short.
+        """Gives the group its quota even if cores are scarce.
 
         Args:
             times: Weight relative to one other process of the machine.
@@ -93,10 +93,10 @@ class Quota:
             (self._path / "cpu.shares").write_text(str(round(1024 * times)))
 
     def add(self, pid: int) -> None:
-        """Puts a process under the quota; those that it starts later are too.
+        """Puts a process under the quota; its later children are too.
 
         Raises:
-            WhaleError: There is no such process.
+            WhaleError: The process does not exist.
         """
         assert self._path is not None
         try:
@@ -108,7 +108,7 @@ class Quota:
             ) from error
 
     def close(self) -> None:
-        """Removes the group; processes that still run go back to the one above."""
+        """Removes the group; running processes return to the parent group."""
         if self._path is None:
             return
         with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ class Quota:
 
 
 def why_no_quota() -> str:
-    """Returns the reason why no CPU quota can be set here; empty where one can."""
+    """Returns the reason why no CPU quota can be set here; empty if one can."""
     try:
         with Quota(100):
             return ""
@@ -135,13 +135,13 @@ def why_no_quota() -> str:
 
 
 def check_quota(percent: float) -> None:
-    """Refuses a quota that is none.
+    """Refuses an invalid quota.
 
     Args:
         percent: Percentage of one core.
 
     Raises:
-        WhaleError: Less than 1 or more than all cores have.
+        WhaleError: It is less than 1, or more than all cores have.
     """
     if not 1 <= percent <= 100 * (os.cpu_count() or 1):
         raise WhaleError(

@@ -1,8 +1,8 @@
 """Connects processes that know one address.
 
-One listens there, as soon as it runs; the others dial until it does. All have the same
-key, or none has one: then what they say is not encrypted, and whoever reaches the
-address can take part.
+One process listens there, as soon as it runs; the others dial until it does. All have
+the same key, or none has one: then their messages are not encrypted, and whoever
+reaches the address can take part.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _OLD_KEY: Final = "WHALEJAX_KEY"
 
 
 def shared_key(environment: Mapping[str, str] = os.environ) -> Key | None:
-    """The key that the processes of this run share; None where there is none.
+    """Loads the key that the processes of this run share; None without one.
 
     Raises:
-        WhaleError: Its file cannot be read, or holds no key of this version.
+        WhaleError: The file cannot be read, or has no key of this version.
 
     >>> shared_key({})
     """
@@ -57,10 +57,10 @@ def shared_key(environment: Mapping[str, str] = os.environ) -> Key | None:
 
 
 def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket:
-    """A socket that listens at the address at which all come together.
+    """Returns a listening socket at the address where all processes connect.
 
-    At a loopback address alone where that is given; else at all addresses, as JAX's
-    own service does, because other hosts may know this one by another.
+    If that is a loopback address, it listens only there; else at all addresses, as
+    JAX's own service does, because other hosts may know this one by another address.
 
     Args:
         coordinator: ``"host:port"``.
@@ -80,11 +80,11 @@ def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket
             f"{parameter} is {joined_address(host, port)!r}: {host} has no address "
             f"here ({error.strerror}). Give an address of the machine of process 0"
         ) from error
-    # Where this process holds the port, it shares it with itself.
+    # If this process holds the port, it shares it with itself.
     option = socket.SO_REUSEPORT if is_reserved(port) else socket.SO_REUSEADDR
     with socket.socket(family, kind, proto) as tried:
         tried.setsockopt(socket.SOL_SOCKET, option, 1)
-        tried.bind(address)  # whether it is of this machine
+        tried.bind(address)  # raises if it is not of this machine
     if not is_loopback(host):
         address = ("" if family == socket.AF_INET else "::", port, *address[2:])
     listen = socket.socket(family, kind, proto)
@@ -99,17 +99,17 @@ def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket
 
 
 def reach(coordinator: str, key: Key | None, end: float) -> Channel:
-    """A connection to who listens, as soon as it does.
+    """Returns a connection to the listening process, as soon as it listens.
 
     Args:
         coordinator: ``"host:port"``.
         key: Key of this process.
-        end: Until when to try, as ``time.monotonic`` counts.
+        end: Deadline, by ``time.monotonic``.
 
     Raises:
-        Closed: Nothing listened there.
-        TooLate: What listens there does not answer.
-        WrongKey, OtherProtocol: It is not of this run.
+        ConnectionClosedError: No process listened there.
+        WireTimeoutError: The process that listens there does not answer.
+        WrongKey, OtherProtocol: It does not belong to this run.
     """
     address = split_address(coordinator, "coordinator")
     why = "nothing was tried"
@@ -118,7 +118,7 @@ def reach(coordinator: str, key: Key | None, end: float) -> Channel:
             return dial(address, key, seconds=left)
         except (
             ConnectionClosedError
-        ) as error:  # It has not begun yet, or has begun to end.
+        ) as error:  # It does not listen yet, or has begun to end.
             why = str(error)
             time.sleep(min(_PAUSE_SECONDS, max(left, 0.0)))
     raise ConnectionClosedError(why)

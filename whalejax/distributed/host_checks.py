@@ -1,8 +1,8 @@
-"""Checks of one host, before several processes run together on it.
+"""Checks one host, before several processes run together on it.
 
-Each check says what it found and, where that will not do, what to do about it. Nothing
-here starts JAX in this process: devices are asked for in another one, which can be
-stopped where a driver hangs.
+Each check reports its result and, if that does not suffice, a remedy. JAX is never
+started in this process: another process finds the devices, and can be stopped if a
+driver hangs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from whalejax.meshes.catalogue import entry_of_device
 Verdict = Literal["ok", "warning", "problem"]
 
 DEVICE_SECONDS: Final = 120.0
-"""JAX may take so long to find the devices."""
+"""Time that JAX may take to find the devices."""
 
 CLOCK_SECONDS: Final = 1.0
-"""Clocks that are further apart make logs and files of hosts hard to bring together."""
+"""Difference of clocks above which logs and files of hosts are hard to relate."""
 
-_TIME_ERROR: Final = 5  # what adjtimex(2) returns for a clock that nothing corrects
+_TIME_ERROR: Final = 5  # adjtimex(2)'s result for a clock that is not synchronised
 
 _DEVICES: Final = """
 import json, jax
@@ -46,13 +46,13 @@ print(json.dumps([found[0].platform, kinds, len(found)]))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
         name: Name of the check.
         found: Value that was found.
-        verdict: Whether that will do; a warning is for what only some runs need.
-        remedy: Remedy; empty where the value will do.
+        verdict: Whether the value suffices; a warning concerns only some runs.
+        remedy: Remedy; empty if the value suffices.
     """
 
     name: str
@@ -63,10 +63,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """All of one host.
+    """Report of one host.
 
     Attributes:
-        host: Its name.
+        host: Name of the host.
         facts: Facts that must be equal on all hosts, by name.
         checks: Results of the checks.
     """
@@ -76,7 +76,7 @@ class HostReport:
     checks: tuple[Check, ...]
 
     def printable(self) -> HostReport:
-        """The same without what a terminal would obey, for that of another host."""
+        """Returns another host's report without terminal control characters."""
         check = [
             Check(
                 name=printable(check.name),
@@ -95,7 +95,7 @@ def report(version: str, coordinator: str | None = None) -> HostReport:
 
     Args:
         version: Version of this package, as it runs.
-        coordinator: Address where processes are to meet, ``"host:port"``; or None.
+        coordinator: Address where processes will meet, ``"host:port"``; or None.
     """
     devices, kinds = _devices()
     checks = (
@@ -138,7 +138,7 @@ def _version(package: str) -> Check:
 
 
 def _required_versions(package: str) -> str:
-    """The versions that this package asks for, such as ``">=0.10.2,<0.13"``."""
+    """Returns the versions that this package requires, such as ``">=0.10.2,<0.13"``."""
     try:
         needed = metadata.requires("whalejax") or []
     except metadata.PackageNotFoundError:  # run from a checkout
@@ -151,7 +151,7 @@ def _required_versions(package: str) -> str:
 
 
 def _within(version: str, wanted: str) -> bool:
-    """Whether a version lies within bounds.
+    """Returns whether a version is within bounds.
 
     >>> _within("0.10.2", ">=0.10.2,<0.13"), _within("0.13.0", ">=0.10.2,<0.13")
     (True, False)
@@ -175,7 +175,7 @@ def _within(version: str, wanted: str) -> bool:
 
 
 def _devices() -> tuple[list[Check], str]:
-    """The devices of this host, and their kinds as text."""
+    """Checks the devices of this host; also returns their kinds as text."""
     remedy = (
         "Run python -c 'import jax; print(jax.local_devices())' here: it says more. "
         "Drivers, and other processes that hold the devices, are what to look at"
@@ -234,7 +234,7 @@ def _address() -> Check:
 
 
 def _port(port: int) -> Check:
-    """Whether process 0 of a launcher could listen here."""
+    """Checks whether process 0 of a launcher could listen here."""
     try:
         with socket.socket() as result:
             result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -251,7 +251,7 @@ def _port(port: int) -> Check:
 
 
 def _coordinator(coordinator: str) -> Check:
-    """Whether the place to meet has an address, seen from here."""
+    """Checks whether the coordinator's name resolves here."""
     host, port = split_address(coordinator)
     try:
         where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -266,7 +266,7 @@ def _coordinator(coordinator: str) -> Check:
 
 
 def _proxies() -> Check:
-    """Whether traffic between hosts would be sent to a proxy."""
+    """Checks whether traffic between hosts would be sent to a proxy."""
     given = [
         name for name in os.environ if name.lower() in ("http_proxy", "grpc_proxy")
     ]
@@ -282,7 +282,7 @@ def _proxies() -> Check:
 
 
 def _clock() -> Check:
-    """Whether something keeps the clock right."""
+    """Checks whether the clock is synchronised."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     try:
         buffer = ctypes.create_string_buffer(512)  # struct timex, with room
@@ -300,7 +300,7 @@ def _clock() -> Check:
 
 
 def _cgroup() -> Check:
-    """Whether --cpu-quota of the launcher would work."""
+    """Checks whether the launcher's --cpu-quota would work."""
     why = why_no_quota()
     if why:
         return Check(

@@ -1,9 +1,9 @@
-"""Hosts that are to run together connect, and compare versions, devices and clocks.
+"""Connects hosts that will run together; compares versions, devices and clocks.
 
-Every host starts this for itself. The one that has the coordinator's address listens
-there, on the very port; the others come to it with what was found on them. It takes the
-time of each clock, compares, and gives all of it to all. JAX has no part in it: where
-its versions differ, it cannot be asked.
+Every host starts this by itself. The host with the coordinator's address listens there,
+on the same port; the others send it their reports. It measures each clock, compares the
+reports, and sends the result to all. JAX takes no part: it could not help if its
+versions differ.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from whalejax.wire.messages import Message, Messages, WireError
 
 
 ROUNDS: Final = 5
-"""Times that a clock is asked; the quickest answer counts."""
+"""Number of requests for a clock's time; the quickest answer counts."""
 
 ANSWER_SECONDS: Final = 10.0
-"""Later than its own time is up, the coordinator has said what was found."""
+"""Time after its own deadline in which the coordinator has sent the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class HostComparison:
     """Reports of all hosts, and their comparison.
 
     Attributes:
-        hosts: Their reports; first that of the coordinator's host.
+        hosts: Reports of the hosts; first that of the coordinator's host.
         between: Results of the comparison.
     """
 
@@ -50,7 +50,7 @@ class HostComparison:
 
 
 class Visit(Message):
-    """A host has come."""
+    """First message of a host, with its report."""
 
     report: HostReport
 
@@ -62,13 +62,11 @@ class ClockTime(Message):
 
 
 class AskTime(Message):
-    """Asks for that."""
+    """Request for the clock's time."""
 
 
 class Comparison(Message):
-    """Message with the result of the comparison; the reports of all hosts were sent
-    before.
-    """
+    """Message with the result of the comparison; follows the reports of all hosts."""
 
     between: tuple[Check, ...]
 
@@ -90,8 +88,8 @@ def meet(
         mine: Report of this host.
         coordinator: ``"host:port"``.
         count: Number of all hosts, this one included.
-        timeout_seconds: After which those that have not come are missed.
-        key: Key of this process; None where there is none.
+        timeout_seconds: Time after which absent hosts count as missing.
+        key: Key of this process; None without one.
 
     Raises:
         WhaleError: The coordinator cannot be reached, or something else listens there.
@@ -104,7 +102,7 @@ def meet(
 
 
 def _listener(coordinator: str) -> socket.socket | None:
-    """A socket at the coordinator's address; None where that is elsewhere or taken."""
+    """Returns a socket at the coordinator's address; None if not local, or in use."""
     try:
         return listen_at(coordinator, "--coordinator")
     except OSError as error:
@@ -121,7 +119,7 @@ def _listener(coordinator: str) -> socket.socket | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Visitor:
-    """A host that came, and how far its clock is ahead, as sure as that is."""
+    """A connected host, the offset of its clock, and the offset's uncertainty."""
 
     report: HostReport
     asked_at: float = 0.0
@@ -131,7 +129,7 @@ class _Visitor:
 
 
 class _HostCollector:
-    """Hears those that come, several at once, until all came or time is up."""
+    """Receives reports of hosts, concurrently, until all came or time is up."""
 
     def __init__(self, mine: HostReport, coordinator: str, count: int) -> None:
         self._mine = mine
@@ -144,7 +142,7 @@ class _HostCollector:
     def receive(
         self, listening: socket.socket, key: Key | None, end: float
     ) -> HostComparison:
-        """Hears who comes to a listener, and tells all what was found."""
+        """Receives the hosts' reports at a listener, and sends the result to all."""
         acceptor = Acceptor(listening, key, self._notice)
         with self._changed:
             self._changed.wait_for(self._is_full, max(0.0, end - time.monotonic()))
@@ -169,7 +167,7 @@ class _HostCollector:
         return len(self._came) >= self._count - 1
 
     def _notice(self, channel: Channel) -> None:
-        """Handles a connection that has received something or ended."""
+        """Handles a connection that has received data or ended."""
         try:
             while (message := channel.next(_TO_HOST)) is not None:
                 self._hear(channel, message)
@@ -216,7 +214,7 @@ def _attendance(coordinator: str, count: int, reports: Sequence[HostReport]) -> 
 
 
 def compare_hosts(reports: Sequence[HostReport]) -> list[Check]:
-    """Returns the differences between hosts and the first of them."""
+    """Returns the differences of hosts from the first one."""
     checks = []
     for name, first in reports[0].facts.items():
         others = [r for r in reports[1:] if r.facts.get(name) != first]
@@ -283,7 +281,7 @@ def _report_to_coordinator(
             channel.send(Visit(report=mine))
             hosts: list[HostReport] = []
             while True:
-                # Its own time began with its start.
+                # The coordinator's own deadline began with its start.
                 left = max(0.01, end - time.monotonic()) + ANSWER_SECONDS
                 message = channel.receive(_TO_VISITOR, seconds=left)
                 match message:

@@ -1,6 +1,6 @@
-"""Environment of a process that ``whalejax launch`` started, and what it reports.
+"""Environment of a process that ``whalejax launch`` started, and its reports.
 
-Apart from the launcher, because this is what the processes need of it.
+It is separate from the launcher, because this is the part that the processes need.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ NUM_PROCESSES: Final = "WHALEJAX_NUM_PROCESSES"
 PROCESS_ID: Final = "WHALEJAX_PROCESS_ID"
 
 KEY_FILE: Final = "WHALEJAX_KEY_FILE"
-"""The file of the key by which the processes of a run know each other."""
+"""Variable with the file of the key that the processes of a run share."""
 
 EXIT: Final = "WHALEJAX_EXIT_SECONDS"
-"""How long a process waits at its end for the others to come to theirs."""
+"""Variable with the time that a process waits at its end for the others' ends."""
 
 EXIT_SECONDS: Final = 300.0
-"""The same where nothing else is said. JAX waits so long for the last of them, too."""
+"""Default of that time. JAX waits as long for the last process, too."""
 
 PORT: Final = 8476
-"""Where process 0 listens, if it runs on another host and no port was given."""
+"""Port at which process 0 listens, if it runs on another host and no port was given."""
 
 MARK: Final = "whalejax-rank "
-"""Begins the line in which a process says what it has; the launcher takes it out."""
+"""Beginning of a line with a process's report, which the launcher removes."""
 
 ENDS_FOR_ANOTHER: Final = 70
-"""Status of a process that ends because of another one."""
+"""Exit status of a process that ends because of another one."""
 
 LOSS_SIGNS: Final = (
     "gloo",
@@ -47,13 +47,13 @@ LOSS_SIGNS: Final = (
     "deadline_exceeded",
     "aborted",
 )
-"""What errors say that come of a lost process."""
+"""Words in errors that a lost process causes."""
 
 MOST_WORDS: Final = 500
-"""Characters of a text that a process says of another one."""
+"""Maximum length of a text that a process reports about another one."""
 
 ALL_ADDRESSES: Final = ("0.0.0.0", "::")
-"""At which a process listens that others reach at any address of its machine."""
+"""Addresses that stand for all addresses of a machine."""
 
 _LOOPBACK: Final = frozenset({"localhost", "::1"})
 
@@ -61,10 +61,10 @@ _LOOPBACK: Final = frozenset({"localhost", "::1"})
 def launched(
     environment: Mapping[str, str] = os.environ,
 ) -> tuple[str, int, int] | None:
-    """Coordinator, number of processes and rank, if a launcher gave them.
+    """Returns coordinator, number of processes and rank, if a launcher set them.
 
     Raises:
-        WhaleError: Some are missing, or are no numbers.
+        WhaleError: Some are missing, or are not numbers.
 
     >>> launched({})
     >>> launched({COORDINATOR: "a:1", NUM_PROCESSES: "2", PROCESS_ID: "0"})
@@ -91,14 +91,14 @@ def launched(
 
 
 def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, int]:
-    """Host and port of an address.
+    """Splits an address into host and port.
 
     Args:
         address: ``"host:port"``; an IPv6 address in brackets.
         parameter: Name of the argument, for the error.
 
     Raises:
-        WhaleError: It is no such address.
+        WhaleError: The text is no such address.
 
     >>> split_address("node0:8476"), split_address("[fd00::2]:8476")
     (('node0', 8476), ('fd00::2', 8476))
@@ -121,7 +121,7 @@ def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, 
 
 
 def joined_address(host: str, port: int) -> str:
-    """Host and port as one text, an IPv6 address in brackets.
+    """Joins host and port, with an IPv6 address in brackets.
 
     >>> joined_address("node0", 8476), joined_address("fd00::2", 8476)
     ('node0:8476', '[fd00::2]:8476')
@@ -130,7 +130,7 @@ def joined_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is one that this machine alone can reach.
+    """Returns whether only this machine can reach an address.
 
     >>> is_loopback("127.0.0.1"), is_loopback("node0")
     (True, False)
@@ -140,13 +140,13 @@ def is_loopback(host: str) -> bool:
     return host in _LOOPBACK or (numbers and parts[0] == "127")
 
 
-# What a process says to the launcher.
+# Reports of a process to the launcher.
 
 
 class _ReportLine(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower
 ):
-    """A line of its output."""
+    """A report in a line of the process's output."""
 
 
 class DeviceReport(_ReportLine, frozen=True, kw_only=True, tag="introduced"):
@@ -157,14 +157,14 @@ class DeviceReport(_ReportLine, frozen=True, kw_only=True, tag="introduced"):
 
 
 class BlameReport(_ReportLine, frozen=True, kw_only=True, tag="blamed"):
-    """Because of which process another one ends, and words that follow its name."""
+    """Report of the rank that caused an exit, and text that follows its name."""
 
     rank: Annotated[int, Meta(ge=0)]
     why: str
 
 
 class Joining(_ReportLine, frozen=True):
-    """A process has called ``init_distributed``, and waits there for the others."""
+    """Report that a process waits in ``init_distributed`` for the others."""
 
 
 _Line: TypeAlias = DeviceReport | BlameReport | Joining
@@ -181,13 +181,13 @@ def exit_seconds() -> float:
 
 
 def tell_launcher(said: _Line) -> None:
-    """Tells the launcher something, if there is one."""
+    """Sends a report to the launcher, if there is one."""
     if PROCESS_ID in os.environ:
         print(f"{MARK}{msgspec.json.encode(said).decode()}", flush=True)
 
 
 def blame(rank: int, why: str) -> None:
-    """Tells the launcher, if there is one, because of whom this process ends."""
+    """Reports to the launcher, if any, the rank because of which this process ends."""
     tell_launcher(BlameReport(rank=rank, why=why[:MOST_WORDS]))
 
 
@@ -213,7 +213,7 @@ def parse_report(line: bytes) -> _Line | None:
 
 
 def reached_host(host: str) -> str:
-    """A name for a host at which something listens, by which others can reach it.
+    """Returns a name by which others can reach a listening host.
 
     Args:
         host: Host as it was given; an address that stands for all interfaces becomes
@@ -226,7 +226,7 @@ def reached_host(host: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""A text without what a terminal would obey.
+    r"""Returns a text without control characters.
 
     >>> printable("a\x1b[2Jb")
     'a?[2Jb'

@@ -1,10 +1,10 @@
 """Waits for all processes of a program, before JAX is started in any of them.
 
-JAX aborts a process for which others do not come, with a C++ stack that names process
-0, and dies where its port is in use. So process 0 first listens at that very port
-itself and the others come to it: who is missing is known by name, and said by all.
-Their connections stay open until JAX has joined them, because JAX cannot be
-interrupted in this time: one that is gone by then, or stands still, ends the others.
+If processes are missing, JAX aborts the others with a C++ stack that names process 0;
+if its port is in use, it dies. So process 0 first listens at that port itself and the
+others connect to it: missing processes are known by number, and all report them. The
+connections stay open until JAX has joined the processes, because JAX cannot be
+interrupted in this time: a process that ends or hangs meanwhile ends the others.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from whalejax.wire.run_messages import RegistrationRefused
 
 
 MOST_NAMED: Final = 10
-"""So many of those that are missing are named."""
+"""Maximum number of missing processes that are named."""
 
-_MARGIN_SECONDS: Final = 5.0  # by which process 0 is the first to lose its patience
+_MARGIN_SECONDS: Final = 5.0  # by which process 0 gives up before the others
 
 _Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
 
 
 class Arrival(Message):
-    """A process has come."""
+    """First message of a process."""
 
     rank: _Rank
     count: Count
@@ -54,25 +54,25 @@ class Arrival(Message):
 
 
 class NotStopped(Message, tag="here"):
-    """Message of a process that has not been stopped."""
+    """Message that a process has not been stopped."""
 
 
 class ProcessJoined(Message, tag="joined"):
-    """JAX has joined it."""
+    """Message that JAX has joined a process."""
 
 
 class MissingRanks(Message):
-    """Some of those that have not come yet."""
+    """Message with some of the missing ranks."""
 
     ranks: Annotated[list[_Rank], Meta(max_length=MOST_NAMED + 1)]
 
 
 class Go(Message):
-    """All are there."""
+    """Message that all processes have connected."""
 
 
 class LostProcess(Message):
-    """All end because of a process: words that follow its name, and all of it."""
+    """Message of the process that ends all: text after its name, and the full text."""
 
     rank: _Rank
     why: Text
@@ -89,15 +89,15 @@ _TO_GUEST: Final = Messages[MissingRanks | Go | LostProcess | RegistrationRefuse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
-    """Number of this process, and the address at which all meet.
+    """Rank of this process, and the address at which all meet.
 
     Attributes:
         coordinator: ``"host:port"`` of process 0.
         count: Number of processes.
-        rank: Rank of this one.
-        seconds: After which one that has not come is missed.
-        join_seconds: From then on, in which JAX joins them.
-        key: Key of this process; None where there is none.
+        rank: Rank of this process.
+        seconds: Time after which an absent process counts as missing.
+        join_seconds: Time in which JAX joins them after that.
+        key: Key of this process; None without one.
     """
 
     coordinator: str
@@ -110,14 +110,14 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """A process that has come: where it runs, and the connection to it."""
+    """A connected process: its location and its connection."""
 
     where: str
     channel: Channel
 
 
 class LostProcessError(WhaleError):
-    """A process is missing, or is gone; ``rank`` is its number."""
+    """A process is missing, or has failed; ``rank`` is its rank."""
 
     def __init__(self, rank: int, said: str) -> None:
         super().__init__(said)
@@ -127,15 +127,15 @@ class LostProcessError(WhaleError):
 def rendezvous(
     place: ProcessPlace, end: Callable[[str], None]
 ) -> RendezvousServer | RendezvousClient:
-    """Waits until all processes are there.
+    """Waits until all processes have connected.
 
     Args:
         place: Place of this process.
-        end: Function that is called from another thread with a reason, where another
-            process is lost while JAX joins them; it ends this process.
+        end: Function that ends this process; another thread calls it with a reason if
+            another process is lost while JAX joins them.
 
     Returns:
-        What is to be told, with ``mark_joined()``, once JAX has joined them.
+        Object whose ``mark_joined()`` must be called once JAX has joined them.
 
     Raises:
         WhaleError: The port is in use, or another process is missing.
@@ -154,7 +154,7 @@ def rendezvous(
 
 
 def missing_words(missing: list[int], count: int) -> str:
-    """Processes by their numbers, as the subject of a sentence.
+    """Returns process numbers as the subject of a sentence.
 
     >>> missing_words([2], 4), missing_words([1, 2], 4)
     ('process 2 of 4 has', 'processes 1, 2 of 4 have')
@@ -167,13 +167,13 @@ def missing_words(missing: list[int], count: int) -> str:
 
 
 class RendezvousServer:
-    """Process 0: the others come to it, and are heard in the loop of connections."""
+    """Process 0, to which the others connect; runs in the connections' loop."""
 
     def __init__(self, place: ProcessPlace, end: Callable[[str], None]) -> None:
         """Listens at the port that JAX's service will have.
 
         Raises:
-            WhaleError: It cannot be.
+            WhaleError: The port cannot be used.
         """
         self._place = place
         self._end = end
@@ -193,10 +193,10 @@ class RendezvousServer:
         )
 
     def wait(self) -> None:
-        """Waits until all are there, and tells them.
+        """Waits until all have connected, and tells them.
 
         Raises:
-            Lost: Some are not.
+            LostProcessError: Some are missing.
         """
         place = self._place
         with self._changed:
@@ -204,7 +204,7 @@ class RendezvousServer:
             full, missing = self._full(), self._missing()
             fatal = self._fatal()
         if full:
-            # The port is JAX's from now on.
+            # From now on JAX uses the port.
             self._acceptor.stop_listening()
             now = time.monotonic()
             with self._changed:
@@ -230,13 +230,13 @@ class RendezvousServer:
         raise LostProcessError(rank, text)
 
     def mark_joined(self) -> None:
-        """JAX has joined this process: from now on its beats tell of it."""
+        """Records that JAX has joined this process; heartbeats now watch it."""
         with self._changed:
             self._joined.add(0)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Lets all go."""
+        """Closes all connections."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -246,7 +246,7 @@ class RendezvousServer:
         return len(self._here) == self._place.count - 1
 
     def _fatal(self) -> bool:
-        # Without a key it may have been a stranger, whom the others need not heed.
+        # Without a key it may have been a stranger, which the others can ignore.
         return bool(self._gone and self._place.key)
 
     def _missing(self) -> list[int]:
@@ -279,7 +279,7 @@ class RendezvousServer:
             channel.close()
 
     def _enter(self, channel: Channel, message: Arrival) -> None:
-        """Takes one in, or tells it why it cannot be one of this program."""
+        """Admits a process, or refuses it with a reason."""
         rank, count = message.rank, message.count
         with self._changed:
             if count != self._place.count:
@@ -305,7 +305,7 @@ class RendezvousServer:
             if wrong:
                 channel.post(RegistrationRefused(why=wrong))
                 return
-            # Those that lose patience earlier than process 0 can name who is missing.
+            # So processes that give up before process 0 can name the missing ones.
             some = MissingRanks(ranks=missing[: MOST_NAMED + 1])
             if len(missing) <= MOST_NAMED:
                 self._tell_all(some)
@@ -313,7 +313,7 @@ class RendezvousServer:
                 channel.post(some)
 
     def _leave(self, channel: Channel) -> None:
-        """A connection has ended."""
+        """Handles the end of a connection."""
         with self._changed:
             rank = self._ranks.pop(channel, None)
             if rank is None or rank in self._joined:
@@ -324,10 +324,10 @@ class RendezvousServer:
                 del self._here[rank]
             self._changed.notify_all()
 
-    # In a thread of its own.
+    # In a separate thread.
 
     def _look_on(self) -> None:
-        """Ends all where one is gone or stands still before JAX has joined it."""
+        """Ends all if a process ends or hangs before JAX has joined it."""
         place = self._place
         with self._changed:
             self._changed.wait_for(
@@ -336,8 +336,8 @@ class RendezvousServer:
             )
             if self._over or len(self._joined) == place.count:
                 return
-            # JAX joins all at the same moment, so that all wait for one: it is the
-            # one that has said nothing for longest.
+            # JAX joins all at the same moment, so that all wait for one process: the
+            # one that has been silent for longest.
             late = {r: t for r, t in self._heard.items() if r not in self._joined}
             rank, why = next(
                 iter(self._gone.items()),
@@ -354,10 +354,10 @@ class RendezvousServer:
 
 
 class RendezvousClient:
-    """Another process: it comes to process 0."""
+    """Another process, which connects to process 0."""
 
     def __init__(self, place: ProcessPlace, end: Callable[[str], None]) -> None:
-        """Names the address of process 0."""
+        """Stores the address of process 0."""
         self._place = place
         self._end = end
         self._channel: Channel | None = None
@@ -365,11 +365,11 @@ class RendezvousClient:
         self._missing: list[int] = []
 
     def wait(self) -> None:
-        """Joins, and waits until all are there.
+        """Connects, and waits until all have connected.
 
         Raises:
-            Lost: Some are not.
-            WhaleError: This one cannot be taken in.
+            LostProcessError: Some are missing.
+            WhaleError: This process cannot be admitted.
         """
         deadline = time.monotonic() + self._place.seconds
         channel = self._channel = self._arrive(deadline)
@@ -397,7 +397,7 @@ class RendezvousClient:
         threading.Thread(target=self._look_on, daemon=True).start()
 
     def mark_joined(self) -> None:
-        """JAX has joined this process: from now on its beats tell of it."""
+        """Records that JAX has joined this process; heartbeats now watch it."""
         self._is_over = True
         if self._channel is not None:
             with contextlib.suppress(WireError):
@@ -405,13 +405,13 @@ class RendezvousClient:
         self.close()
 
     def close(self) -> None:
-        """Lets the connection go, which is then no end of process 0's."""
+        """Closes the connection; process 0's end is then ignored."""
         self._is_over = True
         if self._channel is not None:
             self._channel.close()
 
     def _arrive(self, deadline: float) -> Channel:
-        """A connection to process 0, which knows who this is."""
+        """Returns a connection to process 0, after it was sent this rank."""
         place = self._place
         where = f"pid {os.getpid()} on {socket.gethostname()}"
         try:
@@ -457,9 +457,9 @@ class RendezvousClient:
         return LostProcessError(0, f"process 0 {why}. Look for its first error")
 
     def _look_on(self) -> None:
-        """Says that this process does not stand still, until JAX has joined it.
+        """Reports until JAX has joined this process that it does not hang.
 
-        End it where process 0 says so, or is gone itself.
+        It ends this process if process 0 says so, or ends itself.
         """
         assert self._channel is not None
         rank, why, text = 0, "ended before JAX had joined all", ""
@@ -476,7 +476,7 @@ class RendezvousClient:
                         break
                     self._channel.post(NotStopped())
                     continue
-                # Who is missing was sent before all came.
+                # The missing ranks were sent before all came.
                 if isinstance(message, LostProcess):
                     rank, why, text = message.rank, message.why, message.text
         if self._is_over:
@@ -487,7 +487,7 @@ class RendezvousClient:
 
 
 def end_process(said: str, rank: int) -> None:
-    """Ends this process, which JAX holds, because of another one."""
+    """Ends this process, which waits in JAX, because of another one."""
     text = (
         f"whalejax: {said}. Process {rank} ends for it. Look for its first error, and "
         "start all processes anew\n"

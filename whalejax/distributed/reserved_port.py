@@ -1,9 +1,9 @@
-"""A port that is held from when others are told of it until they have ended.
+"""A port that is held from its announcement until the processes have ended.
 
-A port that was found free and let go can be another program's before it is listened at.
-One that is held by a socket which does not listen stays: the kernel gives it to nobody
-else, and lets sockets of the same user listen there that say ``SO_REUSEPORT``, as the
-coordination service of JAX does.
+Another program can take a port that was found free and released before a process
+listens at it. A port that is held by a non-listening socket stays: the kernel gives it
+to no other program, and lets sockets of the same user with ``SO_REUSEPORT`` listen
+there, as JAX's coordination service does.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Final
 
 
 HELD_PORT: Final = "WHALEJAX_HELD_PORT"
-"""Tells a process which port its launcher holds, so that it may listen there."""
+"""Variable with the port that the launcher holds, at which a process may listen."""
 
 _held: Final[dict[int, int]] = {}
-"""Ports to the descriptors of their sockets, which end with the process alone."""
+"""Descriptors of the sockets by port; they stay open until the process ends."""
 
 
 def reserve_port(host: str, port: int = 0) -> int:
-    """A port of an address of this machine, held until it is let go.
+    """Reserves a port of a local address until it is released.
 
     Args:
-        host: The address.
+        host: Local address.
         port: Number of the port; a free one if 0.
 
     Raises:
@@ -48,7 +48,7 @@ def reserve_port(host: str, port: int = 0) -> int:
 
 
 def release_port(port: int) -> None:
-    """Lets a port go that this process holds; nothing where it holds none."""
+    """Releases a port, if this process holds it."""
     opened = _held.pop(port, None)
     if opened is not None:
         with contextlib.suppress(OSError):
@@ -56,10 +56,10 @@ def release_port(port: int) -> None:
 
 
 def is_held(port: int) -> bool:
-    """Whether this process itself holds a port."""
+    """Returns whether this process itself holds a port."""
     return port in _held
 
 
 def is_reserved(port: int) -> bool:
-    """Whether this process holds a port, or the one that started it does for it."""
+    """Returns whether this process, or its launcher for it, holds a port."""
     return is_held(port) or os.environ.get(HELD_PORT) == str(port)

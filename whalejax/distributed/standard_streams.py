@@ -1,8 +1,8 @@
 """Standard output and error, which may be closed, full, or a pipe that nobody reads.
 
-Apart from the pump, which writes what others said, and from the commands, which write
-their own results: for both, a stream that takes no more is no reason to crash, and for
-a command it is one to say so and to end with another status than 0.
+It is separate from the pump, which writes output of others, and from the commands,
+which write their results: for both, a stream that accepts no more is no reason to
+crash, and a command must report it and end with another status than 0.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from whalejax.meshes.errors import WhaleError
 
 
 _LINE_SECONDS: Final = 1.0
-"""In which a stream takes a line, unless it takes none for long."""
+"""Time in which a working stream accepts a line."""
 
 _END_SECONDS: Final = 2.0
 _MOST_LINES: Final = 1000
 
 
 class OutputWriteError(WhaleError, OSError):
-    """Raised where a command cannot write its result to standard output."""
+    """A command cannot write its result to standard output."""
 
     def __init__(self, error: OSError) -> None:
         """Describes the reason."""
@@ -40,9 +40,9 @@ class OutputWriteError(WhaleError, OSError):
 
 
 class _Output:
-    """Standard output whose errors say that they are of it.
+    """Standard output whose errors name it as their source.
 
-    A pipe that nobody reads any more is left alone: who read has seen enough.
+    A closed pipe is no error: its reader has seen enough.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -61,7 +61,7 @@ class _Output:
 
 
 class _OutputErrorContext:
-    """Around what writes to standard output: errors of the system become ours."""
+    """Context for writes to standard output; converts system errors."""
 
     def __enter__(self) -> None:
         return None
@@ -78,10 +78,10 @@ class _OutputErrorContext:
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[None]:
-    """Makes ``sys.stdout`` raise ``OutputWriteError`` in the block for what it does not
-    take.
+    """Makes ``sys.stdout`` raise ``OutputWriteError`` in the context if it cannot
+    write.
 
-    Where standard output is closed, what is printed goes nowhere.
+    If standard output is closed, printed text is dropped.
     """
     with contextlib.ExitStack() as stack:
         out: TextIO | None = sys.stdout
@@ -93,7 +93,7 @@ def standard_output() -> Iterator[None]:
 
 
 def drop_stdout() -> None:
-    """Sends what stdout still holds nowhere: Python would fail over it at its end."""
+    """Drops buffered output of stdout, on which Python would fail at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -101,8 +101,8 @@ def drop_stdout() -> None:
 
 
 def hold_standard_streams() -> None:
-    """Opens what of stdin, stdout and stderr is closed, so that no pipe or log gets
-    its number and what is printed does not end in it."""
+    """Opens closed ones of stdin, stdout and stderr, so that no pipe or log gets their
+    number and receives printed text."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -111,22 +111,22 @@ def hold_standard_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Prints a line to standard error, if it is there and takes it."""
-    if sys.stderr is not None:  # else print would take standard output
+    """Prints a line to standard error, if possible."""
+    if sys.stderr is not None:  # else print would use standard output
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
 
 
 class BackgroundLines:
-    """Lines for a stream that may take nothing for long: a terminal after Ctrl-S, or a
-    full pipe. Who says them goes on, and they follow in order as soon as it does.
+    """Lines for a stream that may accept nothing for long: a terminal after Ctrl-S, or
+    a full pipe. The caller continues, and lines follow in order once it accepts them.
     """
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         """Starts the writer without lines.
 
         Args:
-            write: A line, however long that takes; raises OSError where nobody reads.
+            write: Writes a line, possibly slowly; raises OSError without a reader.
         """
         self._write = write
         self._changed = threading.Condition()
@@ -136,10 +136,10 @@ class BackgroundLines:
         self._thread: threading.Thread | None = None
 
     def put(self, line: str) -> None:
-        """Writes a line; returns when it is written, or the stream takes nothing.
+        """Writes a line; returns when it is written, or the stream accepts nothing.
 
         Args:
-            line: With its end. Behind very many that wait it is left out, and counted.
+            line: Line with its end; dropped and counted if very many lines wait.
         """
         with self._changed:
             if len(self._lines) >= _MOST_LINES:
@@ -154,7 +154,7 @@ class BackgroundLines:
                 self._is_stuck = not self._drained(_LINE_SECONDS)
 
     def flush(self, seconds: float) -> bool:
-        """Waits until all is written; whether it is."""
+        """Waits until all is written; returns whether it is."""
         with self._changed:
             return self._drained(seconds)
 
@@ -188,7 +188,7 @@ atexit.register(_errors.flush, _END_SECONDS)
 
 
 def say_in_background(text: str) -> None:
-    """Writes a line without waiting, in a process that others wait for."""
+    """Writes a line without waiting, in a process for which others wait."""
     try:
         is_own = sys.stderr is not None and sys.stderr.fileno() == 2
     except (OSError, ValueError, AttributeError):
@@ -196,4 +196,4 @@ def say_in_background(text: str) -> None:
     if is_own:
         _errors.put(f"{text}\n")
     else:
-        say(text)  # Something in this process takes what is said.
+        say(text)  # A handler in this process receives the line.

@@ -1,1 +1,1 @@
-"""Journals that runs write as they go, and their readers."""
+"""Journals that runs write, and their readers."""

@@ -1,8 +1,8 @@
 """Journal of a run: one JSON line per event, from which a supervisor resumes.
 
-An event is on the disk before anything that follows from it is done. A line that a kill
-cut short is the last one, and what it would have led to was not done. Where the disk is
-full, events wait in memory and the run goes on, but no process is started.
+An event is on the disk before any of its consequences happen. Only the last line can be
+cut short, by a kill, and its consequences did not happen. If the disk is full, events
+wait in memory and the run continues, but no process is started.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ _FIELDS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
     **dict.fromkeys(("finished", "left"), {"name": _is_text, "step": _is_int}),
     "failed": {"name": _is_text, "why": _is_text},
 }
-"""What must be in an event of an elastic run for those that read it."""
+"""Required fields of an elastic run's events, with their checks."""
 
 
 class JournalLines:
-    """A file of JSON lines that is written to its end.
+    """A file of JSON lines, to which lines are appended.
 
     Attributes:
-        problem: Reason why the newest event could not be written yet; empty where it
+        problem: Reason why the newest event could not be written yet; empty if it
             was.
     """
 
     def __init__(self, path: Path, *, durable: bool) -> None:
-        """Opens the file and ends a line that was cut short.
+        """Opens the file and terminates a line that was cut short.
 
         Args:
             path: Path of the file.
-            durable: Each line is on the disk when ``write`` returns.
+            durable: Whether each line is on the disk when ``write`` returns.
         """
         self._path, self._durable = path, durable
         self._waiting = bytearray()
@@ -106,12 +106,12 @@ class JournalLines:
         self._waiting += (json.dumps(said) + "\n").encode()
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
-        """Writes an event; where the disk is full, it is kept until there is space."""
+        """Writes an event; if the disk is full, keeps it until there is space."""
         self.add(event, fields)
         self.flush()
 
     def flush(self) -> bool:
-        """Writes what is kept; whether nothing is any more."""
+        """Writes kept events; returns whether all are written."""
         try:
             self._put_back()
             if not self._waiting and self._synced:
@@ -129,9 +129,9 @@ class JournalLines:
         return True
 
     def _put_back(self) -> None:
-        """Writes the file anew where somebody removed it: what is in it is still open.
+        """Restores the file if it was removed, from its open descriptor.
 
-        Whoever goes on from it later would take the run for none.
+        Otherwise a later resumption would find no run.
         """
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._opened), self._path.stat()):
@@ -162,7 +162,7 @@ class JournalLines:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events in a file, without lines that were cut short; none without a file."""
+    """Returns events in a file, without cut lines; none if there is no file."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -179,17 +179,17 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of elastic runs in a file, without those that lack what they tell."""
+    """Returns the events of elastic runs in a file, without incomplete ones."""
     return [said for said in read(path) if is_whole(said)]
 
 
 def read_commits(path: Path) -> list[dict[str, Any]]:
-    """The committed steps in a file, as ``read_events`` gives events."""
+    """Returns the committed steps in a file, as ``read_events`` gives events."""
     return [said for said in read_events(path) if said["event"] == COMMITTED]
 
 
 def is_whole(said: Mapping[str, Any]) -> bool:
-    """Whether an event has all that readers of it need."""
+    """Returns whether an event has all fields that its readers need."""
     if not _is_text(said.get("event")):
         return False
     fields = {"time": _is_number, **_FIELDS.get(said["event"], {})}
@@ -197,7 +197,7 @@ def is_whole(said: Mapping[str, Any]) -> bool:
 
 
 def is_over(events: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the run that these events tell of has come to its end."""
+    """Returns whether the run of these events has ended."""
     over = False
     for said in events:
         over = said["event"] == "ending" or (over and said["event"] != "opened")
@@ -205,7 +205,7 @@ def is_over(events: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def losses(commits: Iterable[Mapping[str, Any]]) -> dict[int, tuple[int, float]]:
-    """Generation and loss of each committed step, as it was done last.
+    """Returns the last generation and loss of each committed step.
 
     Args:
         commits: Commits in order.

@@ -1,4 +1,4 @@
-"""The two ways in which processes add gradients up."""
+"""The two backends with which processes sum gradients."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Final, Literal
 Way = Literal["messages", "collectives"]
 
 MESSAGES: Final[Way] = "messages"
-"""Between whole replicas, over connections of their own."""
+"""Backend between complete replicas, over their own connections."""
 
 COLLECTIVES: Final[Way] = "collectives"
-"""Of the platform, in one program over all processes."""
+"""Backend of the platform, in one program over all processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class GradientReduction:
 
     Attributes:
         by: ``"messages"`` or ``"collectives"``.
-        why: For a user.
+        why: Reason, for a user.
     """
 
     by: Way

@@ -1,4 +1,4 @@
-"""``whalejax status``: the elastic runs of a folder, as their journal tells them."""
+"""``whalejax status``: the elastic runs of a folder, as read from their journal."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ STATE_OF: Final = {
     "left": "left its loop",
     "failed": "failed",
 }
-"""What a member does after an event; ``"begun"`` and its end are looked at closer."""
+"""State of a member after an event; ``"begun"`` and its end need more facts."""
 
 _OF_STATES: Final = ("begun", "recovered", "finished", "saved")
-"""Events whose step is that of a state, which somebody then has; -1 for none."""
+"""Events whose step is that of a state which a member then holds; -1 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A generation: when it began, at which step, with whom."""
+    """A generation: its begin, its first step and its members."""
 
     number: int
     seconds: float
@@ -48,13 +48,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostMember:
-    """A member that was given up, or ended by an error of its own.
+    """A member that was given up, or ended with an error of its own.
 
     Attributes:
         name: Name of the member.
-        seconds: Since the run began.
-        step: The newest that was committed.
-        why: Reason for which it was given up, or the way it ended.
+        seconds: Seconds since the run began.
+        step: Newest committed step.
+        why: Reason for giving it up, or how it ended.
         state: ``"lost"`` or ``"failed"``.
     """
 
@@ -72,12 +72,12 @@ class MemberStatus:
     Attributes:
         state: ``"starting"``, ``"compiling"``, ``"standing by"``, ``"training"``,
             ``"leaving"``, ``"left its loop"`` or ``"finished"``; of one that has ended
-            ``"complete"``, ``"drained"`` (it was told to leave), ``"interrupted"`` (the
-            run was asked to end), ``"ended"`` (as the run was given up), ``"failed"``
-            (by an error of its own) or ``"lost"`` (it was given up).
+            ``"complete"``, ``"drained"`` (it was asked to leave), ``"interrupted"``
+            (the run was asked to end), ``"ended"`` (the run was given up), ``"failed"``
+            (with its own error) or ``"lost"`` (it was given up).
         rank: Rank in the newest generation that it was in, or None.
-        pid: Its process, or None where the supervisor did not start it.
-        host: Address at which the others reach it, or None where it has not reported
+        pid: Id of its process, or None if the supervisor did not start it.
+        host: Address at which the others reach it, or None if it has not reported
             one.
     """
 
@@ -92,25 +92,25 @@ class RunStatus:
     """One run in a folder: from a launch to its end, however often restarted.
 
     Attributes:
-        state: ``"running"``, ``"without supervisor"`` (which was killed, and goes on
-            where it is started again), ``"complete"``, ``"drained"`` or
-            ``"interrupted"`` (it was asked to end), ``"failed"``, ``"refused"`` (what
-            it was given cannot be run) or ``"lost"``.
+        state: ``"running"``, ``"without supervisor"`` (it was killed, and continues
+            when it is restarted), ``"complete"``, ``"drained"`` or ``"interrupted"``
+            (the run was asked to end), ``"failed"``, ``"refused"`` (its input cannot be
+            run) or ``"lost"``.
         why: Reason of an incomplete end.
-        step, steps: Done, and to be done in all.
-        steps_done: Number of steps in this run, without those of a checkpoint that it
-            began with.
-        loss_first, loss: Loss of its first and its newest step.
-        step_seconds: Median time of a step; None before there are enough.
+        step, steps: Number of finished steps, and of all steps.
+        steps_done: Number of steps in this run, without those of the checkpoint from
+            which it began.
+        loss_first, loss: Loss of the run's first and newest step.
+        step_seconds: Median time of a step; None if there are too few.
         generations: Generations in order.
         members: All processes, by name.
         lost: Members that were given up or failed.
-        adding_up: Reduction of gradients; None before it is decided, and of ordinary
+        adding_up: Reduction of gradients; None before it is decided, and for ordinary
             scripts.
-        checkpoint: The newest.
+        checkpoint: Path of the newest checkpoint.
         goodput: Committed steps times the median of a step, over the time since the
-            first; None before there are enough.
-        seconds: Since it began.
+            first; None if there are too few.
+        seconds: Seconds since the run began.
         ended: Exit status of a run that is over, or None.
     """
 
@@ -142,7 +142,7 @@ class RunJournal:
     Attributes:
         events: Events in order; the first is ``"opened"``.
         commits: Commits of its generations, in order.
-        has_supervisor: One runs now.
+        has_supervisor: Whether a supervisor runs now.
     """
 
     events: Events
@@ -151,13 +151,13 @@ class RunJournal:
 
 
 def status_of(folder: Path) -> tuple[RunStatus, ...]:
-    """The runs of a folder, in order; the last is the newest.
+    """Returns the runs of a folder, in order; the last is the newest.
 
     Args:
         folder: Folder of the checkpoints, or of the logs.
 
     Raises:
-        WhaleError: There is no elastic run.
+        WhaleError: The folder has no elastic run.
     """
     return tuple(map(run_status, journals_of(folder)))
 
@@ -177,7 +177,7 @@ def journals_of(folder: Path) -> tuple[RunJournal, ...]:
     runs = []
     for first, end in zip(places, ends, strict=True):
         run = events[first:end]
-        # No two runs of a folder share the number of a generation.
+        # Runs of a folder never share the number of a generation.
         numbers = {e["generation"] for e in run if e["event"] == "begun"}
         mine = [said for said in commits if said["generation"] in numbers]
         goes_on = end == len(events) and is_held(home)
@@ -186,7 +186,7 @@ def journals_of(folder: Path) -> tuple[RunJournal, ...]:
 
 
 def run_status(run: RunJournal) -> RunStatus:
-    """The state of one run."""
+    """Returns the state of one run."""
     events, commits = run.events, run.commits
     began = events[0]["time"]
     ends = [said for said in events if said["event"] == "ending"]
@@ -246,7 +246,7 @@ def _adding_up(events: Events) -> GradientReduction | None:
 
 
 def _newest_step(events: Events, commits: Events) -> int:
-    """The newest step that is done, also by an earlier run whose state this one has."""
+    """Returns the newest finished step, also of an earlier run that it continues."""
     told = [said["step"] for said in events if said["event"] in _OF_STATES]
     return max([0, *map(int, told), *(int(said["step"]) for said in commits)])
 
@@ -261,7 +261,7 @@ def _home(folder: Path) -> Path:
 
 
 def _before_end(events: Events) -> Events:
-    """The events before a run ended: whoever goes then is not lost."""
+    """Returns the events before a run's end; members that leave then are not lost."""
     for place, said in enumerate(events):
         if said["event"] == "ending":
             return events[:place]
@@ -290,7 +290,7 @@ def _members(events: Events) -> dict[str, MemberStatus]:
             )
         elif state is not None:
             if said["event"] == "registered" and not _begins(members, name):
-                continue  # It came back to a supervisor that was started again.
+                continue  # It rejoined a restarted supervisor.
             known = {key: said[key] for key in ("pid", "host") if key in said}
             _change(members, name, state=state, **known)
     if ending is not None:
@@ -327,7 +327,6 @@ def _state_at_end(
 
 
 def _member_state_at_end(ending: Mapping[str, Any]) -> str:
-    """Returns the state of a member whose run has ended."""
     member_state = _end_of(ending)
     return (
         member_state
@@ -337,7 +336,7 @@ def _member_state_at_end(ending: Mapping[str, Any]) -> str:
 
 
 def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
-    """Committed steps times the median of a step, over the time that they took.
+    """Returns committed steps times the median step time, over their total time.
 
     Args:
         commits: Commits of a run, in order.
@@ -364,7 +363,7 @@ def loss_words(fields: Mapping[str, Any]) -> str:
 
 
 def document(runs: Sequence[RunStatus]) -> dict[str, Any]:
-    """Runs as JSON: the newest one's values, and all of them under ``runs``."""
+    """Returns runs as JSON: the newest one's values, and all of them under ``runs``."""
     told = [dataclasses.asdict(run) for run in runs]
     return {**told[-1], "runs": told}
 

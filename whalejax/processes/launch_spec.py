@@ -1,7 +1,7 @@
 """Specification of a launch: one program as several processes, their hosts and
 environments.
 
-Apart from starting them (``launcher``), because all of it is known before.
+It is separate from the start (``launcher``), because all of it is known before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from whalejax.processes import local_gpus
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
-"""What a host and a command are handed to. ``-tt``: they end with the connection."""
+"""Command that receives a host and a command; with ``-tt`` both end together."""
 
 PASSED_ON: Final = (
     KEY_FILE,
@@ -45,7 +45,7 @@ PASSED_ON: Final = (
     "JAX_MTLS_PEER_URI_PREFIX",
     "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS",
 )
-"""Variables of the launcher that other hosts get too: names of files, no keys."""
+"""Launcher's variables that are sent to other hosts: file names, no keys."""
 
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -55,19 +55,20 @@ class Launch:
     """Program, processes and hosts of a launch.
 
     Attributes:
-        command: The words of the program, alike in all processes.
+        command: Words of the program, equal in all processes.
         processes: Number of processes.
         hosts: Names, in the order of ranks; each gets its part of the processes.
         quotas: CPU quotas in percent of a core, one per process; none: no quota.
         logs: Folder of one log per rank, on this machine.
         port: Port of process 0; default: a free one if all processes are here.
-        remote_shell: The words before a host's name and the command for it.
-        tells: Print the table of ranks, and rank 0's failure, which it has said itself.
-        stops: When another rank than 0 fails, stop all; else the rest go on to their
-            end, and it is named then.
-        json: Print how all ended as one line of JSON, and nothing else.
-        exit_seconds: A rank that is silent for so long when another one has ended
-            stands still, and is stopped.
+        remote_shell: Words before a host's name and the command for it.
+        tells: Whether to print the table of ranks, and rank 0's failure, which rank 0
+            has printed itself.
+        stops: Whether the failure of another rank than 0 stops all; else the others
+            continue to their end, and the failed rank is named then.
+        json: Whether to print only one line of JSON with the end of all ranks.
+        exit_seconds: Time of silence after which a rank is stopped once another has
+            ended.
     """
 
     command: tuple[str, ...]
@@ -126,22 +127,21 @@ class Launch:
         return self.hosts[rank * len(self.hosts) // self.processes]
 
     def _ranks_here(self) -> list[int]:
-        """The ranks that run on this machine."""
         here = {host for host in self.hosts if is_here(host)}
         return [r for r in range(self.processes) if self.host_of(r) in here]
 
     def is_local(self) -> bool:
-        """Whether all processes run on this machine."""
+        """Returns whether all processes run on this machine."""
         return all(map(is_here, self.hosts))
 
     def coordinator(self) -> str:
         """Returns the address of process 0, ``"host:port"``.
 
-        A port of this machine is held by this process until ``release_port``: one that
-        is merely free can be another program's by the time that process 0 listens.
+        This process holds a local port until ``release_port``: another program could
+        take a port that is merely free before process 0 listens.
 
         Raises:
-            WhaleError: It is to be here, and the port is in use, or none is free.
+            WhaleError: Process 0 is local, and the port is in use, or none is free.
         """
         if not self.is_local():
             return joined_address(self.hosts[0], self.port or PORT)
@@ -158,7 +158,7 @@ class Launch:
         return f"127.0.0.1:{port}"
 
     def listens(self, coordinator: str) -> str:
-        """Describes the open addresses while the processes run."""
+        """Describes the addresses that are open while the processes run."""
         host, port = split_address(coordinator)
         if is_loopback(host):
             return (
@@ -189,7 +189,7 @@ class Launch:
         }
 
     def _gpus_of(self, rank: int) -> dict[str, str]:
-        """GPUs of its own for a rank of this machine; other hosts' are not known."""
+        """Returns the GPUs of a rank here; those of other hosts are unknown."""
         gpus = local_gpus.visible_gpus()
         here = self._ranks_here() if gpus else []
         if rank not in here:
@@ -200,8 +200,7 @@ class Launch:
         """Returns the other hosts with several ranks, whose GPUs are not divided.
 
         Returns:
-            A warning with the remedy; nothing where there are none, or no rank uses
-            GPUs.
+            A warning with the remedy; empty if there are none, or no rank uses GPUs.
         """
         ranks = Counter(map(self.host_of, range(self.processes)))
         away = [host for host, n in ranks.items() if n > 1 and not is_here(host)]
@@ -214,15 +213,15 @@ class Launch:
         )
 
     def shared_environment(self) -> dict[str, str]:
-        """Variables of this process that other hosts get too."""
+        """Returns variables of this process that are sent to other hosts."""
         return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
     def words(self, rank: int, environment: Mapping[str, str]) -> list[str]:
-        """The command that starts a rank, from here.
+        """Returns the command that starts a rank from this machine.
 
         Args:
             rank: Number of the rank.
-            environment: Variables beside the environment of its host.
+            environment: Variables in addition to the environment of its host.
 
         >>> launch = Launch(command=("python", "a b.py"), processes=1)
         >>> launch.words(0, {"X": "1"})
@@ -238,13 +237,13 @@ class Launch:
 def check_hosts(
     problems: Problems, hosts: Sequence[str], processes: int, shell: Sequence[str]
 ) -> None:
-    """Records what is wrong with hosts on which processes are to run.
+    """Records errors in the hosts of processes.
 
     Args:
         problems: Collector of the command's errors.
-        hosts: Their names.
-        processes: Over all of them, at most.
-        shell: The words before a host's name and the command for it.
+        hosts: Names of the hosts.
+        processes: Maximum number of processes over all of them.
+        shell: Words before a host's name and the command for it.
     """
     if not hosts or not all(hosts):
         problems.add("--hosts has an empty name; expected one or more, as in a,b")
@@ -264,10 +263,10 @@ def check_hosts(
 
 
 def shell_words(text: str) -> tuple[str, ...]:
-    """The words of ``--remote-shell``.
+    """Parses the words of ``--remote-shell``.
 
     Raises:
-        WhaleError: A quotation in it does not end.
+        WhaleError: A quotation is not closed.
     """
     try:
         return tuple(shlex.split(text))
@@ -276,19 +275,19 @@ def shell_words(text: str) -> tuple[str, ...]:
 
 
 def words_there(shell: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
-    """The command that starts a program on another host, from here.
+    """Returns the command that starts a program on another host.
 
     Args:
-        shell: The words before a host's name and the command for it.
-        host: Its name.
-        command: Words of the program, which begins in the folder of this process.
+        shell: Words before a host's name and the command for it.
+        host: Name of the host.
+        command: Words of the program, which starts in this process's folder.
     """
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
     return [*shell, host, there]
 
 
 def is_here(host: str) -> bool:
-    """Whether a host's name is one of this machine's.
+    """Returns whether a host's name is one of this machine's.
 
     >>> is_here("localhost")
     True
@@ -297,10 +296,10 @@ def is_here(host: str) -> bool:
 
 
 def _check_free(port: int) -> None:
-    """Tries the port before processes are started that would fail at it.
+    """Checks that a port is free before processes start that would need it.
 
     Raises:
-        WhaleError: Something listens there.
+        WhaleError: The port is in use.
     """
     with socket.socket() as result:
         result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

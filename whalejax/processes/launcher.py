@@ -1,9 +1,9 @@
-"""Start one program as several processes that know each other, and stop them together.
+"""Starts one program as several connected processes, and stops them together.
 
-For plain machines, without Slurm or Kubernetes: processes here are children of this
-one, processes on other hosts come by ssh. JAX reads who is who from the environment
-that each is given, so that ``wh.init_distributed()`` needs no argument. No JAX here: a
-launcher must not take the devices of those that it starts.
+It is for plain machines, without Slurm or Kubernetes: local processes are children of
+this one, processes on other hosts start by ssh. JAX reads the ranks from the
+environment of each, so that ``wh.init_distributed()`` needs no argument. It uses no
+JAX: a launcher must not take the devices of its processes.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ from whalejax.wire.keys import make_key
 
 
 TAIL_LINES: Final = 20
-"""So much of what it said is shown of the process that failed first."""
+"""Number of lines that are shown of the output of the first failed process."""
 
 _FILES_EACH: Final = 4
-"""Of a rank: its log, its pipe, what tells of its end, and what it waits for."""
+"""File descriptors of a rank: its log, its pipe, one for its end, one for its start."""
 
 _OTHER_FILES: Final = 64
 
 UNPRINTED: Final = 2
-"""Status where all ended well, and how they did cannot be printed."""
+"""Exit status if all ended well but the output could not be printed."""
 
 
 def run(launch: Launch) -> int:
-    """Starts all processes and waits for them; when one fails, all are stopped.
+    """Starts all processes and waits for them; when one fails, stops all.
 
-    Rank 0 is shown as it writes, the others write their logs. Where one fails, the
-    first that did is named, with the end of its log, if that was not shown. As JSON:
+    Rank 0's output is shown, the others write to their logs. If one fails, the first
+    that did is named, with the end of its log, unless that was shown. As JSON:
     ``status``, ``failure`` (that text, or null) and ``ranks``, each with its ``rank``,
-    ``host``, ``kind`` and ``devices`` (null where it said nothing of them),
+    ``host``, ``kind`` and ``devices`` (null if it did not report them),
     ``cpu_quota_percent`` (null without one) and ``log``.
 
     Returns:
-        0 if all ended well; else the status of the first that did not, 128 and its
-        number where a signal ended it; 2 if all ended well and what is printed of them
-        could not be.
+        0 if all ended well; else the status of the first that did not (128 plus the
+        number of a signal that ended it); 2 if all ended well but the output could not
+        be printed.
 
     Raises:
         WhaleError: A log or a process cannot be made, or the port is in use.
@@ -82,7 +82,7 @@ def run(launch: Launch) -> int:
     _allow_files(_FILES_EACH * launch.processes + _OTHER_FILES)
     given = launch.shared_environment()
     if launch.is_local():
-        shared_key(given)  # Once here, not by every rank.
+        shared_key(given)  # Loaded once here, not by every rank.
     try:
         launch.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -107,13 +107,11 @@ def run(launch: Launch) -> int:
 
 
 class _Launched:
-    """The processes of one launch."""
-
     def __init__(self, launch: Launch, stack: contextlib.ExitStack) -> None:
-        """Makes the logs; starts no process yet.
+        """Creates the logs; starts no process yet.
 
         Raises:
-            WhaleError: A log cannot be made.
+            WhaleError: A log cannot be created.
         """
         self._launch, self._stack = launch, stack
         self._run = FixedRun(
@@ -136,11 +134,11 @@ class _Launched:
             stack.callback(log.close)
 
     def start(self, coordinator: str, given: Mapping[str, str]) -> None:
-        """Starts every rank; only then threads, as forks and threads do not mix.
+        """Starts every rank, then the threads, as forks and threads do not mix.
 
         Args:
             coordinator: Address of process 0.
-            given: Environment variables of each process beside those that identify it.
+            given: Environment variables of each process, except its identity.
         """
         launch = self._launch
         if launch.tells and not launch.json:
@@ -174,7 +172,7 @@ class _Launched:
             self._threads.append(thread)
 
     def _on_report(self, rank: int, said: DeviceReport | BlameReport | Joining) -> bool:
-        """Notes what a rank says; False if it cannot be true."""
+        """Records a rank's report; returns False if it is invalid."""
         with self._lock:
             is_true = self._run.hear(rank, said)
         if len(self._run.reports) == self._launch.processes:
@@ -182,14 +180,14 @@ class _Launched:
         return is_true
 
     def _show(self) -> None:
-        """Prints the table, once: when all said what they have, or have ended."""
+        """Prints the table once, after all ranks have reported or ended."""
         with self._lock:
             if self._launch.tells and not (self._shown or self._launch.json):
                 self._shown = True
                 say(self.table())
 
     def _slow_down(self, rank: int, pid: int) -> None:
-        """Sets its quota before it runs, or says in one line why there are none."""
+        """Sets a rank's quota before it runs, or prints why there are no quotas."""
         if self._launch.quotas and not self._lacks_quotas:
             try:
                 quota = Quota(self._launch.quotas[rank])
@@ -203,7 +201,7 @@ class _Launched:
         return self._launch.logs / f"rank-{rank}.log"
 
     def table(self) -> str:
-        """One line for each rank."""
+        """Returns a table with one line for each rank."""
         quotas = self._launch.quotas
         rows = [("rank", "host", "kind", "devices", "CPU quota", "log")]
         for rank in range(self._launch.processes):
@@ -229,7 +227,7 @@ class _Launched:
     # Waiting.
 
     def wait(self) -> int:
-        """Waits for all, or for the first that fails, which is said."""
+        """Waits for all ranks, or for the first failure, which it prints."""
         run = self._run
         look_at = time.monotonic() + LOOK_SECONDS
         while left := run.seconds_left(now := time.monotonic()):
@@ -248,12 +246,12 @@ class _Launched:
             return status if self._print(status, failure) else status or UNPRINTED
         if failed and failure and (self._launch.tells or failed[0]):
             say(failure)
-        # Logs of what tells nothing of its ranks are gone when it ends.
+        # Without ``tells``, the logs are removed at the end.
         lost = self._terminal.lost and not self._launch.tells
         return status or (UNPRINTED if lost else 0)
 
     def _turn(self, seconds: float) -> None:
-        """Takes the ends of processes, for which it waits at most so long."""
+        """Waits at most ``seconds`` for processes to end, and records their ends."""
         for key, _ in self._selector.select(seconds):
             status = self._processes.take_exit_status(key.data)
             assert status is not None  # Each is a child of this process.
@@ -264,7 +262,7 @@ class _Launched:
         return self._processes.state(str(rank))
 
     def _print(self, status: int, failure: str | None) -> bool:
-        """Prints one line of JSON; False if that cannot be."""
+        """Prints one line of JSON; returns False if that fails."""
         quotas = self._launch.quotas
         ranks = []
         for rank in range(self._launch.processes):
@@ -284,7 +282,7 @@ class _Launched:
                 json.dumps({"status": status, "failure": failure, "ranks": ranks}),
                 flush=True,
             )
-        except BrokenPipeError:  # who read has seen enough
+        except BrokenPipeError:  # the reader has closed the pipe
             drop_stdout()
         except (OSError, ValueError) as error:
             drop_stdout()
@@ -321,7 +319,7 @@ class _Launched:
             for name in alive:
                 self._processes.terminate(name, group=True)
             self._wait_for_ends(GRACE_SECONDS)
-        finally:  # also where a second Ctrl-C is not patient
+        finally:  # also after a second Ctrl-C
             for name in self._processes.names:
                 self._processes.kill(name)
             # A process in a system call that does not return cannot even be killed.
@@ -337,7 +335,7 @@ class _Launched:
 
 
 def _allow_files(count: int) -> None:
-    """Allows this process to open so many files at once, as far as the system does."""
+    """Raises this process's limit of open files, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -345,14 +343,14 @@ def _allow_files(count: int) -> None:
 
 
 def _interrupt(number: int, _: object) -> None:
-    """SIGTERM and SIGHUP end a launch as Ctrl-C does."""
+    """Ends a launch on SIGTERM and SIGHUP as on Ctrl-C."""
     raise SystemExit(128 + number)
 
 
 def words_after(words: Sequence[str]) -> list[str]:
-    """The command line with the script and all behind it set apart by ``--``.
+    """Inserts ``--`` before the script of a command line.
 
-    What stands behind the script is the script's own, options too.
+    Words after the script belong to the script, options included.
 
     >>> words_after(["--processes", "2", "train.py", "--steps", "3"])
     ['--processes', '2', '--', 'train.py', '--steps', '3']

@@ -1,8 +1,8 @@
 """The GPUs of one machine, divided among the processes that are started on it.
 
-Each process gets as many as any other, of its own: JAX takes all that it sees, and two
-processes cannot take the same. No JAX here: who starts processes must not take their
-devices.
+Each process gets an equal number of its own: JAX takes all that it sees, and two
+processes cannot share one. It uses no JAX: a process that starts others must not take
+their devices.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from whalejax.meshes.errors import WhaleError
 
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-"""Names, by number or UUID, of the GPUs that a process sees."""
+"""Variable with the numbers or UUIDs of the GPUs that a process sees."""
 
 HELD_SECONDS: Final = 30.0
-"""That a process may take to end after it was given up, before its number is told."""
+"""Time that a given-up process may take to end before its id is reported."""
 
 _PLATFORMS: Final = "JAX_PLATFORMS"
 _FILE: Final = re.compile(r"nvidia\d+")
@@ -36,14 +36,14 @@ def visible_gpus(
     *,
     has_plugin: bool | None = None,
 ) -> tuple[str, ...]:
-    """The GPUs that processes with this environment would see; none of CPU runs.
+    """Returns the GPUs that processes with this environment see; none for CPU runs.
 
-    Parts of GPUs (``MIG-…``) count as GPUs, though CUDA shows a process one at most.
+    Parts of GPUs (``MIG-…``) count as GPUs, though CUDA shows a process only one.
 
     Args:
-        environment: Environment of the processes; that of this one if None.
+        environment: Environment of the processes; None for that of this process.
         devices: Folder of the system's device files.
-        has_plugin: JAX can use NVIDIA's GPUs; looked up if None.
+        has_plugin: Whether JAX can use NVIDIA's GPUs; looked up if None.
 
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}, has_plugin=True)
     ('2', '3')
@@ -62,7 +62,7 @@ def visible_gpus(
     gpus = []
     for name in known[VISIBLE].split(","):
         if not _NAME.fullmatch(name.strip()):
-            break  # CUDA takes what stands before it.
+            break  # CUDA uses the entries before it.
         gpus.append(name.strip())
     return tuple(gpus)
 
@@ -70,7 +70,7 @@ def visible_gpus(
 def may_use_gpus(
     environment: Mapping[str, str] | None = None, *, has_plugin: bool | None = None
 ) -> bool:
-    """Whether processes with this environment use NVIDIA's GPUs, if there are any."""
+    """Returns whether processes with this environment may use NVIDIA's GPUs."""
     known = os.environ if environment is None else environment
     platforms = known.get(_PLATFORMS, "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
@@ -85,12 +85,12 @@ def _has_plugin() -> bool:
 
 
 def refusal(gpus: Sequence[str], processes: int) -> str:
-    """Returns the reason why so many processes cannot have GPUs of their own; empty
-    where they can.
+    """Returns the reason why processes cannot have GPUs of their own; empty if they
+    can.
 
     Args:
-        gpus: GPUs of the machine; none of CPU runs, which are never refused.
-        processes: Number of processes on it at the same time.
+        gpus: GPUs of the machine; none for CPU runs, which are never refused.
+        processes: Number of processes that run on it at the same time.
 
     >>> refusal(["0", "1"], 3)[:60]
     '3 processes on this machine, which has 2 GPUs (0, 1): each n'
@@ -105,15 +105,15 @@ def refusal(gpus: Sequence[str], processes: int) -> str:
 
 
 def own_gpus(gpus: Sequence[str], processes: int, place: int) -> dict[str, str]:
-    """The variables of one process that give it GPUs of its own.
+    """Returns the environment variables that give one process its own GPUs.
 
     Args:
-        gpus: GPUs of the machine; none of CPU runs, whose variables stay.
-        processes: Number of processes on it at the same time; one alone takes all.
+        gpus: GPUs of the machine; none for CPU runs, whose variables do not change.
+        processes: Number of simultaneous processes on it; a single one gets all.
         place: Index of this process among them, from 0.
 
     Raises:
-        WhaleError: There are not enough, or there is no such place.
+        WhaleError: There are too few GPUs, or ``place`` is out of range.
 
     >>> own_gpus(["0", "1", "2", "3"], 2, 1), own_gpus(["0", "1"], 1, 0)
     ({'CUDA_VISIBLE_DEVICES': '2,3'}, {})
@@ -135,7 +135,7 @@ def own_gpus(gpus: Sequence[str], processes: int, place: int) -> dict[str, str]:
 
 
 def shared_words(gpus: Sequence[str], processes: int) -> str:
-    """Describes the division of the GPUs; empty where they are not divided.
+    """Describes the division of the GPUs; empty if they are not divided.
 
     >>> shared_words(["0", "1", "2", "3", "4"], 2)
     'each of 2 processes gets 2 of the 5 GPUs of this machine'
@@ -151,8 +151,8 @@ def shared_words(gpus: Sequence[str], processes: int) -> str:
 
 
 def _each(gpus: Sequence[str], processes: int) -> int:
-    """Returns the number of GPUs of each process; one of those that CUDA
-    shows singly.
+    """Returns the number of GPUs of each process; one for parts of GPUs, which
+    CUDA shows singly.
     """
     if any(name.startswith(_PART) for name in gpus):
         return 1
@@ -167,7 +167,7 @@ class SlotGpus:
 
         Args:
             environment: Environment of the processes.
-            places: Slots among which they are divided.
+            places: Number of slots among which they are divided.
         """
         self.gpus, self.places = visible_gpus(environment), places
         self._since: dict[int, float] = {}
@@ -178,29 +178,29 @@ class SlotGpus:
         return {"gpus": list(self.gpus), "places": self.places}
 
     def go_on(self, opened: Mapping[str, Any]) -> None:
-        """Divides the GPUs as the run did that is taken back: its members have theirs.
+        """Divides the GPUs as in the resumed run, whose members keep theirs.
 
         Args:
-            opened: The event with which its journal begins.
+            opened: First event of its journal.
         """
         self.gpus = tuple(opened.get("gpus", self.gpus))
         self.places = opened.get("places", self.places)
 
     def words(self) -> str:
-        """Describes the division of the GPUs for the user; empty where they are not
+        """Describes the division of the GPUs for the user; empty if they are not
         divided.
         """
         return shared_words(self.gpus, self.places)
 
     def of(self, slot: int, devices: Sequence[str] | None = None) -> dict[str, str]:
-        """The variables that give a slot its GPUs.
+        """Returns the environment variables that give a slot its GPUs.
 
         Args:
             slot: Slot whose process is started.
-            devices: Names of the GPUs of each slot, where others have shared them out.
+            devices: Names of the GPUs of each slot, if a scheduler has assigned them.
 
         Raises:
-            WhaleError: The run has no such slot.
+            WhaleError: ``slot`` is out of range.
         """
         if devices is not None:
             if slot >= len(devices):
@@ -209,12 +209,12 @@ class SlotGpus:
         return own_gpus(self.gpus, self.places, slot)
 
     def is_late(self, now: float, slot: int, pid: int) -> bool:
-        """Whether to say, this once, that a process keeps the GPUs of its slot.
+        """Returns whether to report, once, that a process keeps the GPUs of its slot.
 
         Args:
-            now: The time.
+            now: Current time.
             slot: Slot whose next process waits for its GPUs.
-            pid: Process id that has not ended; 0 where there is none any more.
+            pid: Process id that has not ended; 0 if there is none.
         """
         if not pid:
             self._since.pop(slot, None)

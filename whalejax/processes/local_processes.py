@@ -1,8 +1,8 @@
-"""Processes of this machine: started, watched and ended, whatever the run is.
+"""Processes of this machine: started, watched and ended, for any kind of run.
 
-Those of a supervisor outlive it: one that was started again takes them over by their
-number and the time at which they began, so that no other process is taken for one of
-them. Those of a launcher or an agent end with it.
+A supervisor's processes outlive it: a restarted supervisor takes them over by their id
+and start time, so that no other process is mistaken for one of them. Processes of a
+launcher or an agent end with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 GRACE_SECONDS: Final = 10.0
-"""From the signal that asks processes to end to the one that ends them."""
+"""Time from the signal that asks processes to end to the one that kills them."""
 
 _MOST_OF_A_LOG: Final = 8000
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG, linux/prctl.h
@@ -36,7 +36,7 @@ _WAITING: Final = (
     'read -r _ || exit 1; exec "$@" </dev/null',
     "whalejax",
 )
-"""Becomes the program that follows, with the same number, as soon as it may."""
+"""Script that waits for a line and then becomes the program, with the same id."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class _Process:
 
 
 class Processes:
-    """Local processes by the names of their members."""
+    """Local processes, by the names of their members."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Processes:
 
         Args:
             command: Words of the program.
-            environment: Variables that are added to those of this process.
+            environment: Environment variables that are added to those of this process.
             logs: Folder of one log for each process.
             selector: Selector that reports the end of each, with its name as data.
-            end_with_this: Whether they are killed together with this process; it must
-                start them in its main thread, and have no other.
+            end_with_this: Whether they are killed together with this process, which
+                must then start them in its main thread and have no other thread.
         """
         self.command, self.environment = list(command), environment
         self._prepare = die_with_parent if end_with_this else None
@@ -84,18 +84,18 @@ class Processes:
         output: int | None = None,
         errors: int | None = None,
     ) -> tuple[int, str]:
-        """Starts a process, which waits for ``release``; its number and when it began.
+        """Starts a process, which waits for ``release``; returns its id and start time.
 
         Args:
             name: Name of the future member.
-            own: Further variables, of this process alone.
-            command: Words of the program, where it is another one.
+            own: Further environment variables, for this process only.
+            command: Words of the program, if it is another one.
             output: Descriptor that it writes to; None for its log.
             errors: Descriptor of its errors; None for that of its output.
 
         Raises:
-            WhaleError: There is no such program.
-            OSError: The system has no room for it now.
+            WhaleError: The program does not exist.
+            OSError: The system cannot start it now.
         """
         command = command or self.command
         if shutil.which(command[0]) is None:
@@ -135,7 +135,7 @@ class Processes:
         return child.pid, began
 
     def release(self, name: str) -> None:
-        """Lets a process run that was started; where this one is killed, it ends."""
+        """Lets a started process run; it ends if this process is killed before."""
         held = self._held.pop(name, None)
         if held is not None:
             with contextlib.suppress(OSError):
@@ -143,7 +143,7 @@ class Processes:
             os.close(held)
 
     def adopt(self, name: str, pid: int, began: str) -> bool:
-        """Watches a process that another supervisor started; whether it is there."""
+        """Watches a process of another supervisor; returns whether it runs."""
         if not pid or not began or began_at(pid) != began:
             return False
         try:
@@ -160,10 +160,10 @@ class Processes:
         self._selector.register(watched, selectors.EVENT_READ, name)
 
     def take_exit_status(self, name: str) -> int | None:
-        """Takes the status of a process that has ended; None where it is not known."""
+        """Removes an ended process, and returns its status; None if unknown."""
         exit_status = self._there.pop(name)
         self._selector.unregister(exit_status.watched)
-        self._end_group(exit_status)  # What it started itself.
+        self._end_group(exit_status)  # Its own children.
         os.close(exit_status.watched)
         if name in self._held:
             os.close(self._held.pop(name))
@@ -180,7 +180,7 @@ class Processes:
 
         Args:
             name: Name of its member.
-            group: Whether to signal its children too, even where it is stopped.
+            group: Whether to signal its children too, even if it is stopped.
         """
         entry = self._there.get(name)
         if entry is not None:
@@ -192,7 +192,7 @@ class Processes:
                 os.killpg(entry.pid, signal.SIGCONT)
 
     def state(self, name: str) -> str:
-        """The letter that Linux gives the state of a process; empty elsewhere."""
+        """Returns Linux's letter for a process's state; empty on other systems."""
         entry = self._there.get(name)
         with contextlib.suppress(OSError, IndexError):
             if entry is not None:
@@ -201,14 +201,14 @@ class Processes:
         return ""
 
     def end_all(self) -> None:
-        """Ends all processes at once, where nobody will watch over them any more."""
+        """Kills all processes, as they will no longer be watched."""
         for name in self.names:
             self.take_exit_status(name)
 
     def _end_group(self, found: _Process) -> None:
-        # By a descriptor, which is of no other process, also when the number is used
-        # again. Each leads a group of its own, and nobody else has the number while one
-        # of the group is there; but behind the last one somebody may.
+        # The descriptor refers to this process even if its id is used again. Each
+        # process leads its own group, and the id stays taken while the group exists;
+        # after that another process may have it.
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(found.watched, signal.SIGKILL)
@@ -218,7 +218,7 @@ class Processes:
 
     @property
     def names(self) -> list[str]:
-        """Returns the names of processes that have not ended."""
+        """Names of processes that have not ended."""
         return [*self._there]
 
     def log(self, name: str) -> Path:
@@ -226,7 +226,7 @@ class Processes:
         return self._logs / f"{name}.log"
 
     def log_tail(self, name: str) -> str:
-        """The end of what a process wrote."""
+        """Returns the end of a process's log."""
         try:
             with self.log(name).open("rb") as log:
                 log.seek(0, os.SEEK_END)
@@ -237,10 +237,10 @@ class Processes:
 
 
 def _end_of(child: subprocess.Popen[bytes]) -> int:
-    """A descriptor that can be read when a child has ended."""
+    """Returns a descriptor that becomes readable when a child has ended."""
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(child.pid)
-    # Of systems other than Linux.
+    # On systems other than Linux.
     read, write = os.pipe()
 
     def wait() -> None:
@@ -252,7 +252,7 @@ def _end_of(child: subprocess.Popen[bytes]) -> int:
 
 
 def die_with_parent() -> None:
-    """A process that is killed outright takes its children with it, on Linux."""
+    """Makes this process end when its parent is killed, on Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
@@ -261,9 +261,9 @@ def die_with_parent() -> None:
 def handled_signals(
     handler: Callable[[int, object], None], *more: signal.Signals
 ) -> Iterator[None]:
-    """SIGTERM and SIGHUP are told a function in the block, if they are not ignored.
+    """Passes SIGTERM and SIGHUP to a function in the context, unless ignored.
 
-    ``nohup`` ignores SIGHUP for what it starts.
+    ``nohup`` ignores SIGHUP for the program that it starts.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -281,8 +281,8 @@ def handled_signals(
 
 
 def began_at(pid: int) -> str:
-    """Returns the start time of a process, in ticks since the machine's; empty if it is
-    gone.
+    """Returns the start time of a process, in ticks since boot; empty if it has
+    ended.
     """
     try:
         said = Path(f"/proc/{pid}/stat").read_text()
@@ -292,11 +292,11 @@ def began_at(pid: int) -> str:
 
 
 def runs(pid: int, began: str) -> bool:
-    """Whether a process is there that began then; one that has ended is not.
+    """Returns whether a process with this id and start time still runs.
 
     Args:
-        pid: Number of the process.
-        began: Start time, from ``began_at``.
+        pid: Id of the process.
+        began: Start time, as ``began_at`` returns it.
     """
     try:
         said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -309,7 +309,7 @@ def runs(pid: int, began: str) -> bool:
 def machine() -> str:
     """Returns an identity of this machine since its start.
 
-    Containers have process numbers of their own, and count as machines.
+    Containers have their own process ids, and count as machines.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,7 +1,7 @@
 """Copies a process's output to its log, to the terminal and to the launcher.
 
-Apart from the launcher, because of its one promise: whatever the process writes and
-whatever cannot be written is taken out of the pipe, so that the process never waits.
+It is separate from the launcher because of its one promise: all output is read from the
+pipe, even if it cannot be written, so that the process never waits.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from whalejax.meshes.errors import WhaleError
 
 
 CHUNK_BYTES: Final = 1 << 16
-"""Taken out of a pipe at once."""
+"""Maximum number of bytes read from a pipe at once."""
 
 TAIL_BYTES: Final = 1 << 14
-"""Kept of the end of what a process wrote, for when it fails."""
+"""Bytes kept of the end of a process's output, for reports of failures."""
 
 MOST_LINE: Final = 300
-"""Characters shown of one line of it."""
+"""Maximum number of characters shown of one of its lines."""
 
 PATIENCE_SECONDS: Final = 1.0
-"""After which what is shown and not read is left out."""
+"""Time after which shown output that nobody reads is dropped."""
 
 _MOST_MARK_BYTES: Final = 4096
 _MARK: Final = MARK.encode()
@@ -49,17 +49,17 @@ _LINES: Final = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
 class Log:
-    """A file of what a process wrote; what it cannot take is lost, and said once."""
+    """Log file of a process; output that cannot be written is lost, reported once."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        """Makes the file.
+        """Creates the file.
 
         Args:
             path: Path of the file.
             say: Function that receives a line when something cannot be written.
 
         Raises:
-            WhaleError: It cannot be made.
+            WhaleError: The file cannot be created.
         """
         self.path = path
         self._say = say
@@ -76,7 +76,7 @@ class Log:
             ) from error
 
     def write(self, data: bytes) -> None:
-        """Appends as much as the file takes."""
+        """Appends as much as can be written."""
         view = memoryview(data)
         try:
             while view:
@@ -91,16 +91,15 @@ class Log:
                 )
 
     def close(self) -> None:
-        """Writes no more."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file to write; a pipe, whether somebody reads it or not, is refused.
+    """Opens a file to write; refuses pipes, with or without a reader.
 
     Raises:
-        OSError: ENXIO for a pipe, as the system itself says where nobody reads it.
+        OSError: ENXIO for a pipe, the system's own error for a pipe without a reader.
     """
     number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISFIFO(os.fstat(number).st_mode):
@@ -111,17 +110,17 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 class TerminalOutput:
-    """The terminal, or what stands for it; what it cannot take is lost.
+    """The terminal or its replacement; output that cannot be written is lost.
 
     Attributes:
-        lost: Whether output was lost while somebody was there to read.
+        lost: Whether output was lost while there was a reader.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """Writes to ``sys.stdout``.
 
         Args:
-            say: Function that receives a line when nothing can be written any more.
+            say: Function that receives a line when output can no longer be written.
         """
         self._say = say
         self.lost = False
@@ -130,7 +129,7 @@ class TerminalOutput:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, data: bytes) -> None:
-        """Shows what has come, parts of lines too."""
+        """Writes data at once, incomplete lines included."""
         out = sys.stdout
         if self._over or out is None:
             return
@@ -140,7 +139,7 @@ class TerminalOutput:
         try:
             try:
                 number = out.fileno()
-            except (OSError, AttributeError):  # in memory, which takes all
+            except (OSError, AttributeError):  # an in-memory stream, which accepts all
                 out.write(coded.decode(encoding))
                 out.flush()
             else:
@@ -156,7 +155,7 @@ class TerminalOutput:
             )
 
     def _write_to(self, number: int, data: bytes) -> None:
-        """Writes what a descriptor takes; leaves out what nobody reads."""
+        """Writes what a descriptor accepts; drops what nobody reads."""
         if self._lost_bytes and _takes(number, 0.0):
             said = f"\n[{self._lost_bytes} bytes are left out here: see the log]\n"
             self._lost_bytes = 0
@@ -170,17 +169,17 @@ class TerminalOutput:
 
 
 def _takes(number: int, seconds: float) -> bool:
-    """Whether so much as ``PIPE_BUF`` can be written without waiting longer."""
+    """Returns whether ``PIPE_BUF`` bytes can be written within a time."""
     takes = select.poll()
     takes.register(number, select.POLLOUT)
     return bool(takes.poll(seconds * 1000))
 
 
 class Pump:
-    """Takes out of a pipe what one process writes.
+    """Reads the output of one process from a pipe.
 
     Attributes:
-        last: When something came last, in ``time.monotonic()``.
+        last: Time of the last output, by ``time.monotonic()``.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class Pump:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Takes all, until the process and its children have closed the pipe."""
+        """Reads until the process and its children have closed the pipe."""
         while True:
             try:
                 data = os.read(self._source, CHUNK_BYTES)
@@ -220,7 +219,7 @@ class Pump:
         self._write(self._held)
 
     def feed(self, data: bytes) -> None:
-        """Passes on what came; what may become a line for the launcher is held."""
+        """Passes data on; holds back what may become a line for the launcher."""
         passed = []
         for piece in _LINES.findall(data):
             line, self._held = self._held + piece, b""
@@ -247,7 +246,7 @@ class Pump:
             output.write(data)
 
     def tail(self, count: int) -> list[str]:
-        """The last lines that were written, each cut where it is long."""
+        """Returns the last lines of output; long ones are cut."""
         with self._lock:
             lines = self._tail.decode(errors="replace").splitlines()[-count:]
         return [

@@ -1,8 +1,8 @@
-"""A run of a process that leads and of others that serve it, started from here.
+"""A run of a leader process and of servers, started and restarted from here.
 
-The policy of ``whalejax swarm serve --processes``. Each that is killed, or a server
-that fails, is started again; the run is over when the leader ends by itself. What goes
-wrong again and again, or twice by the same error, ends it, unless others serve it.
+It is the policy of ``whalejax swarm serve --processes``. A killed process, or a failed
+server, is restarted; the run is over when the leader ends by itself. Repeated failures,
+or the same error twice, end the run, unless other servers serve it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from whalejax.processes.local_processes import (
 
 
 FRUITFUL_SECONDS: Final = 60.0
-"""What runs for so long did not fail for good before."""
+"""Running time after which earlier failures of a process no longer count."""
 
 _TICK_SECONDS: Final = 0.2
 _FAILED: Final = 1
 SHELL_FAILED: Final = 255
-"""Status of ssh itself, of a host that is away."""
+"""Exit status of ssh itself, if a host is unreachable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,9 @@ class KeptCommand:
     """Command that is started and kept running.
 
     Attributes:
-        name: Unlike that of others.
-        command: Its words.
-        environment: Variables that are added.
+        name: Unique name.
+        command: Words of the command.
+        environment: Environment variables that are added.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Keeper:
         """Prepares the commands; starts none yet.
 
         Args:
-            programs: First the leader, which writes where this process does.
+            programs: Programs; first the leader, which uses this process's output.
             logs: Folder of one log for each of the others.
             say: Function that receives a line on each end and restart.
 
         Raises:
-            WhaleError: The folder cannot be made.
+            WhaleError: The folder cannot be created.
         """
         try:
             logs.mkdir(parents=True, exist_ok=True)
@@ -85,13 +85,13 @@ class Keeper:
         self._status: int | None = None
 
     def run(self) -> int:
-        """Keeps them running.
+        """Keeps the programs running.
 
         Returns:
-            The status of the leader; 1 where the run is given up.
+            The leader's exit status; 1 if the run is given up.
 
         Raises:
-            WhaleError: There is no such program.
+            WhaleError: A program does not exist.
         """
         with self._selector, handled_signals(self._handle, signal.SIGINT):
             try:
@@ -139,7 +139,7 @@ class Keeper:
                 output=1 if leads else None,
                 errors=2 if leads else None,
             )
-        except OSError as error:  # Too many processes or files, or no memory.
+        except OSError as error:  # Too many processes or files, or too little memory.
             self._schedule_restart(
                 name, f"cannot be started ({error.strerror or error})"
             )
@@ -149,12 +149,12 @@ class Keeper:
         del self._due[name]
 
     def _on_process_end(self, name: str, status: int) -> None:
-        """A process has ended: for good, or it is started again."""
+        """Handles the end of a process: restarts it, or ends the run."""
         if name == self._leader and (status >= 0 or self._told):
             self._status = status if status >= 0 else 128 - status
             return
         if not status:
-            return  # It was asked to leave, or has heard that the run is over.
+            return  # It was asked to leave, or knows that the run is over.
         now, since = time.monotonic(), self._started_at[name]
         log = "" if name == self._leader else self._processes.log_tail(name)
         is_own = 0 < status != SHELL_FAILED
@@ -168,7 +168,7 @@ class Keeper:
         since = min(
             (self._started_at[n] for n in others if n != self._leader), default=now
         )
-        # Where others serve for long, one of them may fail as often as it will.
+        # While others serve for long, one server may fail any number of times.
         passed = name != self._leader and now - since > FRUITFUL_SECONDS
         if given_up := self._failures.exceeded(now, passed=passed):
             self._say(f"the run is given up: {given_up}")

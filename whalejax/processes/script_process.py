@@ -1,8 +1,8 @@
-"""Runs a script as Python would, and keeps with which status it ends.
+"""Runs a script as Python would, and keeps its exit status.
 
-Python forgets a SystemExit before what looks on at the exit could see it, so that who
-ends by ``sys.exit(3)`` would be taken for one that ended well. Started by its path and
-importing nothing of ours, so that the script alone says what is imported and when.
+Python forgets a SystemExit before exit handlers could see it, so that a script that
+ends with ``sys.exit(3)`` would seem to have ended well. It is started by its path and
+imports nothing of this package, so that the script alone decides on imports.
 """
 
 import os
@@ -12,7 +12,7 @@ from importlib.machinery import SourceFileLoader
 
 
 def run_script(path: str) -> None:
-    """Runs a script as ``__main__``; a SystemExit of it stays in ``sys.last_value``.
+    """Runs a script as ``__main__``; its SystemExit stays in ``sys.last_value``.
 
     Args:
         path: Path of the script, whose own arguments follow it in ``sys.argv``.

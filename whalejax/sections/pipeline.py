@@ -1,10 +1,10 @@
-"""Batches, vectors and gradients on their way through both sections, in order.
+"""Passes batches, vectors and gradients through both sections, in order.
 
-The caller puts batches in; for each process of the sparse section one thread asks for
-vectors and one gives gradients back; one thread runs the dense section. A lookup of
-step t waits for the gradients of step t - s - 1, and no longer. Gradients stay in a log
-until a snapshot of the rows holds them, so that a process that was replaced is given
-what it lacks: by their step numbers it applies each once.
+The caller submits batches. For each process of the sparse section one thread asks for
+vectors and one sends gradients; one thread runs the dense section. A lookup of step t
+waits only for the gradients of step t - s - 1, with staleness s. Gradients stay in a
+log until a snapshot of the rows includes them, so that a replaced process receives the
+missing ones: by their step numbers it applies each once.
 
 The module is long because all of this shares one lock and one state.
 """
@@ -38,7 +38,7 @@ from whalejax.wire.section_messages import (
 
 
 LOG_BYTES: Final = 256 << 20
-"""Gradients and ids of one process that are kept until a snapshot is taken."""
+"""Bytes of a process's gradients and ids that are logged before a snapshot."""
 
 _CHUNK_BYTES: Final = 64 << 20
 _MOST_LOGS: Final = 4
@@ -47,11 +47,11 @@ _TIMED_STEPS: Final = 512
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """One batch on its way.
+    """One batch in progress.
 
     Attributes:
         leaves: Leaves that the dense section needs.
-        ids: Ids of each process, ``int32[samples, columns]``.
+        ids: Ids for each process, ``int32[samples, columns]``.
         metrics: Metrics of the dense section, once it is done.
     """
 
@@ -62,8 +62,6 @@ class Work:
 
 @dataclass(slots=True)
 class _Rank:
-    """State of one rank's process."""
-
     begun: int = -1
     ready: bool = False
     looked_up: int = 0
@@ -85,7 +83,7 @@ class _Rank:
     )
 
     def trim(self, version: int) -> None:
-        """Forgets what a snapshot of that version holds."""
+        """Drops log entries that a snapshot of that version includes."""
         self.durable, self.version = version, max(version, self.version)
         for step in [step for step in self.log if step < version]:
             self.log_bytes -= sum(x.nbytes for x in self.log.pop(step))
@@ -93,19 +91,19 @@ class _Rank:
 
 
 Dense = Callable[[Work, list[np.ndarray]], tuple[np.ndarray, Mapping[str, Any]]]
-"""Of a batch and each process's vectors; gives their gradients
+"""Function of a batch and each process's vectors; returns their gradients
 ``[ranks, samples, elements]``, and metrics."""
 
 
 class Pipeline:
-    """Both sections at work.
+    """Runs both sections.
 
     Attributes:
         staleness: Number of newest updates that a lookup does without.
-        depth: Most batches that are on their way at once.
+        depth: Maximum number of batches in progress.
         lags: Number of lookups of processes by the number of missing updates.
         section: The processes.
-        kept: Number of steps of which all processes keep their rows; -1 for none.
+        kept: Step after which all processes keep their rows; -1 for none.
     """
 
     def __init__(
@@ -120,15 +118,15 @@ class Pipeline:
         kept: int = -1,
         **settings: Any,
     ) -> None:
-        """Starts the processes; their rows are zeros, or those that were kept.
+        """Starts the processes; their rows are zeros, or the kept ones.
 
         Args:
             ranks: Number of processes.
             staleness, depth: See the attributes.
             begin: Function from a rank to the first message to its process.
             dense: The dense section.
-            log_bytes: Gradients of a process that are kept before a snapshot is taken.
-            kept: Number of steps of which they have kept their rows; -1 for none.
+            log_bytes: Bytes of a process's gradients that are logged before a snapshot.
+            kept: Step after which they have kept their rows; -1 for none.
             settings: Other arguments of ``SparseSection``.
         """
         self.staleness, self.depth, self.kept = staleness, depth, kept
@@ -155,16 +153,16 @@ class Pipeline:
 
     @property
     def submitted(self) -> int:
-        """Number of steps of which a batch was put in."""
+        """Number of submitted batches."""
         return self._submitted
 
     @property
     def is_over(self) -> bool:
-        """Whether it was closed, or has failed."""
+        """Whether the pipeline was closed, or has failed."""
         return self._over or self._failure is not None
 
     def close(self) -> None:
-        """Ends both sections; what is on its way is lost."""
+        """Ends both sections; work in progress is lost."""
         with self._cond:
             self._over = True
             self._cond.notify_all()
@@ -175,7 +173,7 @@ class Pipeline:
     # For the caller.
 
     def submit(self, work: Work) -> None:
-        """Puts a batch in; waits where as many are on their way as may be.
+        """Submits a batch; waits while the maximum number is in progress.
 
         Args:
             work: The batch.
@@ -190,7 +188,7 @@ class Pipeline:
             self._cond.notify_all()
 
     def wait_for(self, work: Work) -> Mapping[str, Any]:
-        """The metrics of a batch, once the dense section is done with it.
+        """Waits until the dense section has finished a batch, and returns its metrics.
 
         Args:
             work: Work that was submitted.
@@ -201,7 +199,7 @@ class Pipeline:
         return work.metrics
 
     def make_batch(self, rank: int, step: int) -> list[np.ndarray]:
-        """A batch that a process makes, and its ids.
+        """Returns a batch that a process makes, and its ids.
 
         Args:
             rank: The process.
@@ -213,7 +211,7 @@ class Pipeline:
         return list(answer.arrays)
 
     def flush(self) -> int:
-        """Lets all updates be applied and kept; the number of steps that were done.
+        """Waits until all updates are applied and kept; returns the number of steps.
 
         Raises:
             WhaleError: A section failed.
@@ -235,7 +233,7 @@ class Pipeline:
         return wanted
 
     def clear(self) -> None:
-        """Rows of zeros again in all processes; what was on its way is done first."""
+        """Resets rows to zeros in all processes, after work in progress is done."""
         with self._cond:
             self._wait(lambda: self._done == self._submitted)
             self._runs, self.kept = False, -1
@@ -243,7 +241,7 @@ class Pipeline:
             self._ask_until_answered(rank, self._begin(rank))
 
     def begin_at(self, step: int) -> None:
-        """Takes the rows that were put there as those after so many steps.
+        """Declares the written rows to be those after a number of steps.
 
         Args:
             step: Number of steps.
@@ -262,10 +260,10 @@ class Pipeline:
                 own.log.clear()
 
     def look_up(self, ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Vectors of rows as they are, after ``flush``.
+        """Returns vectors of the current rows, after ``flush``.
 
         Args:
-            ids: Ids of each process.
+            ids: Ids for each process.
         """
         step = self._submitted
         found = []
@@ -294,13 +292,13 @@ class Pipeline:
     def get_rows(
         self, rank: int, width: int, state: str, count: int, row_bytes: int
     ) -> np.ndarray:
-        """All rows of a buffer of a process, after ``flush``.
+        """Returns all rows of a buffer of a process, after ``flush``.
 
         Args:
             rank: The process.
             width, state: Arguments of ``SparseRows.read``, unchanged.
             count: Number of rows.
-            row_bytes: Size of one.
+            row_bytes: Bytes of one row.
         """
         size = max(1, _CHUNK_BYTES // max(1, row_bytes))
         parts = []
@@ -313,20 +311,20 @@ class Pipeline:
         return np.concatenate(parts)
 
     def seconds(self) -> tuple[list[float], list[float], list[float], float]:
-        """Mean seconds of a step: each process's, its wire's, its batches', dense."""
+        """Returns mean seconds a step: each process, its wire, its batches; dense."""
 
         def mean(values: deque[float]) -> float:
             return float(np.mean(values)) if values else 0.0
 
         with self._cond:
-            # A step has a lookup and an update, each an entry.
+            # A step has two entries: a lookup and an update.
             sparse = [2 * mean(own.sparse_seconds) for own in self._ranks]
             wire = [2 * mean(own.wire_seconds) for own in self._ranks]
             batch = [mean(own.batch_seconds) for own in self._ranks]
             return sparse, wire, batch, mean(self._dense_seconds)
 
     def forget_seconds(self) -> None:
-        """Measures anew from here on."""
+        """Discards the measured times."""
         with self._cond:
             self._dense_seconds.clear()
             for own in self._ranks:
@@ -356,7 +354,7 @@ class Pipeline:
             raise WhaleError("this step was closed; compile the plan again")
 
     def _turns(self, is_so: Callable[[], bool]) -> Iterator[None]:
-        """Each time that there is something to do, until all is over."""
+        """Yields each time that the condition holds, until the pipeline is over."""
         while True:
             with self._cond:
                 self._cond.wait_for(lambda: self.is_over or is_so())
@@ -372,7 +370,7 @@ class Pipeline:
                 self._fail(error)
 
     def _ask(self, rank: int, question: Question[A], num_bytes: int = 0) -> A | None:
-        """The answer of a process that is ready; None where it is replaced."""
+        """Returns the answer of a ready process; None if it is being replaced."""
         own = self._ranks[rank]
         with self._cond:
             incarnation = own.begun
@@ -388,7 +386,7 @@ class Pipeline:
     def _ask_until_answered(
         self, rank: int, question: Question[Any], num_bytes: int = 0
     ) -> tuple[Any, float]:
-        """Asks a process, or the one that replaces it, until there is an answer.
+        """Asks a process, or the one that replaces it, until one answers.
 
         Returns:
             The answer, and the seconds that the last question took.
@@ -410,7 +408,7 @@ class Pipeline:
 
     @staticmethod
     def _has_log(own: _Rank, limit: int) -> bool:
-        """Whether a snapshot would shorten a log by so many bytes."""
+        """Returns whether a snapshot would shorten a log by ``limit`` bytes."""
         entries = own.version - own.durable
         return entries > 0 and own.log_bytes * entries > limit * len(own.log)
 
@@ -465,7 +463,7 @@ class Pipeline:
                 self._send_update(rank)
 
     def _begin_again(self, rank: int) -> None:
-        """Tells a process that has come what it holds; gives it back its rows."""
+        """Tells a new process which rows it holds, and restores them."""
         own, found = self._ranks[rank], self.section.at(rank)
         if found is None:
             return

@@ -1,4 +1,4 @@
-"""Tables on their way to the processes of the sparse section, and back."""
+"""Copies tables to the processes of the sparse section, and back."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from whalejax.wire.section_messages import Begin
 )
 @dataclass(frozen=True, slots=True)
 class RemoteTables:
-    """Stands for tables that are in other processes, and has those that are not.
+    """Handle of tables in other processes, with the tables of this one.
 
     Attributes:
-        number: Number of the state among those that were begun there.
-        beside: Tables beside the dense part, or None.
+        number: Index of the state among those that were started there.
+        beside: Tables on the dense part's devices, or None.
     """
 
     number: int
@@ -45,9 +45,9 @@ class RemoteStore:
         optimizer: Update rule of rows, which defines their state.
         dtype: Element type of all tables.
         pipeline: The processes.
-        begun: Number of states that were begun there, one element.
-        beside: Store of the tables beside the dense part, or None.
-        forget: Function without arguments, called where rows begin anew.
+        begun: Number of states that were started there, as a list of one element.
+        beside: Store of the tables on the dense part's devices, or None.
+        forget: Function without arguments, called when rows are reset.
     """
 
     layout: TableLayout
@@ -59,7 +59,7 @@ class RemoteStore:
     forget: Callable[[], None] = lambda: None
 
     def by_row(self, kind: str) -> bool:
-        """Whether a state array has one number a row.
+        """Returns whether a state array has one number a row.
 
         Args:
             kind: Name of the state array.
@@ -67,7 +67,7 @@ class RemoteStore:
         return self.optimizer.state_width(kind, 2) == 1
 
     def empty(self) -> RemoteTables:
-        """Rows of zeros with their initial state, in place of those before."""
+        """Resets rows to zeros and the initial state."""
         self.forget()
         self.pipeline.clear()
         self.begun[0] += 1
@@ -77,12 +77,12 @@ class RemoteStore:
     def write(
         self, tables: RemoteTables, name: str, values: np.ndarray, kind: str | None
     ) -> RemoteTables:
-        """The tables with one, or a state array of its rows, written to them.
+        """Writes a table, or a state array of its rows, and returns the tables.
 
         Args:
             tables: All tables.
             name: Path of the table.
-            values: The whole table, or the state array.
+            values: The complete table, or the state array.
             kind: Name of the state array, or None for the table.
         """
         if self.beside is not None and name in self.beside.shapes:
@@ -99,7 +99,7 @@ class RemoteStore:
         return tables
 
     def collect(self, tables: RemoteTables, kind: str | None) -> dict[str, np.ndarray]:
-        """Every table whole, or a state array of each, in host memory, by path.
+        """Returns all complete tables, or a state array of each, on the host by path.
 
         Args:
             tables: All tables, after ``Pipeline.flush``.
@@ -140,8 +140,8 @@ def begin_message(
         dtype: Element type of all tables.
         rank: The rank.
         staleness: Number of newest updates that a lookup does without.
-        job: Name of a job, its settings and its batch size, where processes make
-            batches.
+        job: Name of a job, its settings and its batch size, if processes make batches;
+            else None.
     """
     model, settings, batch_size = job or ("", {}, -1)
     widths = layout.widths.values()
@@ -159,11 +159,11 @@ def begin_message(
 
 
 def rank_ids(layout: TableLayout, ids: np.ndarray) -> list[np.ndarray]:
-    """The ids that each rank takes of a batch, ``int32[samples, columns]``.
+    """Returns the ids of a batch that each rank looks up, ``int32[samples, columns]``.
 
     Args:
         layout: Buffers and columns.
-        ids: ``int32[samples, ids]``, those of all lookups side by side.
+        ids: ``int32[samples, ids]``, of all lookups, concatenated.
     """
     from whalejax.tables.recognize import NO_ID
 

@@ -1,4 +1,4 @@
-"""Answers for the rows of one process of the sparse section."""
+"""Answers requests for the rows of one process of the sparse section."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from whalejax.wire.service import Handlers, RefusedRequestError
 
 
 BatchMaker: TypeAlias = Callable[[int], Sequence[np.ndarray]]
-"""Of the number of a step: the leaves of its batch, and the ids of all lookups."""
+"""Function from a step number to its batch's leaves, and the ids of all lookups."""
 
 MakerFinder: TypeAlias = Callable[[str, Mapping[str, Any], int], BatchMaker]
-"""Of the name of a job, its settings and the batch size."""
+"""Function of the name of a job, its settings and the batch size."""
 
 
 def width_arrays(each: WidthLayout, rank: int) -> list[np.ndarray]:
@@ -64,11 +64,11 @@ def width_arrays(each: WidthLayout, rank: int) -> list[np.ndarray]:
 def width_layout(
     sizes: tuple[int, int, int, int, int], arrays: Sequence[np.ndarray]
 ) -> WidthLayout:
-    """Layout of a buffer on one rank.
+    """Returns the layout of a buffer on one rank.
 
     Args:
         sizes: Width, rows, slots, offset and first id.
-        arrays: From ``width_arrays``.
+        arrays: Result of ``width_arrays``.
     """
     width, rows, slots, offset, first_id = sizes
     modulus, residue, low, high, base, slot = arrays
@@ -89,14 +89,14 @@ def width_layout(
 
 
 class RowService:
-    """One process's rows, as others ask for them."""
+    """Service for the rows of one process."""
 
     def __init__(self, folder: Path, find_maker: MakerFinder) -> None:
         """Starts without rows.
 
         Args:
             folder: Folder of this process's snapshots.
-            find_maker: Finds what makes batches.
+            find_maker: Finds the function that makes batches.
         """
         self._folder, self._find_maker = folder, find_maker
         self._rows: SparseRows | None = None
@@ -106,7 +106,7 @@ class RowService:
 
     @property
     def handlers(self) -> Handlers:
-        """Returns the handler of each kind of question."""
+        """Handler of each kind of question."""
         return {
             Begin: self._begin,
             PutRows: self._put,
@@ -120,10 +120,10 @@ class RowService:
 
     @property
     def rows(self) -> SparseRows:
-        """The rows.
+        """Rows of this process.
 
         Raises:
-            Refused: None were begun with.
+            RefusedRequestError: The process has no rows yet.
         """
         if self._rows is None:
             raise RefusedRequestError("stale", "no rows were begun with")

@@ -1,9 +1,9 @@
 """Hosts of processes with tables, and the state that outlives the dense part's process.
 
-The process with the dense part may be killed: what is kept in a folder every so many
-steps (its own state, and the rows of every process as they are after the same steps) is
-what a process goes on from that is started in its place. A record names these steps
-once both are written, and until the next one nothing of them is removed.
+The process with the dense part may be killed. Its replacement starts from the state in
+a folder: every few steps, its own state and the rows of every process after the same
+steps are written there. A record names these steps once both are written, and until the
+next record none of these files is removed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _DENSE: Final = "dense-{:012d}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionRun:
-    """Hosts of the processes of two sections, and the state that is kept of them.
+    """Hosts of the processes of two sections, and the folder of their kept state.
 
     Attributes:
         folder: Folder of keys, logs and snapshots, at the same path on all hosts; None
-            takes a new one of this machine, which is removed at the end.
-        keep_every: Steps after which the state is kept in the folder, so that a process
-            that is started in place of this one goes on from there; None keeps nothing.
-        hosts: Hosts of the processes that hold tables, which are dealt out to them.
-        host: Address of this machine by which they reach it.
+            creates a temporary one on this machine.
+        keep_every: Steps between writes of the state to the folder, from which a
+            replacement of this process starts; None keeps nothing.
+        hosts: Hosts of the processes that hold tables, assigned in turn.
+        host: Address at which they reach this machine.
         remote_shell: Words before the name of a host and a command for it.
     """
 
@@ -81,18 +81,18 @@ class KeptState:
     """A folder that keeps the state after some steps.
 
     Attributes:
-        folder: The folder, which is made where there is none.
-        step: Number of steps of what is kept; -1 for nothing.
+        folder: The folder, created if it does not exist.
+        step: Number of steps of the kept state; -1 for none.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Reads what is kept.
+        """Reads the record of the kept state.
 
         Args:
             folder: The folder.
 
         Raises:
-            WhaleError: The folder cannot be made, or its record is damaged.
+            WhaleError: The folder cannot be created, or its record is damaged.
         """
         self.folder = Path(folder)
         try:
@@ -113,7 +113,7 @@ class KeptState:
             ) from None
 
     def dense_path(self, step: int) -> Path:
-        """Path of the dense part's state after some steps.
+        """Returns the path of the dense part's state after some steps.
 
         Args:
             step: Number of steps.
@@ -121,7 +121,7 @@ class KeptState:
         return self.folder / _DENSE.format(step)
 
     def begin(self, step: int) -> Path:
-        """Path to write the dense part's state to; leftovers of a kill are removed.
+        """Returns the path for the dense part's state, after removal of leftovers.
 
         Args:
             step: Number of steps.
@@ -132,7 +132,7 @@ class KeptState:
         return path
 
     def commit(self, step: int) -> None:
-        """Records that the state after some steps is there, whole.
+        """Records that the state after some steps is complete.
 
         Args:
             step: Number of steps.
@@ -146,6 +146,6 @@ class KeptState:
                 shutil.rmtree(other, ignore_errors=True)
 
     def forget(self) -> None:
-        """Keeps nothing any more, since a run begins anew."""
+        """Removes the record, as a new run begins."""
         (self.folder / _RECORD).unlink(missing_ok=True)
         self.step = -1

@@ -1,7 +1,7 @@
-"""Snapshots of a process's rows in a folder: the newest that is whole is what counts.
+"""Snapshots of a process's rows in a folder; the newest complete one counts.
 
-They outlive the process and not the machine: what a machine lost is restored from a
-checkpoint.
+They survive the process but not the machine: state lost with a machine is restored from
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NAME: Final = "rows-{:012d}.npz"
 def write_snapshot(
     folder: Path, arrays: Mapping[str, np.ndarray], kept: int = -1
 ) -> None:
-    """Writes a snapshot, and then removes the older ones.
+    """Writes a snapshot, then removes the older ones.
 
     Args:
-        folder: Folder of this process's snapshots alone.
+        folder: Folder with only this process's snapshots.
         arrays: Arrays that ``SparseRows.copy`` returned.
         kept: Version of a snapshot that is not removed; -1 for none.
     """
@@ -40,12 +40,12 @@ def write_snapshot(
 
 
 def read_snapshot(folder: Path, version: int = -1) -> dict[str, np.ndarray] | None:
-    """The newest snapshot that can be read whole, or None.
+    """Returns the newest complete snapshot, or None.
 
     Args:
         folder: Folder of the snapshots.
-        version: Version of the snapshot to read. Newer ones, of steps that will be
-            done again, are removed. -1 for the newest.
+        version: Version of the snapshot to read; newer ones, of steps that will be
+            repeated, are removed. -1 for the newest.
     """
     for path in folder.glob("rows-*.npz") if version >= 0 else ():
         if path.name > _NAME.format(version):

@@ -1,10 +1,10 @@
-"""The rows that one process of the sparse section holds, and which updates they have.
+"""Rows of one process of the sparse section, and the updates applied to them.
 
 Rows of version v have the updates of the steps before v, each applied once and in
-order. A lookup of step t reads version t - s (the first one before t = s), whatever
-came when: an update is applied as soon as it and those before it are there and no
-lookup needs the rows without it. So losses do not depend on timing, and a process that
-was replaced gives the same vectors again.
+order. A lookup of step t reads version t - s (the first one before t = s) for any order
+of arrival: an update is applied once it and those before it have arrived and no lookup
+needs the rows without it. So losses do not depend on timing, and a replaced process
+returns the same vectors again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
 
 
 class WrongVersionError(WhaleError):
-    """Rows are not of the version that a lookup is to read."""
+    """Rows do not have the version that a lookup must read."""
 
 
 class MissingIdsError(WhaleError):
-    """Gradients came of a step that was not looked up here."""
+    """Gradients arrived for a step that was not looked up here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class RowsRead:
 
     Attributes:
         vectors: ``[samples, elements]``.
-        version: Number of steps whose updates the rows had.
-        seconds: Time that it took.
+        version: Number of steps whose updates the rows included.
+        seconds: Duration in seconds.
     """
 
     vectors: np.ndarray
@@ -50,12 +50,12 @@ class RowsRead:
 
 
 class SparseRows:
-    """Rows, their optimizer's state and what is to be applied to them.
+    """Rows, their optimizer's state and pending updates.
 
     Attributes:
-        widths: Layout of each buffer; its arrays are of this process alone.
+        widths: Layout of each buffer; its arrays are those of this process.
         staleness: Number of newest updates that a lookup does without.
-        version: Number of steps whose updates the rows have.
+        version: Number of steps whose updates the rows include.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class SparseRows:
         )
 
     def begin(self, version: int, first: int) -> None:
-        """Goes on from the rows as those after so many steps.
+        """Continues from the current rows as those after a number of steps.
 
         Args:
-            version: Number of steps whose updates the rows have.
+            version: Number of steps whose updates the rows include.
             first: Number of steps at the beginning of the run; no lookup reads an older
                 version.
         """
@@ -112,14 +112,14 @@ class SparseRows:
             self._pending.clear()
 
     def commit(self, version: int, *, is_fresh: bool) -> None:
-        """Goes on from the rows after so many steps, with all updates until then.
+        """Applies all updates of a number of steps, and continues from there.
 
         Args:
             version: Number of steps.
-            is_fresh: The rows are those already, as they were written.
+            is_fresh: Whether the rows were written with these updates.
 
         Raises:
-            WrongVersionError: An update is not there.
+            WrongVersionError: An update is missing.
         """
         if not is_fresh:
             with self._lock:
@@ -132,15 +132,15 @@ class SparseRows:
         self.begin(version, version)
 
     def look_up(self, step: int, ids: np.ndarray) -> RowsRead:
-        """The vectors of a batch.
+        """Returns the vectors of a batch.
 
         Args:
             step: Number of the step.
             ids: ``int32[samples, columns]``.
 
         Raises:
-            WrongVersionError: An update that it needs is not there, or one was applied
-                that it may not have.
+            WrongVersionError: An update that it needs is missing, or a later one was
+                applied.
         """
         with self._lock:
             begun = time.perf_counter()
@@ -159,13 +159,13 @@ class SparseRows:
     def update(
         self, step: int, gradients: np.ndarray, ids: np.ndarray | None, received: int
     ) -> float:
-        """Takes gradients, and applies what may be applied; the seconds that it took.
+        """Stores gradients, applies allowed updates, and returns the seconds taken.
 
         Args:
-            step: Number of the step that they are of.
+            step: Step number of the gradients.
             gradients: ``[samples, elements]``, of the vectors.
-            ids: Ids of the lookup, where this process may not know them.
-            received: Number of steps whose vectors came where they were asked for.
+            ids: Ids of the lookup, if this process may not know them.
+            received: Number of steps whose vectors were received.
 
         Raises:
             MissingIdsError: The step was not looked up here, and no ids are given.
@@ -191,10 +191,10 @@ class SparseRows:
             self._ids.pop(self.version, None)
             self.version += 1
 
-    # Rows as they are.
+    # Current rows.
 
     def read(self, width: int, state: str, first: int, count: int) -> np.ndarray:
-        """Some rows of a buffer, or of a state array of it.
+        """Returns some rows of a buffer, or of a state array of it.
 
         Args:
             width: Width of the buffer.
@@ -218,7 +218,7 @@ class SparseRows:
             held[name] = _replaced(held[name], rows, np.int32(first))
 
     def copy(self) -> dict[str, np.ndarray]:
-        """A copy of every array by its name, the version and where the run began."""
+        """Returns copies of all arrays, the version and the run's first step."""
         with self._lock:
             arrays = {f"{w}": np.array(x) for w, x in self._buffers.items()}
             for width, held in self._states.items():
@@ -229,7 +229,7 @@ class SparseRows:
             }
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes what ``copy`` gave.
+        """Restores a result of ``copy``.
 
         Args:
             arrays: Rows, state arrays and the version, by name.

@@ -1,8 +1,8 @@
-"""The processes of the sparse section: started, watched, and replaced where they die.
+"""Processes of the sparse section: started, watched, and replaced if they fail.
 
 They are processes of this machine, as ``whalejax.processes`` starts them, or of other
-hosts by ssh, and answer over the wire of all runs. Who is given up, and when a run is,
-``whalejax.membership`` says.
+hosts by ssh, and use the wire of all runs. ``whalejax.membership`` decides which
+process is given up, and when a run is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PROGRAM: Final = "whalejax.api.sparse_process"
 """Module that a process of the section runs."""
 
 ANSWER_SECONDS: Final = 60.0
-"""A process that answers nothing for so long is replaced."""
+"""Time without an answer after which a process is replaced."""
 
 _SLOWEST_BYTES_PER_SECOND: Final = 1e7
 _TURN_SECONDS: Final = 0.1
@@ -52,8 +52,6 @@ _LONGEST_TURN_SECONDS: Final = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """The process of one rank, as it is now."""
-
     incarnation: int = -1
     address: Address | None = None
     started_at: float = 0.0
@@ -65,9 +63,9 @@ class SparseSection:
 
     Attributes:
         count: Number of processes.
-        folder: Folder of keys, logs and snapshots; removed at the end where it was
-            made here.
-        replaced: Number of processes that were started in place of another.
+        folder: Folder of keys, logs and snapshots; removed at the end if it was created
+            here.
+        replaced: Number of processes that were started as replacements.
     """
 
     def __init__(
@@ -79,14 +77,14 @@ class SparseSection:
         run: SectionRun | None = None,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
-        """Starts the processes, and does not wait for them.
+        """Starts the processes without waiting for them.
 
         Args:
             count: Number of processes.
-            notify: Called where a process has come.
-            fail: Called where the run is given up.
-            run: Hosts and folder of the run; None for processes of this machine alone.
-            answer_seconds: A process that answers nothing for so long is replaced.
+            notify: Called when a process has registered.
+            fail: Called when the run is given up.
+            run: Hosts and folder of the run; None for processes only on this machine.
+            answer_seconds: Time without an answer after which a process is replaced.
         """
         self.count, self.replaced = count, 0
         self._notify, self._fail, self._seconds = notify, fail, answer_seconds
@@ -97,7 +95,7 @@ class SparseSection:
             if self._run.folder is None
             else Path(self._run.folder)
         )
-        for left in self.folder.glob("run-*"):  # By a process that was killed.
+        for left in self.folder.glob("run-*"):  # Left by a killed process.
             shutil.rmtree(left, ignore_errors=True)
         self._key_path = self.folder / f"run-{os.getpid()}-{time.time_ns()}" / "key"
         self._key_path.parent.mkdir(parents=True)
@@ -127,7 +125,7 @@ class SparseSection:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Number of the process of each rank that has one."""
+        """Process id of each rank that has a process."""
         with self._lock:
             return dict(self._pids)
 
@@ -142,7 +140,7 @@ class SparseSection:
         self._service.close()
 
     def at(self, rank: int) -> tuple[int, Address] | None:
-        """(Incarnation, address) of a rank's process, once it has come.
+        """Returns the (incarnation, address) of a rank's process once registered.
 
         Args:
             rank: The rank.
@@ -154,15 +152,15 @@ class SparseSection:
     def ask(
         self, rank: int, incarnation: int, question: Question[A], num_bytes: int = 0
     ) -> A | None:
-        """The answer of a rank's process; None where it is to be replaced.
+        """Returns the answer of a rank's process; None if it will be replaced.
 
         Args:
-            rank, incarnation: Whom to ask.
+            rank, incarnation: Rank, and incarnation of its process.
             question: Question to ask.
             num_bytes: Size of the answer.
 
         Raises:
-            Refused: It answered with words.
+            RefusedRequestError: The process refused the request.
         """
         found = self.at(rank)
         if found is None or found[0] != incarnation:
@@ -181,7 +179,7 @@ class SparseSection:
         return answer
 
     def progressed(self, step: int) -> None:
-        """A step was done, so that what failed before did not fail for good.
+        """Records a finished step, so that earlier failures count as recovered.
 
         Args:
             step: Number of steps done.
@@ -199,7 +197,7 @@ class SparseSection:
         self._notify()
         return HelloHeard(known=True)
 
-    # In the thread that manages processes.
+    # Runs in the thread that manages processes.
 
     def _manage(self) -> None:
         selector = selectors.DefaultSelector()
@@ -210,7 +208,7 @@ class SparseSection:
             try:
                 while not self._closing.is_set():
                     self._turn(processes, selector)
-            except Exception as error:  # Nobody else would notice.
+            except Exception as error:  # Otherwise the error would be lost.
                 self._fail(error)
             finally:
                 processes.end_all()
@@ -297,7 +295,7 @@ def _name(rank: int) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Variables of a process that computes on CPUs, as this one does."""
+    """Returns environment variables of a process that computes on CPUs, as this one."""
     config: Any = jax.config
     cache = config.jax_compilation_cache_dir or str(folder / "compiled")
     return {
@@ -310,7 +308,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _close(closing: threading.Event, thread: threading.Thread, made: Path) -> None:
-    """Ends the processes, and removes the folder that was made for them."""
+    """Ends the processes, and removes the folder that was created for them."""
     closing.set()
     if thread is not threading.current_thread():
         thread.join(30.0)

@@ -1,7 +1,8 @@
-"""Embedding tables on devices: found in a loss, looked up where they are, updated.
+"""Embedding tables on devices: found in a loss, looked up on their devices, updated.
 
 ``recognize`` finds the tables of a loss and cuts it at its lookups;
-``sparse_optimizers`` say how rows change; ``layout`` turns a placement into arrays of
-one size a rank; ``exchange`` has the lookups and the updates, with one all-to-all each
-way; ``programs`` puts them around the dense part; ``plan`` is what was decided.
+``sparse_optimizers`` define how rows change; ``layout`` turns a placement into arrays
+of one size on every rank; ``exchange`` has the lookups and the updates, with one
+all-to-all in each direction; ``programs`` puts them around the dense part;
+``tables_plan`` is the result of planning.
 """

@@ -1,7 +1,7 @@
-"""The loss without its lookups, as a loss of its own.
+"""The loss without its lookups, as a separate loss.
 
-Its model has the parameters that are no tables, by their paths, and whatever is not
-trained; its batch has the vectors that were looked up beside the user's batch.
+Its model has the parameters that are not tables, by their paths, and all non-trained
+leaves; its batch has the looked-up vectors in addition to the user's batch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from whalejax.user_code.losses import WeightedLoss
 
 
 UNUSED: Final = "unused"
-"""Stands for parameters where a model has tables only."""
+"""Replaces the parameters if a model has only tables."""
 
 
 def dense_paths(adapter: Adapter, program: TableProgram) -> list[str]:
-    """Paths of the trained leaves that are no tables, in order."""
+    """Returns the paths of the trained leaves that are not tables, in order."""
     return [
         path
         for number, path in enumerate(adapter.param_paths)
@@ -33,11 +33,11 @@ def dense_paths(adapter: Adapter, program: TableProgram) -> list[str]:
 def dense_params(
     adapter: Adapter, program: TableProgram, params: Any
 ) -> dict[str, Any]:
-    """The trained leaves that are no tables, by their paths.
+    """Returns the trained leaves that are not tables, by their paths.
 
     Args:
         adapter: The model.
-        program: Its loss.
+        program: Loss of the model.
         params: Trained leaves, in the structure of ``adapter.params``.
     """
     leaves = zip(adapter.param_paths, jax.tree.leaves(params), strict=True)
@@ -47,11 +47,11 @@ def dense_params(
 
 
 def dense_model(adapter: Adapter, program: TableProgram) -> dict[str, Any]:
-    """The abstract model of the dense part.
+    """Returns the abstract model of the dense part.
 
     Args:
         adapter: The model, without values.
-        program: Its loss.
+        program: Loss of the model.
     """
     rest = jax.tree.leaves(adapter.rest)
     return {
@@ -69,13 +69,13 @@ def dense_outputs(
     vectors: Sequence[Any],
     key: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """(Total, weight, metrics, rest) of the loss.
+    """Returns (total, weight, metrics, rest) of the loss.
 
     Args:
         adapter: The model.
-        program: Its loss, cut at the lookups.
-        params: Trained leaves that are no tables, by their paths.
-        rest, batch: Leaves.
+        program: Loss of the model, cut at the lookups.
+        params: Trained leaves that are not tables, by their paths.
+        rest, batch: Leaves of the non-trained state, and of the batch.
         vectors: Vectors of each lookup.
         key: Random key of a loss that takes one, or None.
     """
@@ -89,11 +89,11 @@ def dense_outputs(
 
 
 def dense_loss(adapter: Adapter, program: TableProgram) -> Callable[..., Any]:
-    """The loss of ``dense_model`` and a batch with vectors, for the planner.
+    """Returns the loss of ``dense_model`` and a batch with vectors, for the planner.
 
     Args:
         adapter: The model, without values.
-        program: Its loss, cut at the lookups.
+        program: Loss of the model, cut at the lookups.
     """
 
     def run(model: Any, batch: Any, key: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Tables of which each distinct row that a rank needs is sent to it once.
+"""Tables of which a rank receives each distinct row that it needs once.
 
-A rank sends every owner the rows that its samples read there, each once, and finds its
-vectors in what comes back; backward it sums its gradients by row first. So many rows
-are exchanged as the plan has room for: of a batch that has more distinct ones the step
-exchanges vectors by sample, by another program. Sums are made in one fixed order.
+A rank asks every owner for the distinct rows that its samples read there, and finds its
+vectors among the rows received; backward it first sums its gradients by row. The
+exchange has a fixed room for rows; a batch with more distinct rows runs another
+program, which exchanges vectors by sample. Sums are made in one fixed order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from whalejax.tables.layout import BufferKey, DistinctTable, TableLayout
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequests:
-    """Places of the looked-up rows of one buffer among those that a rank asks for.
+    """Positions of the looked-up rows of one buffer among those that a rank asks for.
 
     Attributes:
         owner: Rank that has the row, ``int32[ids]``; the number of ranks for none.
-        place: Its place among the rows that are asked of that rank.
+        place: Index of the row among those that are asked of that rank.
         order: The ids sorted by owner and row.
-        segment: Number of the distinct row of each id in that order.
+        segment: Index of the distinct row of each id in that order.
     """
 
     owner: Any
@@ -44,10 +44,10 @@ class RowRequests:
 def request_rows(
     layout: TableLayout, names: Sequence[str], ids: Sequence[Any]
 ) -> tuple[Any, dict[BufferKey, RowRequests]]:
-    """Rows that a rank asks of every rank, ``int32[ranks, rows]``, and places of ids.
+    """Returns rows that a rank asks of each rank, and the positions of ids among them.
 
     Args:
-        layout: Buffers and what may be asked for.
+        layout: Buffers and the room for requests.
         names: Name of the table of each lookup.
         ids: This rank's ids of each lookup, ``int32[samples, ids]``.
     """
@@ -65,10 +65,10 @@ def request_rows(
 
 
 def most_distinct(layout: TableLayout, names: Sequence[str], ids: Sequence[Any]) -> Any:
-    """Most distinct rows that a rank needs of another, over the room for them.
+    """Returns the most distinct rows that a rank needs of another, over their room.
 
     Args:
-        layout: Buffers and what may be asked for.
+        layout: Buffers and the room for requests.
         names: Name of the table of each lookup.
         ids: Ids of each lookup of the global batch, ``int32[samples, ids]``.
     """
@@ -87,10 +87,10 @@ def most_distinct(layout: TableLayout, names: Sequence[str], ids: Sequence[Any])
 
 
 def asked_of(layout: TableLayout, received: Any) -> dict[BufferKey, Any]:
-    """Rows of this rank's buffers that each rank asks for, ``int32[ranks, rows]``.
+    """Returns rows of this rank's buffers that others ask for, ``int32[ranks, rows]``.
 
     Args:
-        layout: Buffers and what may be asked for.
+        layout: Buffers and the room for requests.
         received: Requests that ``request_rows`` of each rank sent here.
     """
     found, start = {}, 0
@@ -103,12 +103,12 @@ def asked_of(layout: TableLayout, received: Any) -> dict[BufferKey, Any]:
 def asked_rows(
     layout: TableLayout, buffers: Mapping[Any, Any], asked: Mapping[BufferKey, Any]
 ) -> Any:
-    """The rows that were asked for, ``[ranks, elements]``.
+    """Returns the requested rows, ``[ranks, elements]``.
 
     Args:
-        layout: Buffers and what may be asked for.
+        layout: Buffers and the room for requests.
         buffers: This rank's buffers.
-        asked: From ``asked_of``.
+        asked: Result of ``asked_of``.
     """
     dtype = jnp.result_type(*(buffer.dtype for buffer in buffers.values()))
     parts = [
@@ -123,11 +123,11 @@ def asked_rows(
 def rows_of_ids(
     layout: TableLayout, requests: Mapping[BufferKey, RowRequests], received: Any
 ) -> dict[BufferKey, Any]:
-    """The row of each id, ``[ids, columns]``, zeros for none; by buffer.
+    """Returns the row of each id, ``[ids, columns]``, zeros for none; by buffer.
 
     Args:
-        layout: Buffers and what may be asked for.
-        requests: From ``request_rows``.
+        layout: Buffers and the room for requests.
+        requests: Result of ``request_rows``.
         received: Rows that ``asked_rows`` of each rank sent here.
     """
     found, start = {}, 0
@@ -146,11 +146,11 @@ def sums_of_rows(
     gradients: Mapping[BufferKey, Any],
     dtype: Any,
 ) -> Any:
-    """Gradients summed by the row that they are of, ``[ranks, elements]``.
+    """Returns gradients summed by row, ``[ranks, elements]``.
 
     Args:
-        layout: Buffers and what may be asked for.
-        requests: From ``request_rows``.
+        layout: Buffers and the room for requests.
+        requests: Result of ``request_rows``.
         gradients: Gradient of the row of each id, ``[ids, columns]``.
         dtype: Element type of the exchange.
     """
@@ -171,11 +171,11 @@ def sums_of_rows(
 def asked_gradients(
     layout: TableLayout, asked: Mapping[BufferKey, Any], received: Any
 ) -> dict[BufferKey, tuple[Any, Any]]:
-    """Rows of each buffer, the number of rows for none, and their gradients.
+    """Returns rows of each buffer (its number of rows for none), and their gradients.
 
     Args:
-        layout: Buffers and what may be asked for.
-        asked: From ``asked_of``.
+        layout: Buffers and the room for requests.
+        asked: Result of ``asked_of``.
         received: Sums that ``sums_of_rows`` of each rank sent here.
     """
     found, start = {}, 0
@@ -188,7 +188,7 @@ def asked_gradients(
 
 
 def lookups_of(layout: TableLayout, key: BufferKey, names: Sequence[str]) -> list[int]:
-    """Numbers of the lookups whose rows are asked for in a buffer."""
+    """Returns indices of the lookups whose rows are requested from a buffer."""
     return [
         number
         for number, name in enumerate(names)
@@ -199,7 +199,7 @@ def lookups_of(layout: TableLayout, key: BufferKey, names: Sequence[str]) -> lis
 def _owners(
     layout: TableLayout, key: BufferKey, names: Sequence[str], ids: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Rank and row of its buffer of each id of the lookups of one buffer."""
+    """Returns the rank of each id of one buffer's lookups, and its row there."""
     owners, rows = [], []
     for number in lookups_of(layout, key, names):
         table = layout.distinct[names[number]]
@@ -223,7 +223,7 @@ def _owner(table: DistinctTable, ids: Any, ranks: int) -> tuple[Any, Any]:
 
 
 def _distinct(ranks: int, owner: Any, row: Any) -> RowRequests:
-    """Distinct rows of each owner, numbered in their order."""
+    """Numbers the distinct rows of each owner in their order."""
     order = jnp.lexsort((row, owner))
     owners, rows = owner[order], row[order]
     first = jnp.ones((1,), bool)

@@ -1,10 +1,10 @@
-"""Lookups where the rows are, and updates of the rows that were looked up.
+"""Lookups and updates of rows on the ranks that hold them.
 
 Each function runs on one rank inside ``shard_map``. A step has one all-to-all of ids,
-one of vectors and, backwards, one of their gradients, whatever the number of tables.
-Rows that a node has together are summed there first, and a second all-to-all, between
-nodes alone, brings the sums to their samples.
-No array has the size of a table but the buffers and their state.
+one of vectors and, backward, one of their gradients, for any number of tables. Rows
+that a node holds jointly are summed there first; a second all-to-all, only between
+nodes, sends the sums to their samples. Only the buffers and their state have the size
+of a table.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
 def exchange_ids(
     layout: TableLayout, ids: Any, asked: Any, axes: tuple[str, ...]
 ) -> tuple[Any, Any]:
-    """Sends the ids of this rank's samples to where their rows are.
+    """Sends the ids of this rank's samples to the ranks that hold their rows.
 
     Args:
         layout: Buffers and columns.
-        ids: ``int32[samples / ranks, ids]``, those of all lookups side by side.
+        ids: ``int32[samples / ranks, ids]``, of all lookups, concatenated.
         asked: Rows that are asked of each rank, ``int32[ranks, rows]``.
-        axes: Mesh axes that the ranks are numbered along.
+        axes: Mesh axes along which the ranks are numbered.
 
     Returns:
-        ``int32[samples, columns]``: the ids that this rank looks up for all samples;
-        and ``int32[ranks, rows]``: the rows that each rank asks of it.
+        ``int32[samples, columns]``, the ids that this rank looks up for all samples,
+        and ``int32[ranks, rows]``, the rows that each rank asks of it.
     """
     if not layout.id_columns and not asked.shape[1]:
         return jnp.zeros((ids.shape[0] * layout.ranks, 0), ids.dtype), asked
@@ -58,19 +58,19 @@ def give_vectors(
     asked: Any,
     axes: tuple[str, ...],
 ) -> tuple[Any, Any, Any]:
-    """Looks rows up and sends the vectors to the samples that they are for.
+    """Looks rows up and sends the vectors to the samples that need them.
 
     Args:
         layout: Buffers and columns.
         buffers: This rank's buffers.
-        ids: From ``exchange_ids``.
-        asked: The rows that each rank asked for, ``[ranks, elements]``.
-        axes: Mesh axes that the ranks are numbered along.
+        ids: Result of ``exchange_ids``.
+        asked: Rows that each rank asked for, ``[ranks, elements]``.
+        axes: Mesh axes along which the ranks are numbered.
 
     Returns:
-        ``[ranks, samples / ranks, elements]``: what each rank gave for these samples;
-        ``[ranks, elements]``: the rows that each sent whole; and the same of the rows
-        that each was asked for.
+        ``[ranks, samples / ranks, elements]``, the vectors of each rank for these
+        samples; ``[ranks, elements]``, the rows of shards that each rank sent
+        completely; and the same for the requested rows.
     """
     rank, ranks = jax.lax.axis_index(axes), layout.ranks
     own = layout.widths_in(nodes=False)
@@ -91,16 +91,16 @@ def give_vectors(
 def give_node_vectors(
     layout: TableLayout, buffers: Mapping[Any, Any], ids: Any, axes: tuple[str, ...]
 ) -> Any:
-    """Vectors of the rows that nodes have together, for the samples they are for.
+    """Returns vectors of rows that nodes hold jointly, for this rank's samples.
 
     Args:
         layout: Buffers and columns.
         buffers: This rank's buffers.
-        ids: From ``exchange_ids``.
+        ids: Result of ``exchange_ids``.
         axes: Two mesh axes: nodes, and the ranks of a node.
 
     Returns:
-        ``[nodes, samples / ranks, elements]``: what each node gave for these samples.
+        ``[nodes, samples / ranks, elements]``: the vectors of each node.
     """
     rank, own = jax.lax.axis_index(axes), layout.widths_in(nodes=True)
     parts = look_up_rows(own, buffers, ids, rank)
@@ -113,7 +113,7 @@ def give_node_vectors(
 def return_node_gradients(
     layout: TableLayout, gradients: Sequence[Any], axes: tuple[str, ...], dtype: Any
 ) -> Any:
-    """Gradients of vectors of nodes, at each rank of the node, ``[samples, elements]``.
+    """Sends gradients of nodes' vectors to each rank there, ``[samples, elements]``.
 
     Args:
         layout: Buffers and columns.
@@ -139,8 +139,8 @@ def look_up_rows(
     Args:
         widths: Layout of each buffer.
         buffers: The rank's buffers.
-        ids: Ids that it takes, ``int32[samples, columns]``.
-        rank: Its number in the layouts.
+        ids: Ids that it looks up, ``int32[samples, columns]``.
+        rank: Index of the rank in the layouts.
     """
     dtype, given = _dtype(buffers), []
     for key, each in widths.items():
@@ -158,14 +158,14 @@ def assemble(
     received: Any,
     by_node: Any = None,
 ) -> Any:
-    """The vectors of one lookup for this rank's samples.
+    """Returns the vectors of one lookup for this rank's samples.
 
     Args:
         layout: Buffers and columns.
-        number: Number of the lookup.
+        number: Index of the lookup.
         lookup: The lookup.
-        received: From ``give_vectors``.
-        by_node: From ``give_node_vectors``, or None.
+        received: Result of ``give_vectors``.
+        by_node: Result of ``give_node_vectors``, or None.
     """
     samples = received.shape[1]
     parts: dict[tuple[int, int], Any] = {}
@@ -189,20 +189,20 @@ def return_gradients(
     axes: tuple[str, ...],
     dtype: Any,
 ) -> tuple[Any, Any, Any]:
-    """Sends gradients of vectors to where their rows are.
+    """Sends gradients of vectors to the ranks that hold their rows.
 
     Args:
         layout: Buffers and columns.
         gradients: Gradient of each lookup's vectors, for this rank's samples.
-        sums: Sums of each table that was sent whole, as ``pack_sums`` takes them.
+        sums: Sums of each table that was sent completely, as for ``pack_sums``.
         asked: Gradients of the rows that this rank asked for, ``[ranks, elements]``.
-        axes: Mesh axes that the ranks are numbered along.
+        axes: Mesh axes along which the ranks are numbered.
         dtype: Element type of the exchange.
 
     Returns:
-        ``[samples, elements]`` for the vectors that this rank gave; ``[ranks,
-        elements]`` for the rows that it sent whole; and the same for those that it was
-        asked for.
+        ``[samples, elements]`` for the vectors that this rank sent; ``[ranks,
+        elements]`` for the rows of shards that it sent completely; and the same for
+        the rows requested of it.
     """
     packed, ranks = pack_gradients(layout, gradients, dtype), layout.ranks
     samples = packed.shape[1]
@@ -218,13 +218,13 @@ def return_gradients(
 def pack_gradients(
     layout: TableLayout, gradients: Sequence[Any], dtype: Any, *, by_node: bool = False
 ) -> jax.Array:
-    """Gradients of vectors by the rank or node that they are for.
+    """Packs gradients of vectors by the rank or node that receives them.
 
     Args:
         layout: Buffers and columns.
         gradients: Gradient of each lookup's vectors, for some samples.
         dtype: Element type of the exchange.
-        by_node: Take those of nodes, and not those of ranks.
+        by_node: Pack those of nodes instead of those of ranks.
 
     Returns:
         ``[ranks or nodes, samples, elements]``.
@@ -246,7 +246,7 @@ def pack_gradients(
 def _join_pieces(
     pieces: Sequence[tuple[int, Any]], samples: int, length: int, dtype: Any
 ) -> Any:
-    """Returns parts side by side at their places, with zeros between them."""
+    """Concatenates parts at their offsets, with zeros between them."""
     row, end = [], 0
     for start, part in sorted(pieces, key=lambda piece: piece[0]):
         row += [jnp.zeros((samples, start - end), dtype), part]
@@ -273,9 +273,9 @@ def update_buffers(
         optimizer: Update rule of rows.
         buffers, states: The rank's buffers and their state.
         ids: Ids that it looked up, ``int32[samples, columns]``.
-        gradients: Gradients of what it gave, ``[samples, elements]``.
+        gradients: Gradients of the vectors that it sent, ``[samples, elements]``.
         step: Number of steps before this one.
-        rank: Its number in the layouts.
+        rank: Index of the rank in the layouts.
         more: Further rows of each buffer and their gradients.
     """
     new_buffers: dict[Any, Any] = {}
@@ -308,7 +308,7 @@ def update_rows(
     *,
     on_host: bool = False,
 ) -> tuple[Any, RowState]:
-    """Updates rows of one array, those that occur several times once.
+    """Updates rows of one array; a repeated row is updated once.
 
     Gradients of a row are summed in the order in which they are given.
 
@@ -319,7 +319,7 @@ def update_rows(
         places: Row of each gradient; the number of rows for none.
         gradients: ``[gradients, width]``.
         step: Number of steps before this one.
-        on_host: The table and its state are in host memory.
+        on_host: Whether the table and its state are in host memory.
     """
     rows = table.shape[0]
     order = jnp.argsort(places, stable=True)
@@ -346,7 +346,7 @@ def update_rows(
 
 
 def look_up_replicated(table: Any, lookup: Lookup, ids: Any) -> Any:
-    """The vectors of this rank's samples from a table that it holds whole.
+    """Returns the vectors of this rank's samples from a replicated table.
 
     Args:
         table: The table.
@@ -360,7 +360,7 @@ def look_up_replicated(table: Any, lookup: Lookup, ids: Any) -> Any:
 
 
 def replicated_gradient(table: Any, lookup: Lookup, ids: Any, gradient: Any) -> Any:
-    """The sum of this rank's gradients by row, and how often each row occurs.
+    """Sums this rank's gradients by row, and counts how often each row occurs.
 
     Args:
         table: The table.
@@ -387,8 +387,8 @@ def update_replicated(
 
     Args:
         optimizer: Update rule of rows.
-        table, state: The table and its state.
-        sums: ``replicated_gradient``, summed over lookups and ranks.
+        table, state: Table and its state.
+        sums: Result of ``replicated_gradient``, summed over lookups and ranks.
         step: Number of steps before this one.
     """
     touched = sums[:, -1:] > 0
@@ -401,7 +401,7 @@ def update_replicated(
 
 
 def _places(each: WidthLayout, ids: Any, rank: Any) -> tuple[Any, Any]:
-    """Row of the buffer of each id, the number of rows for none; and its slot."""
+    """Returns each id's row of the buffer (their number for none), and its slot."""
 
     def mine(array: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(jnp.asarray(array), rank, keepdims=True)
@@ -410,21 +410,21 @@ def _places(each: WidthLayout, ids: Any, rank: Any) -> tuple[Any, Any]:
     low, high = mine(each.low), mine(each.high)
     modulus = mine(each.modulus)
     modulus = jnp.broadcast_to(modulus, own.shape)
-    residue = jax.lax.rem(own, modulus)  # of negative ids it is not asked
+    residue = jax.lax.rem(own, modulus)  # not used for negative ids
     inside = (own >= low) & (own < high) & (residue == mine(each.residue))
     place = mine(each.base) + jax.lax.div(own, modulus)
     return jnp.where(inside, place, each.rows), mine(each.slot)[0]
 
 
 def _sum_columns(rows: Any, slot: Any, slots: int) -> Any:
-    """``[samples, columns, width]`` summed by slot: ``[samples, slots, width]``."""
+    """Sums ``[samples, columns, width]`` by slot: ``[samples, slots, width]``."""
     by_column = jnp.moveaxis(rows, 1, 0)
     sums = jax.ops.segment_sum(by_column, slot, num_segments=slots)
     return jnp.moveaxis(sums, 0, 1)
 
 
 def _all_to_all(sent: Any, ranks: int, axes: tuple[str, ...]) -> Any:
-    """``[ranks, n, m]`` by receiver to ``[ranks · n, m]`` by sender."""
+    """Exchanges ``[ranks, n, m]`` by receiver for ``[ranks · n, m]`` by sender."""
     if ranks > 1:
         sent = jax.lax.all_to_all(sent, axes, 0, 0)
     return sent.reshape(-1, sent.shape[-1])

@@ -1,9 +1,9 @@
-"""Tables that are sent whole: those of which a batch needs more vectors than rows.
+"""Tables whose shards are sent completely, as a batch needs more vectors than rows.
 
-Unpooled lookups of long histories read the same rows many times. Where a shard has
-fewer rows than the vectors that a rank's samples need of it, each row is sent once, and
-no ids: the rank finds its vectors itself. Backward it sums its gradients by row first,
-and sends these sums with the number of lookups of each row.
+Unpooled lookups of long histories read the same rows many times. If a shard has fewer
+rows than the vectors that a rank's samples need from it, each row is sent once, and no
+ids: the rank finds its vectors itself. Backward it first sums its gradients by row, and
+sends these sums with the number of lookups of each row.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from whalejax.tables.layout import BufferKey, TableLayout
 
 
 def block_rows(layout: TableLayout, buffers: Mapping[Any, Any], rank: Any) -> Any:
-    """The rows that a rank sends whole, ``[elements]``.
+    """Returns the rows of shards that a rank sends completely, ``[elements]``.
 
     Args:
         layout: Buffers and columns.
         buffers: The rank's buffers.
-        rank: Its number.
+        rank: Index of the rank.
     """
     dtype = jnp.result_type(*(buffer.dtype for buffer in buffers.values()))
     parts = [
@@ -35,12 +35,12 @@ def block_rows(layout: TableLayout, buffers: Mapping[Any, Any], rank: Any) -> An
 
 
 def whole_table(layout: TableLayout, name: str, blocks: Any) -> Any:
-    """A table that was sent whole.
+    """Reassembles a table whose shards were sent completely.
 
     Args:
         layout: Buffers and columns.
         name: Name of the table.
-        blocks: ``[ranks, elements]``, from ``block_rows`` of each rank.
+        blocks: ``[ranks, elements]``, the results of ``block_rows`` of each rank.
     """
     shards = [each.stored.shard for each in layout.gathered[name]]
     size = max(s.rows[1] for s in shards), max(s.columns[1] for s in shards)
@@ -56,11 +56,11 @@ def whole_table(layout: TableLayout, name: str, blocks: Any) -> Any:
 
 
 def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
-    """Sums of gradients by the rank that they are for, ``[ranks, elements]``.
+    """Packs sums of gradients by the rank that receives them, ``[ranks, elements]``.
 
     Args:
         layout: Buffers and columns.
-        sums: ``[rows, width + 1]`` by the name of each table that was sent whole; the
+        sums: ``[rows, width + 1]`` by name of each such table; the
             last column counts lookups.
         dtype: Element type of the exchange.
     """
@@ -81,14 +81,14 @@ def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
 def block_gradients(
     layout: TableLayout, packed: Any, buffers: Mapping[Any, Any], rank: Any
 ) -> dict[Any, tuple[Any, Any]]:
-    """Returns, by buffer, rows of the rank's buffer, the number of rows for none, and
+    """Returns, by buffer, rows of the rank's buffer (their number for none), and
     gradients.
 
     Args:
         layout: Buffers and columns.
-        packed: ``[ranks, elements]`` that came from all ranks.
+        packed: ``[ranks, elements]`` that all ranks sent.
         buffers: The rank's buffers.
-        rank: Its number.
+        rank: Index of the rank.
     """
     total, found = packed.sum(0), {}
     starts = _starts(layout, 1)
@@ -102,7 +102,7 @@ def block_gradients(
 
 
 def _starts(layout: TableLayout, beside: int) -> dict[BufferKey, int]:
-    """First element of each buffer's rows."""
+    """Returns the offset of each buffer's rows."""
     found, start = {}, 0
     for key, places in layout.blocks.items():
         found[key] = start

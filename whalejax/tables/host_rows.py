@@ -1,7 +1,7 @@
-"""Rows of a buffer read and written where it is: on the device, or in host memory.
+"""Rows of a buffer, read and written in its memory: on the device or the host.
 
-What is in host memory is never brought to the device whole: the host reads the rows
-that are asked for, and takes those that changed.
+A buffer in host memory is never copied to the device as a whole: the host reads the
+requested rows, and stores those that changed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ HOST_KIND: Final = "pinned_host"
 
 
 def read_rows(table: Any, places: Any, *, on_host: bool) -> Any:
-    """Some rows of a table on the device; zeros for places behind its end.
+    """Returns some rows of a table on the device; zeros for rows past its end.
 
     Args:
         table: ``[rows, columns]``.
-        places: Numbers of rows, of any shape.
-        on_host: The table is in host memory.
+        places: Indices of rows, of any shape.
+        on_host: Whether the table is in host memory.
     """
     if not on_host:
         return table.at[places].get(mode="fill", fill_value=0)
@@ -38,13 +38,13 @@ def read_rows(table: Any, places: Any, *, on_host: bool) -> Any:
 
 
 def write_rows(table: Any, places: Any, rows: Any, *, on_host: bool) -> Any:
-    """The table with some rows replaced; places behind its end are left out.
+    """Returns the table with some rows replaced; rows past its end are left out.
 
     Args:
         table: ``[rows, columns]``.
-        places: Numbers of rows, ``[count]``.
+        places: Indices of rows, ``[count]``.
         rows: New values, ``[count, columns]``.
-        on_host: The table is in host memory.
+        on_host: Whether the table is in host memory.
     """
     rows = rows.astype(table.dtype)
     if not on_host:
@@ -52,7 +52,7 @@ def write_rows(table: Any, places: Any, rows: Any, *, on_host: bool) -> Any:
     return _put(table, *jax.device_put((places, rows), jax.memory.Space.Host))
 
 
-# Neither may make a constant, which would not be in host memory.
+# Neither function may make a constant, which would not be in host memory.
 
 
 @host_function

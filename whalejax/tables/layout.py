@@ -1,10 +1,10 @@
-"""A placement as arrays: one buffer a column width, padded to the fullest rank.
+"""A placement as arrays: one buffer for each width, padded to the fullest rank.
 
-All shards of one width in one memory lie in one buffer, those of a rank one behind the
-other, and all lookups of a rank are columns of ids, so that every rank runs the same
-program with other numbers in it. Exchanges are padded to the rank that has most. Rows
-that a node has together are buffers of their own, which the exchange of two levels
-reads: sums within the node, then vectors between nodes.
+All shards of one width in one memory are in one buffer, those of a rank one after the
+other. All lookups of a rank are columns of ids, so that every rank runs the same
+program with other numbers. Exchanges are padded to the rank with the most. Rows that a
+node holds jointly are in separate buffers, which the two-level exchange reads: sums
+within the node, then vectors between nodes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from whalejax.tables.recognize import Lookup
 
 
 Memory: TypeAlias = Literal["device", "host", "node"]
-"""Where a buffer is: on each device, in host memory, or on the devices of a node,
-which have parts of the same rows."""
+"""Memory of a buffer: of each device, of the host, or of the devices of a node, which
+hold parts of the same rows."""
 
 
 class BufferKey(NamedTuple):
-    """A buffer, by its columns and its memory."""
+    """A buffer, by its width and its memory."""
 
     width: int
     memory: Memory
 
 
 def memory_of(shard: TableShard) -> Memory:
-    """The memory that has a shard."""
+    """Returns the memory that holds a shard."""
     if shard.split == "node_rows":
         return "node"
     is_hosted = shard.split == "host" or (shard.split == "cached" and shard.index)
@@ -45,10 +45,10 @@ class WidthLayout:
     """The shards of one width in one memory.
 
     Attributes:
-        width: Columns.
+        width: Number of columns.
         rows: Rows of the buffer on each rank.
-        slots: Vectors that a rank gives for each sample.
-        source: ``[ranks, ids]``: column of the sample's ids that is sent to a rank, or
+        slots: Vectors that a rank sends for each sample.
+        source: ``[ranks, ids]``: column of the sample's ids that a rank receives, or
             the number of columns for none.
         modulus, residue, low, high: The rows of each column's shard: ids of that
             residue between two limits.
@@ -56,7 +56,7 @@ class WidthLayout:
         slot: Slot that the column's row is added to.
         offset: Offset of the width's vectors in a rank's result for a sample.
         first_id: Offset of its columns among the ids that are sent.
-        memory: Memory that has the buffer.
+        memory: Memory that holds the buffer.
     """
 
     width: int
@@ -75,7 +75,7 @@ class WidthLayout:
 
     @property
     def num_ids(self) -> int:
-        """Ids that a rank takes for each sample."""
+        """Number of ids that a rank looks up for each sample."""
         return int(self.source.shape[1])
 
 
@@ -85,7 +85,7 @@ class StoredShard:
 
     Attributes:
         shard: The shard.
-        key: Its buffer.
+        key: Buffer of the shard.
         base: First row in the rank's part of the buffer.
     """
 
@@ -100,7 +100,7 @@ class StoredShard:
 
     @property
     def row_numbers(self) -> slice:
-        """Rows of the table that it holds."""
+        """Table rows of the shard."""
         first, last = self.shard.rows
         if self.shard.hashed:
             return slice(first + self.shard.index, last, self.shard.shards)
@@ -112,11 +112,11 @@ class ReceivedVectors:
     """Position of a lookup's vectors in one rank's result.
 
     Attributes:
-        rank: The rank, or its node where vectors of a node are summed there.
+        rank: The rank, or its node if the node sums the vectors.
         start: First element, for each sample.
         count: Number of vectors.
-        columns: Columns of the table that they have.
-        by_node: Whether a node gives them.
+        columns: Columns of the table that they cover.
+        by_node: Whether a node sends them.
     """
 
     rank: int
@@ -128,11 +128,11 @@ class ReceivedVectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredShard:
-    """A shard that is sent whole to all ranks, once for all of its lookups.
+    """A shard that is sent completely to all ranks, once for all of its lookups.
 
     Attributes:
         stored: Position of the shard in a buffer.
-        first: First of its rows among those of its width that its rank sends so.
+        first: Offset of its rows among those of its buffer that its rank sends so.
     """
 
     stored: StoredShard
@@ -141,12 +141,12 @@ class GatheredShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DistinctTable:
-    """A table of which each distinct row that a rank needs is sent to it once.
+    """A table of which a rank receives each distinct row that it needs once.
 
     Attributes:
-        key: Its buffer.
+        key: Buffer of the table.
         ranks, bases: Rank of each shard, and its first row in the buffer there.
-        firsts: First row of each shard, where shards are ranges.
+        firsts: First row of each shard, if shards are ranges.
         hashed: Whether shards have every n-th row.
     """
 
@@ -159,7 +159,7 @@ class DistinctTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableLayout:
-    """Buffers of a placement, and where each lookup finds its rows.
+    """Buffers of a placement, and the position of each lookup's rows.
 
     Attributes:
         ranks: Number of ranks.
@@ -167,16 +167,16 @@ class TableLayout:
         widths: Layout of each buffer.
         stored: Positions of the shards, by the name of their table.
         replicated: Names of tables that every rank holds.
-        received: For each lookup, where its vectors are; empty if replicated.
-        vector_elements: Elements that a rank gives for each sample.
-        node_elements: Elements that a node gives for each sample.
+        received: For each lookup, positions of its vectors; empty if replicated.
+        vector_elements: Elements that a rank sends for each sample.
+        node_elements: Elements that a node sends for each sample.
         id_columns: Ids that are sent to a rank for each sample.
-        gathered: Shards of the tables that are sent whole, by the name of the table:
-            those with fewer rows than a rank's samples need vectors of it.
-        blocks: Rows of each buffer that each rank sends whole, ``[ranks, rows]``; the
-            number of rows for none.
-        distinct: Names of the tables of which each distinct row is sent once.
-        requests: Most rows that a rank may ask of another, by their buffers.
+        gathered: Shards that are sent completely, by the name of the table: those with
+            fewer rows than the vectors that a rank's samples need.
+        blocks: Rows of each buffer that each rank sends completely, ``[ranks, rows]``;
+            the number of rows for none.
+        distinct: Tables of which each distinct row is sent once, by name.
+        requests: Most rows that a rank may ask of another, by buffer.
     """
 
     ranks: int
@@ -194,10 +194,10 @@ class TableLayout:
     requests: Mapping[BufferKey, int]
 
     def widths_in(self, *, nodes: bool) -> dict[BufferKey, WidthLayout]:
-        """Buffers that ranks give vectors of alone, or nodes together.
+        """Returns the buffers of single ranks, or those that nodes hold jointly.
 
         Args:
-            nodes: Take buffers of nodes, and not those of ranks alone.
+            nodes: Return buffers of nodes instead of those of single ranks.
         """
         return {
             key: each
@@ -206,34 +206,34 @@ class TableLayout:
         }
 
     def crossing_bytes(self, samples: int, element_bytes: int) -> int:
-        """Bytes that all ranks send to other nodes in one exchange of two levels.
+        """Returns the bytes that all ranks send to other nodes in a two-level exchange.
 
         Args:
-            samples: Samples of a global batch.
+            samples: Number of samples of a global batch.
             element_bytes: Bytes of an element.
         """
         nodes = self.ranks // self.per_node
         return samples * self.node_elements * element_bytes * (nodes - 1)
 
     def block_elements(self, beside: int) -> int:
-        """Elements of the rows that a rank sends whole.
+        """Returns the elements of the rows that a rank sends completely.
 
         Args:
-            beside: Elements that are sent beside each row.
+            beside: Additional elements that are sent with each row.
         """
         sizes = ((key.width, x.shape[1]) for key, x in self.blocks.items())
         return sum(rows * (width + beside) for width, rows in sizes)
 
     @property
     def request_elements(self) -> int:
-        """Elements of the rows that a rank may ask of another."""
+        """Number of elements of the rows that a rank may ask of another."""
         return sum(key.width * room for key, room in self.requests.items())
 
     def id_bytes(self, samples: int) -> int:
-        """Bytes of ids that all ranks send to others.
+        """Returns the bytes of ids that all ranks send to others.
 
         Args:
-            samples: Samples of a global batch.
+            samples: Number of samples of a global batch.
         """
         asked = self.ranks * sum(self.requests.values())
         return (samples * self.id_columns + asked) * ID_BYTES * (self.ranks - 1)
@@ -241,17 +241,17 @@ class TableLayout:
     def exchanged_bytes(
         self, samples: int, element_bytes: int, *, backward: bool = False
     ) -> int:
-        """Bytes that all ranks send to others in one exchange of vectors.
+        """Returns the bytes that all ranks send to others in one exchange of vectors.
 
-        With N samples, R ranks, at most V elements a sample from one rank, F of rows
-        that are sent whole and D of rows that are asked for: (N · V + R · (F + D)) · q
-        · (R - 1). Backward each row that is sent whole has the number of its lookups
-        beside it.
+        With N samples, R ranks, at most V elements a sample from one rank, F elements
+        of completely sent rows, D of requested rows and q bytes an element:
+        (N · V + R · (F + D)) · q · (R - 1). Backward each completely sent row also has
+        the number of its lookups.
 
         Args:
-            samples: Samples of a global batch.
+            samples: Number of samples of a global batch.
             element_bytes: Bytes of an element.
-            backward: Gradients are exchanged.
+            backward: Whether gradients are exchanged.
         """
         rows = self.block_elements(1 if backward else 0) + self.request_elements
         elements = samples * self.vector_elements + self.ranks * rows
@@ -270,8 +270,8 @@ def make_layout(
         placement: Placement of the tables.
         lookups: All lookups of the loss.
         names: Name of the table of each lookup.
-        samples_per_rank: Samples of each rank, where shards may be sent whole, or each
-            of their distinct rows once, if that moves less; else 0.
+        samples_per_rank: Samples of each rank, if shards may be sent completely, or
+            each distinct row once, where that moves less; else 0.
     """
     ranks = placement.ranks.count
     given = placement, lookups, names
@@ -300,7 +300,7 @@ def without_requests(
     names: Sequence[str],
     samples_per_rank: int,
 ) -> TableLayout:
-    """The same buffers, with vectors exchanged by sample where rows were asked for.
+    """Returns the same buffers, with vectors by sample in place of requests.
 
     Args:
         layout: Result of ``make_layout``.
@@ -365,7 +365,7 @@ def _distinct(
     stored: Mapping[str, Sequence[StoredShard]],
     gathered: Mapping[str, object],
 ) -> tuple[dict[str, DistinctTable], dict[BufferKey, int]]:
-    """Tables whose rows are asked for, as was planned, and room for that."""
+    """Returns the tables whose rows are requested as planned, and their room."""
     found: dict[str, DistinctTable] = {}
     rooms: dict[BufferKey, np.ndarray] = {}
     for name, shards in stored.items():
@@ -394,8 +394,8 @@ def _choose_gathered(
     names: Sequence[str],
     samples: int,
 ) -> tuple[dict[str, tuple[GatheredShard, ...]], dict[BufferKey, np.ndarray]]:
-    """Returns the shards that are sent whole since that moves less, and their rows by
-    rank.
+    """Returns the shards that are sent completely, as that moves less, and their
+    rows by rank.
     """
     wanted = dict.fromkeys(stored, 0)
     for lookup, name in zip(lookups, names, strict=True):
@@ -451,13 +451,13 @@ class _Tasks:
         self.given: dict[int, list[tuple[StoredShard, int, int]]] = {}
 
     def add(self, number: int, lookup: Lookup, each: StoredShard, first: int) -> None:
-        """Lets a shard's rank do a lookup.
+        """Adds a lookup to the rank of a shard.
 
         Args:
-            number: Number of the lookup.
+            number: Index of the lookup.
             lookup: The lookup.
             each: The shard.
-            first: Its first column among the ids of a sample.
+            first: First column of the lookup among the ids of a sample.
         """
         shard, rank = each.shard, each.shard.rank
         columns = self.columns.setdefault(each.key, [[] for _ in range(self.ranks)])
@@ -476,7 +476,7 @@ class _Tasks:
     def layout(
         self, key: BufferKey, rows: int, none: int, offset: int, first_id: int
     ) -> WidthLayout:
-        """The padded columns of one buffer."""
+        """Returns the padded columns of one buffer."""
         columns = self.columns.get(key, [[] for _ in range(self.ranks)])
         slots = max(self.slots.get(key, [0]))
         most = max(len(each) for each in columns)
@@ -511,7 +511,7 @@ class _Tasks:
         for each, slot, count in self.given.get(number, []):
             by_node, rank = each.key.memory == "node", each.shard.rank
             if by_node and rank % per_node:
-                continue  # The node gives one sum.
+                continue  # The node sends one sum.
             yield ReceivedVectors(
                 rank=rank // per_node if by_node else rank,
                 start=widths[each.key].offset + slot * each.width,
@@ -524,12 +524,12 @@ class _Tasks:
 def collect_tables(
     layout: TableLayout, buffers: Mapping[BufferKey, np.ndarray], by_row: bool
 ) -> dict[str, np.ndarray]:
-    """Whole tables, or state arrays of them, from the shards.
+    """Reassembles tables, or their state arrays, from the shards.
 
     Args:
         layout: Layout of the shards.
         buffers: Each ``[ranks · rows, columns]`` in host memory.
-        by_row: The arrays have one number a row.
+        by_row: Whether the arrays have one number a row.
     """
     found: dict[str, np.ndarray] = {}
     for name, shards in layout.stored.items():

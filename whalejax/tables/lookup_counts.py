@@ -30,8 +30,8 @@ class LookupCounts:
 
         Args:
             names: Name of the table of each lookup.
-            rows: Rows of that table.
-            ids: Ids of each lookup; those without a row count for none.
+            rows: Number of rows of that table.
+            ids: Ids of each lookup; ids without a row are not counted.
         """
         self.batches += 1
         for name, size, own in zip(names, rows, ids, strict=True):

@@ -1,9 +1,9 @@
 """The programs of a step with tables: lookups, the dense part, updates, in this order.
 
-Lookups and updates run in ``shard_map`` over the axes that divide the batch. The
-dense part between them is one global program, which the compiler divides as the plan's
-shardings say: it computes what one device would, with gradients of the vectors that
-were looked up beside those of the parameters.
+Lookups and updates run in ``shard_map`` over the axes that divide the batch. The dense
+part between them is one global program, which the compiler divides by the plan's
+shardings: it computes what one device would, with gradients of the looked-up vectors
+as well as of the parameters.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TableArrays:
             ranks.
         states: State arrays of each buffer, by name.
         replicated: Tables that every rank holds, by name.
-        replicated_states: Their state arrays, by name.
+        replicated_states: State arrays of these tables, by name.
     """
 
     buffers: dict[BufferKey, Any]
@@ -82,7 +82,7 @@ class TakenIds:
     Attributes:
         taken: Ids that each rank looks up for all samples.
         asked: Rows of its buffers that others ask for.
-        requests: Places of its samples' rows among those that it asks for.
+        requests: Positions of its samples' rows among those that it asks for.
     """
 
     taken: Any
@@ -94,7 +94,7 @@ def _join_updates(
     first: Mapping[BufferKey, tuple[Any, Any]],
     second: Mapping[BufferKey, tuple[Any, Any]],
 ) -> dict[BufferKey, tuple[Any, Any]]:
-    """Rows and gradients of both, by buffer."""
+    """Concatenates rows and gradients of both, by buffer."""
     joined = dict(first)
     for key, (rows, gradients) in second.items():
         if key in joined:
@@ -112,14 +112,14 @@ class TablePrograms:
         program: The loss, cut at its lookups.
         layout: Layout of the rows.
         names: Name of the table of each lookup.
-        rows: Rows of that table.
+        rows: Number of rows of that table.
         optimizer: Update rule of rows.
         mesh: Devices.
-        axes: Mesh axes that divide the batch, which the ranks are numbered along:
-            nodes and the ranks of a node, where a node has rows together.
-        clips: Ids out of range are taken as the nearest id.
-        by_sample: The layout of the same buffers in which no rows are asked for, which
-            batches with more distinct rows need.
+        axes: Mesh axes that divide the batch, along which the ranks are numbered: nodes
+            and the ranks of a node, if a node holds rows jointly.
+        clips: Whether ids out of range are replaced by the nearest id.
+        by_sample: Layout of the same buffers without requests of rows, for batches with
+            more distinct rows than there is room for.
     """
 
     program: TableProgram
@@ -133,7 +133,7 @@ class TablePrograms:
     by_sample: TableLayout
 
     def all_ids(self, batch: Sequence[Any]) -> Any:
-        """The ids of all lookups side by side, ``int32[samples, ids]``.
+        """Returns the ids of all lookups, concatenated, ``int32[samples, ids]``.
 
         Args:
             batch: Leaves of a global batch.
@@ -141,7 +141,7 @@ class TablePrograms:
         return self.join_ids(self.program.ids(batch))
 
     def join_ids(self, by_lookup: Sequence[Any]) -> Any:
-        """Ids of all lookups side by side, clipped where that was chosen.
+        """Concatenates the ids of all lookups, and clips them if that was chosen.
 
         Args:
             by_lookup: Ids of each lookup.
@@ -154,7 +154,7 @@ class TablePrograms:
         return jnp.concatenate(found, axis=1)
 
     def id_bounds(self, batch: Sequence[Any]) -> Any:
-        """Least and largest id of each lookup, ``int32[lookups, 2]``; 0 for none.
+        """Returns bounds of the ids of each lookup, ``int32[lookups, 2]``; 0 for none.
 
         Args:
             batch: Leaves of a global batch.
@@ -162,7 +162,7 @@ class TablePrograms:
         return self.bounds_of(self.program.ids(batch))
 
     def bounds_of(self, by_lookup: Sequence[Any]) -> Any:
-        """Least and largest of some ids, ``int32[lookups, 2]``; 0 for none.
+        """Returns the bounds of some ids, ``int32[lookups, 2]``; 0 for none.
 
         Args:
             by_lookup: Ids of each lookup.
@@ -175,11 +175,11 @@ class TablePrograms:
 
     @property
     def plain(self) -> TablePrograms:
-        """The same programs, with vectors exchanged by sample."""
+        """Same programs, with vectors exchanged by sample."""
         return dataclasses.replace(self, layout=self.by_sample)
 
     def room_taken(self, batch: Sequence[Any]) -> Any:
-        """Most distinct rows that a rank needs of another, over the room for them.
+        """Returns the most distinct rows that a rank needs of another, over their room.
 
         Args:
             batch: Leaves of a global batch.
@@ -190,11 +190,11 @@ class TablePrograms:
         return most_distinct(self.layout, self.names, ids)
 
     def look_up(self, tables: TableArrays, ids: Any) -> tuple[list[Any], TakenIds]:
-        """The vectors of every lookup, and the ids as their owners have them.
+        """Returns the vectors of every lookup, and the ids as their owners have them.
 
         Args:
             tables: All tables.
-            ids: From ``all_ids``.
+            ids: Result of ``all_ids``.
         """
 
         layout, axes = self.layout, self.axes
@@ -240,7 +240,7 @@ class TablePrograms:
     def _asked_vectors(
         self, requests: Mapping[BufferKey, RowRequests], ids: list[Any], rows: Any
     ) -> dict[int, Any]:
-        """Vectors of the lookups whose rows were asked for, by their number."""
+        """Returns vectors of the lookups whose rows were requested, by index."""
         found: dict[int, Any] = {}
         for key, by_id in rows_of_ids(self.layout, requests, rows).items():
             start = 0
@@ -257,7 +257,7 @@ class TablePrograms:
     def _asked_sums(
         self, taken: TakenIds, ids: Any, gradients: Sequence[Any], dtype: Any
     ) -> Any:
-        """Gradients of the rows that were asked for, by the rank that has them."""
+        """Sums gradients of the requested rows, by the rank that holds them."""
         by_buffer: dict[BufferKey, Any] = {}
         own = self._by_lookup(ids)
         for key in self.layout.requests:
@@ -283,11 +283,11 @@ class TablePrograms:
         gradients: Any,
         step: Any,
     ) -> TableArrays:
-        """The tables after the rows that were looked up changed.
+        """Returns the tables with the looked-up rows updated.
 
         Args:
             tables: All tables.
-            ids, taken: From ``all_ids`` and ``look_up``.
+            ids, taken: Results of ``all_ids`` and ``look_up``.
             gradients: Gradient of each lookup's vectors.
             step: Number of steps before this one.
         """
@@ -323,8 +323,8 @@ class TablePrograms:
     def _update_buffers(
         self, tables: TableArrays, ids: Any, taken: TakenIds, gradients: Any, step: Any
     ) -> tuple[dict[BufferKey, Any], dict[BufferKey, RowState]]:
-        """Returns this rank's buffers after the rows that it gave vectors of have
-        changed.
+        """Returns this rank's buffers after updates of the rows whose vectors it
+        sent.
         """
         layout, buffers = self.layout, tables.buffers
         dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
@@ -376,7 +376,7 @@ class TablePrograms:
     def _sums(
         self, whole: Mapping[str, Any], ids: Any, gradients: Sequence[Any]
     ) -> dict[str, Any]:
-        """Gradients of this rank by row, of tables that it has whole."""
+        """Sums gradients of this rank by row, for tables that it has completely."""
         sums: dict[str, Any] = {}
         for number, own in enumerate(self._by_lookup(ids)):
             name, lookup = self.names[number], self.program.lookups[number]
@@ -386,7 +386,6 @@ class TablePrograms:
         return sums
 
     def _gathered_shapes(self, dtype: Any) -> dict[str, Any]:
-        """Shapes of the tables that were sent whole."""
         rows = dict(zip(self.names, self.rows, strict=True))
         shards = self.layout.gathered
         return {
@@ -397,7 +396,7 @@ class TablePrograms:
         }
 
     def _by_lookup(self, ids: Any) -> list[Any]:
-        """Each lookup's columns of all ids."""
+        """Returns each lookup's columns of all ids."""
         found, first = [], 0
         for lookup in self.program.lookups:
             found.append(ids[:, first : first + lookup.num_ids])
@@ -405,7 +404,7 @@ class TablePrograms:
         return found
 
     def specs(self, tables: TableArrays) -> TableArrays:
-        """Returns the shardings of tables: buffers by rows, the others whole."""
+        """Returns the shardings of tables: buffers by rows, others replicated."""
         shared, whole = PartitionSpec(self.axes, None), PartitionSpec()
         return TableArrays(
             buffers=jax.tree.map(lambda _: shared, tables.buffers),
@@ -420,6 +419,6 @@ class TablePrograms:
         )
 
     def shared_out(self, array: Any) -> Any:
-        """An array whose dimension 0 is divided like the batch."""
+        """Constrains an array's dimension 0 to the batch's sharding."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
         return jax.lax.with_sharding_constraint(array, sharding)

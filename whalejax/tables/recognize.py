@@ -1,12 +1,12 @@
 """The embedding tables of a loss: parameters that are looked up by ids of the batch.
 
-A table is a trained parameter of two dimensions that the loss reads in no other way
-than ``table[ids]`` (``jnp.take``, ``nnx.Embed``), where ``ids`` follows from the batch
-alone. Where the rows of a sample are summed at once, perhaps with some of them masked,
-the sum is the lookup: a pooled one, of which only the sum has to be exchanged.
+A table is a trained parameter of two dimensions that the loss reads only as
+``table[ids]`` (``jnp.take``, ``nnx.Embed``), where ``ids`` depends on the batch alone.
+If the rows of a sample are summed at once, perhaps with some of them masked, the sum is
+the lookup: a pooled one, of which only the sum is exchanged.
 
 ``split_loss`` cuts the program there: ids are a function of the batch, and the rest of
-the loss is one of the remaining parameters, the batch and the vectors looked up.
+the loss is a function of the remaining parameters, the batch and the looked-up vectors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whalejax.meshes.errors import WhaleError
 _INLINED: Final = frozenset(("jit", "pjit", "closed_call", "core_call"))
 
 NO_ID: Final = -(2**31)
-"""Stands for an id that a mask leaves out."""
+"""Replaces an id that a mask leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,15 +34,15 @@ class Lookup:
     """One lookup of rows of a table.
 
     Attributes:
-        param: Number of the table among the trained leaves.
-        shape: Shape of the ids, the dimension that is divided first.
-        pooled: Whether the rows of each index of dimension 0 are summed.
-        width: Columns of the table.
+        param: Index of the table among the trained leaves.
+        shape: Shape of the ids, with the divided dimension first.
+        pooled: Whether the rows for each index of dimension 0 are summed.
+        width: Number of columns of the table.
         dtype: Element type of the vectors.
-        feature: Path of the batch leaf that the ids come from, or of several.
+        feature: Path of the batch leaf, or of several, from which the ids come.
         ids: Variable of the ids in the program.
-        masks: Variables of boolean masks, and whether each keeps where it is True.
-        vectors: Variable that the vectors take the place of.
+        masks: Variables of boolean masks, and whether True keeps a row.
+        vectors: Variable that the vectors replace.
     """
 
     param: int
@@ -57,12 +57,12 @@ class Lookup:
 
     @property
     def num_ids(self) -> int:
-        """Ids of one index of dimension 0."""
+        """Number of ids for one index of dimension 0."""
         return int(np.prod(self.shape[1:], dtype=int))
 
     @property
     def num_vectors(self) -> int:
-        """Vectors of one index of dimension 0 that are exchanged."""
+        """Number of exchanged vectors for one index of dimension 0."""
         return 1 if self.pooled else self.num_ids
 
     @property
@@ -78,12 +78,12 @@ class TableProgram:
 
     Attributes:
         lookups: Every lookup of a table.
-        tables: Numbers of the trained leaves that are tables, in order.
-        refused: Reason why another two-dimensional looked-up leaf is no table, by its
-            number.
-        inputs: Numbers of leaves: trained, other, and of the batch.
-        unread: Paths of leaves of the batch that nothing reads.
-        metrics: Structure of what the loss reports.
+        tables: Indices of the trained leaves that are tables, in order.
+        refused: Reason why another two-dimensional looked-up leaf is not a table, by
+            its index.
+        inputs: Number of leaves: trained, other, and of the batch.
+        unread: Paths of leaves of the batch that no equation reads.
+        metrics: Structure of the reported metrics.
     """
 
     lookups: tuple[Lookup, ...]
@@ -96,11 +96,11 @@ class TableProgram:
 
     @property
     def traced(self) -> Any:
-        """The whole loss as it was traced, with its lookups."""
+        """Complete loss as it was traced, with its lookups."""
         return self._closed
 
     def ids(self, batch: Sequence[Any]) -> list[Any]:
-        """The ids of each lookup, ``int32[samples, ids]``; ``NO_ID`` where masked.
+        """Returns each lookup's ids, ``int32[samples, ids]``; ``NO_ID`` where masked.
 
         Args:
             batch: Leaves of the batch.
@@ -124,11 +124,11 @@ class TableProgram:
     def loss(
         self, params: Sequence[Any], others: Sequence[Any], vectors: Sequence[Any]
     ) -> list[Any]:
-        """The outputs of the loss.
+        """Returns the outputs of the loss.
 
         Args:
-            params: Trained leaves that are no tables, in order.
-            others: Leaves of the rest and of the batch, and what else it takes.
+            params: Trained leaves that are not tables, in order.
+            others: Leaves of the rest and of the batch, and further inputs.
             vectors: Vectors of each lookup.
         """
         jaxpr = self._closed.jaxpr
@@ -153,7 +153,7 @@ def split_loss(
     """Finds the tables of a loss and cuts it at its lookups.
 
     Args:
-        loss: ``loss(trained, rest, batch, *more)`` of lists of leaves, giving a list.
+        loss: ``loss(trained, rest, batch, *more)`` of lists; returns a list of leaves.
         trained, rest, batch: Abstract leaves.
         more: Further arguments, such as a random key.
         paths: Dotted path of each trained leaf.
@@ -207,7 +207,7 @@ def split_loss(
 
 
 def _inlined(closed: Any) -> Any:
-    """The same program without calls of jitted functions."""
+    """Returns the same program without calls of jitted functions."""
 
     def run(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         known = dict(zip(jaxpr.constvars, constants, strict=True))
@@ -234,7 +234,7 @@ def _inlined(closed: Any) -> Any:
 
 
 def _narrow(ids: Any) -> Any:
-    """Ids as int32; what does not fit stays out of range."""
+    """Casts ids to int32; those that do not fit stay out of range."""
     if np.iinfo(ids.dtype).max > 2**31 - 1:
         ids = jnp.clip(ids, 0 if ids.dtype.kind == "u" else NO_ID + 1, 2**31 - 1)
     return ids.astype(jnp.int32)
@@ -243,11 +243,11 @@ def _narrow(ids: Any) -> Any:
 def _evaluate(
     closed: Any, known: Mapping[Any, Any], wanted: Sequence[Any]
 ) -> dict[Any, Any]:
-    """The values of some variables, of no more equations than they need.
+    """Evaluates some variables, with only the equations that they need.
 
     Args:
         closed: A program.
-        known: Values of variables, which are taken as they are.
+        known: Values of variables, which are used unchanged.
         wanted: Variables.
     """
     jaxpr, constants = _compat.open_jaxpr(closed)
@@ -273,7 +273,7 @@ def _evaluate(
 
 
 class _Finder:
-    """Readers of a program's values, and the values that follow from the
+    """Readers of a program's values, and the values that depend on the
     batch alone.
     """
 
@@ -304,11 +304,11 @@ class _Finder:
         self.results = {v for v in self.jaxpr.outvars if not _compat.is_literal(v)}
 
     def unread(self, first: int, paths: Sequence[str]) -> tuple[str, ...]:
-        """Paths of the leaves of the batch that nothing reads.
+        """Returns the paths of batch leaves that no equation reads.
 
         Args:
-            first: Number of the first of them among the inputs.
-            paths: Path of each.
+            first: Index of the first of them among the inputs.
+            paths: Path of each leaf.
         """
         variables = self.jaxpr.invars[first : first + len(paths)]
         return tuple(
@@ -318,8 +318,8 @@ class _Finder:
         )
 
     def _hidden_lookup(self, table: Any, readers: Sequence[Any]) -> list[Lookup] | str:
-        """Returns the lookups behind another operation, or the reason why the leaf is
-        no table.
+        """Returns the lookups after another operation, or the reason why the leaf is
+        not a table.
         """
         for equation in readers:
             name = equation.primitive.name
@@ -338,7 +338,7 @@ class _Finder:
         return []
 
     def lookups_of(self, number: int) -> list[Lookup] | str:
-        """The lookups of a trained leaf, or why it is no table."""
+        """Returns the lookups of a trained leaf, or why it is not a table."""
         table = self.jaxpr.invars[number]
         readers = self.readers.get(table, [])
         if not any(e.primitive.name == "gather" for e in readers):
@@ -381,7 +381,7 @@ class _Finder:
         )
 
     def _pooled(self, vectors: Any) -> tuple[tuple[tuple[Any, bool], ...], Any]:
-        """Masks of the rows, and the variable of their sum or None."""
+        """Returns masks of the rows, and the variable of their sum or None."""
         masks: list[tuple[Any, bool]] = []
         dims = len(vectors.aval.shape)
         while vectors not in self.results:
@@ -403,7 +403,7 @@ class _Finder:
         return (), None
 
     def _mask(self, equation: Any, vectors: Any) -> tuple[Any, bool] | None:
-        """(Mask, whether it keeps where it is True) of ``where(mask, vectors, 0)``."""
+        """Returns the mask of ``where(mask, vectors, 0)``, and whether True keeps."""
         if equation.primitive.name == "select_n":
             which, *cases = equation.invars
             if len(cases) != 2 or sum(case is vectors for case in cases) != 1:
@@ -422,7 +422,7 @@ class _Finder:
         return None if mask is None else (mask, True)
 
     def _boolean(self, variable: Any) -> Any:
-        """The boolean that a factor of 0 and 1 is made of, equal in a row; or None."""
+        """Returns the boolean of a 0/1 factor that is equal in each row, or None."""
         is_row = False
         shape = variable.aval.shape
         while not _compat.is_literal(variable) and variable.aval.dtype != bool:
@@ -440,7 +440,7 @@ class _Finder:
         return variable if same else None
 
     def _repeats_row(self, maker: Any) -> bool:
-        """Whether a broadcast lengthens the last dimension alone, from 1."""
+        """Returns whether a broadcast only lengthens the last dimension, from 1."""
         source, result = maker.invars[0].aval.shape, maker.outvars[0].aval.shape
         dims = tuple(maker.params["broadcast_dimensions"])
         whole = len(source) == len(result) and dims == tuple(range(len(result)))
@@ -458,7 +458,7 @@ class _Finder:
         return bool(np.all(np.asarray(variable.val) == 0))
 
     def _same_in_row(self, variable: Any) -> bool:
-        """Whether a value follows from the batch and is equal in all columns."""
+        """Returns whether a value depends on the batch alone, equal in all columns."""
         if _compat.is_literal(variable) or variable not in self.origins:
             return False
         maker = self.makers.get(variable)
@@ -471,7 +471,7 @@ class _Finder:
 
 
 def _takes_rows(equation: Any) -> bool:
-    """Whether a gather gives whole rows of its operand, by indices of one number."""
+    """Returns whether a gather reads full rows of its operand, by single indices."""
     table, ids = equation.invars
     dims = equation.params["dimension_numbers"]
     last = len(ids.aval.shape) - 1
@@ -505,7 +505,7 @@ def check_divisible(lookups: Iterable[Lookup], ranks: int) -> None:
 
 
 def _looks_up(equation: Any, table: Any) -> bool:
-    """Whether the program inside an equation looks up rows of what it is given."""
+    """Returns whether the program inside an equation looks up rows of a table."""
     inner = equation.params["jaxpr"]
     pairs = zip(equation.invars, inner.invars, strict=True)
     given = {own for value, own in pairs if value is table}

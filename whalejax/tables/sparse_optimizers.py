@@ -1,10 +1,10 @@
-"""Optimizers of table rows: they see the rows that a batch looked up, and no others.
+"""Optimizers of table rows: they update only the rows that a batch looked up.
 
-Gradients of a row that occurs several times are summed before the optimizer sees them.
-``sgd`` and ``adagrad`` give what ``optax.sgd`` and ``optax.adagrad`` give for the whole
-table, since a gradient of zero changes nothing there. ``row_adagrad`` keeps one number
-a row, the sum of the mean squares of its gradients. ``lazy_adam`` is not Adam: moments
-of a row decay only in steps in which it occurs.
+Gradients of a row that occurs several times are summed first. ``sgd`` and ``adagrad``
+equal ``optax.sgd`` and ``optax.adagrad`` on the complete table, since a gradient of
+zero changes nothing there. ``row_adagrad`` stores one number a row, the sum of the mean
+squares of its gradients. ``lazy_adam`` is not Adam: moments of a row decay only in
+steps in which it occurs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPARSE_FORMS: Final = (
     f"one of {', '.join(_KINDS)}, which change the rows that were looked up; Adam, "
     "momentum and weight decay change all rows in every step and have no sparse form"
 )
-"""What is expected of an optimizer of rows."""
+"""Text of the expected optimizers of rows."""
 
 _STATES: Final[Mapping[str, tuple[tuple[str, bool], ...]]] = {
     "sgd": (),
@@ -77,11 +77,11 @@ class SparseOptimizer:
 
     @property
     def is_row_wise(self) -> bool:
-        """Whether the state belongs to whole rows, whose columns stay together."""
+        """Whether the state belongs to full rows, so that columns stay together."""
         return any(by_row for _, by_row in _STATES[self.kind])
 
     def state_width(self, name: str, width: int) -> int:
-        """Numbers of a row in a state array.
+        """Returns the number of values a row in a state array.
 
         Args:
             name: One of ``state_names``.
@@ -90,22 +90,22 @@ class SparseOptimizer:
         return 1 if dict(_STATES[self.kind])[name] else width
 
     def state_bytes_per_row(self, width: int, element_bytes: int) -> int:
-        """Bytes of state of one row."""
+        """Returns the bytes of state of one row."""
         widths = (self.state_width(name, width) for name in self.state_names)
         return sum(widths) * element_bytes
 
     def initial_value(self, name: str) -> float:
-        """First value of every element of a state array."""
+        """Returns the first value of every element of a state array."""
         return self.initial_accumulator if name == "sum_of_squares" else 0.0
 
     def update(
         self, rows: Any, state: RowState, gradient: Any, step: Any
     ) -> tuple[Any, RowState]:
-        """New rows and their new state.
+        """Returns new rows and their new state.
 
         Args:
             rows: Rows, ``[rows, width]``.
-            state: Their state, by name.
+            state: State of the rows, by name.
             gradient: Summed gradient of each row.
             step: Number of steps before this one.
         """
@@ -140,12 +140,12 @@ def sparse_optimizer(
     b1: float = 0.9,
     b2: float = 0.999,
 ) -> SparseOptimizer:
-    """Chooses how rows of embedding tables change.
+    """Returns an update rule for rows of embedding tables.
 
     Args:
-        kind: ``"sgd"`` and ``"adagrad"`` give what optax's give for the whole table;
-            ``"row_adagrad"`` keeps one number a row; ``"lazy_adam"`` lets the moments
-            of a row decay only in steps in which it occurs, which Adam does not.
+        kind: ``"sgd"`` and ``"adagrad"`` equal optax's on the complete table;
+            ``"row_adagrad"`` stores one number a row; with ``"lazy_adam"``, unlike
+            Adam, moments of a row decay only in steps in which it occurs.
         learning_rate: Learning rate.
         initial_accumulator: First value of Adagrad's sums of squares.
         epsilon: Added to the root, or under it by ``"adagrad"``; None takes 1e-7, for
@@ -153,7 +153,7 @@ def sparse_optimizer(
         b1, b2: Decay of lazy Adam's moments.
 
     Raises:
-        WhaleError: No such kind, or a number out of range.
+        WhaleError: The kind is unknown, or a number is out of range.
 
     >>> sparse_optimizer("row_adagrad", 0.05).state_bytes_per_row(128, 4)
     4

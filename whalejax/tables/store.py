@@ -1,7 +1,7 @@
-"""Tables on their way to the devices and back, one after the other.
+"""Copies tables to the devices and back, one after the other.
 
-Buffers are born in the devices' memory, and every shard of a table is written to its
-place in them, so that host memory holds one whole table at a time.
+Buffers are created in the devices' memory, and every shard of a table is written into
+them, so that host memory holds one complete table at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TableStore:
         layout: Buffers of the placement.
         optimizer: Update rule of rows, which defines their state.
         mesh: Devices.
-        axes: Mesh axes that the ranks are numbered along.
+        axes: Mesh axes along which the ranks are numbered.
         shapes: Shape of each table, by its path.
         dtype: Element type of all tables.
     """
@@ -45,7 +45,7 @@ class TableStore:
     dtype: Any
 
     def by_row(self, kind: str) -> bool:
-        """Whether a state array has one number a row.
+        """Returns whether a state array has one number a row.
 
         Args:
             kind: Name of the state array.
@@ -53,7 +53,7 @@ class TableStore:
         return self.optimizer.state_width(kind, 2) == 1
 
     def empty(self) -> TableArrays:
-        """Buffers of zeros, and the initial state of all rows."""
+        """Returns buffers of zeros, and the initial state of all rows."""
         layout, names = self.layout, self.optimizer.state_names
 
         def full(rows: int, width: int, value: float) -> Any:
@@ -97,10 +97,10 @@ class TableStore:
         return arrays
 
     def sharding(self, key: BufferKey) -> NamedSharding:
-        """The sharding of a buffer by rows, and its memory.
+        """Returns the sharding of a buffer by rows, and its memory.
 
         Args:
-            key: The buffer.
+            key: Key of the buffer.
         """
         kind = {"memory_kind": HOST_KIND} if key.memory == "host" else {}
         return NamedSharding(self.mesh, PartitionSpec(self.axes, None), **kind)
@@ -108,12 +108,12 @@ class TableStore:
     def write(
         self, arrays: TableArrays, name: str, values: np.ndarray, kind: str | None
     ) -> TableArrays:
-        """The arrays with a table, or a state array of its rows, written to them.
+        """Writes a table, or a state array of its rows, into the arrays.
 
         Args:
-            arrays: All tables; what is replaced is consumed.
+            arrays: All tables; replaced arrays are donated.
             name: Path of the table.
-            values: The whole table, or the state array.
+            values: The complete table, or the state array.
             kind: Name of the state array, or None for the table.
         """
         if name in self.layout.replicated:
@@ -149,7 +149,7 @@ class TableStore:
         kind: str | None,
         key: BufferKey,
     ) -> Any:
-        """A buffer with at most one shard of each rank written to it."""
+        """Writes at most one shard of each rank into a buffer."""
         ranks, axes = self.layout.ranks, PartitionSpec(self.axes)
         most = max(each.shard.num_rows for each in turn.values())
         places = np.full((ranks, most), buffer.shape[0] // ranks, np.int32)
@@ -181,7 +181,7 @@ class TableStore:
         return written(buffer, place, parts)
 
     def collect(self, arrays: TableArrays, kind: str | None) -> dict[str, np.ndarray]:
-        """Every table whole, or a state array of each, in host memory, by path.
+        """Returns all complete tables, or a state array of each, on the host by path.
 
         Args:
             arrays: All tables.
@@ -201,7 +201,7 @@ class TableStore:
 def _replaced(
     arrays: TableArrays, key: BufferKey, written: Any, kind: str | None
 ) -> TableArrays:
-    """The arrays with another buffer, or another state array of it."""
+    """Returns the arrays with one buffer, or one state array of it, replaced."""
     if kind is None:
         return dataclasses.replace(arrays, buffers=arrays.buffers | {key: written})
     states = arrays.states | {key: arrays.states[key] | {kind: written}}

@@ -1,4 +1,4 @@
-"""A plan with tables as one plan: its own fields as data of the plan of the rest."""
+"""One plan for a model with tables: tables as data in the plan of the dense part."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from whalejax.tables.tables_plan import TablesPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesRecord:
-    """Record of a plan's tables beside the placement; see ``TablesPlan``.
+    """Record of a plan's tables without the placement; see ``TablesPlan``.
 
     Attributes:
         rows, model_paths, sections, cut: Fields of ``TablesPlan``, unchanged.
-        refused: (Path, why it is no table).
+        refused: (path, reason why it is not a table) pairs.
         batch, batch_tree: Leaves of the global batch, and the containers around them.
-        program_hash: Hash of ``TablesPlan``, unchanged.
+        program_hash: Field of ``TablesPlan``, unchanged.
     """
 
     rows: SparseOptimizer
@@ -50,10 +50,10 @@ class TablesRecord:
 
 
 def whole_plan(plan: TablesPlan) -> Plan:
-    """The plan of the dense part, with the tables in it.
+    """Returns the plan of the dense part, with the tables in it.
 
     Args:
-        plan: Both.
+        plan: Plan of both.
     """
     record = TablesRecord(
         rows=plan.rows,
@@ -68,13 +68,13 @@ def whole_plan(plan: TablesPlan) -> Plan:
     document = {**encode(record), "placement": placement_data(plan.placement)}
     if plan.beside is not None:
         document["beside"] = placement_data(plan.beside)
-    # As a file holds it, so that a plan equals the one that was read back.
+    # In the form of a file, so that a plan equals the one read back.
     data = TablesData(json.loads(json.dumps(document)))
     return dataclasses.replace(plan.dense, tables=data, work=_whole_work(plan))
 
 
 def _whole_work(plan: TablesPlan) -> ModelWork | None:
-    """Size of the model with its tables, and the work of the dense part."""
+    """Returns the size of the model with tables, and the work of the dense part."""
     work = plan.dense.work
     if work is None:
         return None
@@ -86,14 +86,14 @@ def _whole_work(plan: TablesPlan) -> ModelWork | None:
 
 
 def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
-    """The tables and the dense part of a plan.
+    """Returns the tables and the dense part of a plan.
 
     Args:
-        plan: One with tables.
-        batch: The global batch, where the plan does not know its containers.
+        plan: Plan with tables.
+        batch: The global batch, if the plan does not record its containers.
 
     Raises:
-        PlanError: It has none, or its file is damaged.
+        PlanError: The plan has no tables, or its file is damaged.
     """
     if plan.tables is None:
         raise PlanError("this plan has no tables. Plan with tables= to place some")
@@ -104,7 +104,7 @@ def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
         record: TablesRecord = decode(TablesRecord, document, "tables")
     except DataError as error:
         raise PlanError(f"the tables of this plan cannot be read: {error}") from None
-    known: Any = record  # It has the batch as a plan has it.
+    known: Any = record  # It has the batch in the form of a plan.
     return TablesPlan(
         placement=placement,
         dense=dataclasses.replace(plan, tables=None),
@@ -120,7 +120,7 @@ def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
 
 
 def program_hash(program: TableProgram) -> str:
-    """Hash of a loss as it was traced: what it does, in which order, to what.
+    """Returns the hash of a traced loss: its operations, their order and operands.
 
     Args:
         program: The loss, cut at its lookups.
@@ -130,7 +130,7 @@ def program_hash(program: TableProgram) -> str:
 
 
 def _described(body: Any, constants: Sequence[Any] = ()) -> list[Any]:
-    """Equations by the names and shapes of what they do, and the values they know."""
+    """Returns equations as names, shapes and constant values."""
     numbers: dict[Any, int] = {}
     for variable in (*body.constvars, *body.invars):
         numbers[variable] = len(numbers)
@@ -157,14 +157,14 @@ def _described(body: Any, constants: Sequence[Any] = ()) -> list[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a parameter of an operation is written alike in every process."""
+    """Returns whether a parameter has the same text in every process."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _digest(value: Any) -> str:
-    """A value that a program knows, in short."""
+    """Returns a short text for a constant of a program."""
     if _compat.is_key_dtype(getattr(value, "dtype", None)):
         value = jax.random.key_data(value)
     array = np.asarray(value)

@@ -28,19 +28,19 @@ class TablesPlan:
     ``wh.compile_tables`` makes a step of it.
 
     Attributes:
-        placement: Placement of the tables in processes where there are some, else of
-            all.
+        placement: Placement of the tables in processes if there are any, else of
+            all tables.
         dense: Plan of everything else, which divides the batch.
         rows: Update rule of rows.
-        refused: Reason why a looked-up parameter is no table, by its path.
+        refused: Reason why a looked-up parameter is not a table, by its path.
         model_paths: Path of every trained leaf.
         batch: Structure of a global batch, of abstract arrays.
-        sections: Division of work with tables in processes of their own; None where the
+        sections: Division of work, if tables are in processes of their own; None if the
             devices of the dense part hold them.
         program_hash: Hash of the loss as it was traced.
-        beside: Placement of the tables beside the dense part, where others are in
+        beside: Placement of the tables on the dense part's devices, if others are in
             processes.
-        cut: Costs of each table in either section, where there may be two.
+        cut: Costs of each table in either section, if there may be two.
     """
 
     placement: TablePlacement
@@ -56,7 +56,7 @@ class TablesPlan:
 
     @property
     def all_tables(self) -> tuple[Table, ...]:
-        """The tables, in the order of the model's leaves."""
+        """Tables, in the order of the model's leaves."""
         beside = () if self.beside is None else self.beside.tables
         found = {table.name: table for table in (*self.placement.tables, *beside)}
         return tuple(found[path] for path in self.model_paths if path in found)
@@ -79,11 +79,11 @@ class TablesPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Parts of the global batch, one after the other."""
+        """Number of parts of the global batch, computed one after the other."""
         return self.dense.num_micro_batches
 
     def why(self, path: str) -> str:
-        """Says why a table or another parameter is stored as it is.
+        """Explains the placement of a table or another parameter.
 
         Args:
             path: Dotted path of a parameter, or its beginning.
@@ -117,7 +117,7 @@ class TablesPlan:
 
 
 def cut_program(adapter: Adapter, batch: Any) -> TableProgram:
-    """The loss of an adapted model, cut at its lookups.
+    """Returns the loss of an adapted model, cut at its lookups.
 
     Args:
         adapter: The model, without values.

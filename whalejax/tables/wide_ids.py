@@ -1,4 +1,4 @@
-"""Ids of 64 bits, which JAX makes 32 bits wide unless it is told otherwise."""
+"""Ids of 64 bits, which JAX narrows to 32 bits by default."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from whalejax.meshes.checks import Arguments
 
 
 def check_32_bits(batch: Any) -> None:
-    """Refuses integers that JAX would replace by others.
+    """Refuses integers that JAX would change.
 
     Args:
-        batch: A batch with values; leaves on devices are narrow already.
+        batch: A batch with values; leaves on devices are already narrow.
 
     Raises:
         WhaleError: An integer does not fit in 32 bits, and ``jax_enable_x64`` is off.

@@ -1,6 +1,6 @@
-"""Plans held against the compiler that would run them, with no device at hand.
+"""Compares plans with the output of their hardware's compiler, without a device.
 
-``targets`` says what can be compiled for, ``processes`` runs ``worker`` in a process of
-its own and ends it in time, ``comparison`` sets what the plan predicts beside what the
-compiled program does, and ``report`` is how that reads.
+``targets`` lists the targets of compilation, ``processes`` runs ``compile_worker`` in a
+separate process with a deadline, ``comparison`` compares the plan's predictions with
+the compiled program, and ``report`` formats the result.
 """

@@ -1,4 +1,4 @@
-"""From a plan to its ``Verification``: compile, compare, offer what would fit."""
+"""Makes a plan's ``Verification``: compiles, compares, and offers a plan that fits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from whalejax.verification.targets import NoCompiler, Target, target_of
 
 
 LONGEST_SECONDS = 10**6
-"""More than any compilation takes, and less than what overflows a clock."""
+"""Maximum timeout: longer than any compilation, and short enough for a clock."""
 
 
 def check(
@@ -36,22 +36,22 @@ def check(
     timeout_seconds: float,
     again: Callable[..., Plan] | None,
 ) -> Verification:
-    """Compiles a plan for a topology and sets both beside each other.
+    """Compiles a plan for a topology, and compares both.
 
     Args:
         plan: A runnable plan.
-        adapter: Its model, without values.
+        adapter: Model of the plan, without values.
         batch: The global batch, abstract.
         optimizer: An optax transformation.
         batch_axes: Argument of ``wh.plan``, unchanged.
         topology: Text of a cluster; the plan's own if None.
         timeout_seconds: Deadline of the compiler.
-        again: Plans the same model under changes, for a plan that fits where this one
-            does not; None looks for none.
+        again: Plans the same model under changes, for a plan that fits if this one does
+            not; None for no such plan.
 
     Raises:
-        PlanError: An estimate, or a plan for another number of devices.
-        WhaleError: The compiler is not to be had, died or took too long.
+        PlanError: The plan is an estimate, or for another number of devices.
+        WhaleError: The compiler is not available, died or took too long.
     """
     if not plan.runnable:
         raise PlanError(
@@ -104,7 +104,7 @@ def check(
 
 
 def _one_of(plan: Plan) -> str:
-    """The devices of the first replica or pipeline, as ``wh.plan`` takes them."""
+    """Returns devices of the first replica or pipeline, as ``wh.plan`` takes them."""
     devices, node = plan.num_devices // len(plan.shares), plan.cluster.nodes[0]
     if node.kind.name not in kind_names():
         return f"<a file of {devices}×{node.kind.name}>"
@@ -114,7 +114,7 @@ def _one_of(plan: Plan) -> str:
 
 
 def _compiler(target: Target) -> tuple[str, Sequence[str]]:
-    """The GPU's properties and the packages that its compiler stands in.
+    """Returns the GPU's properties and the package folders of its compiler.
 
     Raises:
         NoCompiler: The compiler is missing; the message names what installs it.
@@ -134,15 +134,15 @@ def _compiler(target: Target) -> tuple[str, Sequence[str]]:
 def _next(
     plan: Plan, cluster: Cluster, found: Verification, again: Callable[..., Plan]
 ) -> Plan | None:
-    """The best plan that leaves as much room as this one turned out to lack."""
+    """Returns the best plan with a margin for the memory that this one lacked."""
     needed, predicted = found.peak.compiled, plan.memory.total_bytes
     capacity = found.capacity_bytes
     if not needed or not capacity or predicted <= 0:
         return None
-    # What the prediction was off for this plan it may be off for the next.
+    # The next plan's prediction may have the same error as this one's.
     room = int(capacity * min(1.0, predicted / needed))
     free: dict[str, Any] = {"mesh": None, "zero": None, "num_micro_batches": None}
-    free["margin"] = 0.0  # the room says already how far the prediction is off
+    free["margin"] = 0.0  # the capacity already accounts for the prediction's error
     try:
         better = again(cluster=cluster.with_memory(room), **free)
     except PlanError:

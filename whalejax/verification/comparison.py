@@ -24,7 +24,7 @@ from whalejax.verification.targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(VerificationData):
-    """A plan held against its compiled program; ``VerificationData`` has its fields."""
+    """A plan against its compiled program; ``VerificationData`` has its fields."""
 
     def document(self) -> dict[str, Any]:
         """Returns the verification as plain JSON data."""
@@ -35,7 +35,7 @@ class Verification(VerificationData):
 
 
 def compare_with_compiled(plan: Plan, target: Target, answer: Answer) -> Verification:
-    """Sets a plan beside what was compiled of it."""
+    """Compares a plan with its compiled program."""
     data = answer.data
     capacity = data.get("capacity_bytes") or target.memory_bytes
     common: dict[str, Any] = {
@@ -86,7 +86,7 @@ def compare_with_compiled(plan: Plan, target: Target, answer: Answer) -> Verific
 def _compared_stages(
     plan: Plan, common: Mapping[str, Any], answer: Answer
 ) -> Verification:
-    """The same of stages with programs of their own, one after the other."""
+    """Compares stages with programs of their own, one after the other."""
     data = answer.data
     stages: list[Mapping[str, Any]] = data["stages"]
     memory: list[Quantity] = []
@@ -141,7 +141,7 @@ def _compared_stages(
 
 
 def _stage_memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ...]:
-    """The memory of a stage, by what it holds."""
+    """Returns the memory of a stage, by term."""
     terms = plan.memory
     resting = terms.state_bytes + terms.batch_bytes
     predicted = {
@@ -220,12 +220,12 @@ _REMATERIALIZED = re.compile(
 def rematerializations(
     words: str, traffic: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Finding, ...]:
-    """Returns the values that the compiler warned it gathers whole, each place once.
+    """Returns values that the compiler warned to gather completely, once a place.
 
     Args:
         words: Output of the compiler.
-        traffic: The program's collectives, whose places serve where the warning names
-            none.
+        traffic: The program's collectives, whose source lines are used if the warning
+            names none.
     """
     result: dict[tuple[str, str], Finding] = {}
     for match in _REMATERIALIZED.finditer(words):

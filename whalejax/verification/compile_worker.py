@@ -1,8 +1,8 @@
 """The process that compiles: ``python -m whalejax.verification.compile_worker``.
 
-Compilers for hardware that is not here may abort or hang, so nothing of a user's own
-process is theirs. The request is a pickle of ``CompileRequest``; the answer is one JSON
-file, which appears whole or not at all.
+Compilers for absent hardware may abort or hang, so they run outside the user's process.
+The request is a pickle of ``CompileRequest``; the answer is one JSON file, which
+appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class CompileRequest:
     """Plan, model and target of a compilation.
 
     Attributes:
-        plan: The plan's document.
-        target: For what.
+        plan: Document of the plan.
+        target: Target of the compilation.
         adapter: The model and its loss, without values.
         optimizer: An optax transformation, or None.
         batch: The global batch, abstract.
@@ -58,7 +58,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
-    """Compiles what a file asks for, and writes down what came of it."""
+    """Compiles the request in a file, and writes the answer."""
     serve(request_path, answer_path, limit_seconds, _answer)
 
 
@@ -68,13 +68,13 @@ def serve(
     limit_seconds: str,
     answered: Callable[[Any, list[str]], dict[str, Any]],
 ) -> None:
-    """Does what a file asks for, and writes down what came of it.
+    """Handles the request in a file, and writes the answer.
 
     Args:
         request_path: File with the request, which the parent process wrote.
         answer_path: Path of the answer.
-        limit_seconds: This process ends soon after so long.
-        answered: From the request to the answer; it adds the phase that begins to its
+        limit_seconds: Time after which this process ends.
+        answered: Function from the request to the answer; it appends each phase to its
             second argument.
     """
     _lift_stack_limit()
@@ -88,7 +88,7 @@ def serve(
             _apply(pickle.load(file))
             request = cloudpickle.load(file)
         answer = answered(request, phase)
-    except Exception as error:  # the parent process says it in the user's words
+    except Exception as error:  # the parent process reports it to the user
         answer = _failure(error, phase[-1])
     answer["seconds"] = time.monotonic() - started
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -114,11 +114,11 @@ _LIFTED = "WHALEJAX_STACK_LIFTED"
 
 
 def _lift_stack_limit() -> None:
-    """Starts anew, once, without a limit on the stack, where the system allows that.
+    """Restarts this process once, without a limit on the stack, if the system allows.
 
-    The TPU compiler walks long chains of operations by recursion. A ResNet-50 for v6e
-    ends it by a segmentation fault with a limit of 8 MiB or of 1 GiB, and compiles
-    without one; a process reads the limit when it starts.
+    The TPU compiler recurses over long chains of operations. For a ResNet-50 on v6e it
+    ends with a segmentation fault at a limit of 8 MiB or of 1 GiB, and compiles without
+    one; a process reads the limit when it starts.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_STACK)
     if limit == most or most != resource.RLIM_INFINITY or _LIFTED in os.environ:
@@ -182,7 +182,7 @@ def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
 
 
 def _stages(rehearse: Callable[[], Any], plan: Any) -> dict[str, Any]:
-    """The programs of stages that have their own, by stage, and what stages move."""
+    """Describes the stages' own programs, and the transfers between stages."""
     start = time.monotonic()
     result = rehearse()
     seconds = time.monotonic() - start
@@ -254,10 +254,10 @@ _HEAP = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
 
 
 def _dumped(lowered: Any, plan: Any) -> tuple[Any, int | None]:
-    """A compiled program, and the size of the heap that it gets on a device.
+    """Returns a compiled program, and the size of its heap on a device.
 
-    The peak among the compiler's statistics is the larger of what it allots on the
-    device and what it allots in host memory; the report on the heap has each alone.
+    The peak in the compiler's statistics is the larger of the allocations on the device
+    and in host memory; the report on the heap has each alone.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {**dict(plan.compiler_options), "xla_dump_to": folder}
@@ -268,18 +268,19 @@ def _dumped(lowered: Any, plan: Any) -> tuple[Any, int | None]:
 
 
 def _memory(stats: Any, platform: str, heap: int | None = None) -> dict[str, int]:
-    """Bytes on one device; what is aliased is an argument and an output.
+    """Returns bytes on one device; aliased ones count as arguments and outputs.
 
-    The peak decides whether a program fits. Temporaries are what it holds beside the
-    arguments, outputs of their own included. The compiler's figure for temporaries is
-    another: on TPU it counts what lies in memory on the chip, and fragmentation.
+    The peak decides whether a program fits. Temporaries are the peak minus the
+    arguments; they include outputs that are not aliased to arguments. The compiler's
+    own figure for temporaries differs: on TPU it includes memory on the chip, and
+    fragmentation.
     """
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
     peak = stats.peak_memory_in_bytes
-    if platform == "tpu":  # that compiler counts arguments in host memory too
+    if platform == "tpu":  # this compiler also counts arguments in host memory
         peak -= stats.host_argument_size_in_bytes
         peak = min(peak, heap or peak)
-    if platform == "cpu":  # that compiler allots all temporaries at once
+    if platform == "cpu":  # this compiler allocates all temporaries at once
         peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     return {
         "peak": peak,

@@ -1,8 +1,8 @@
-"""The GPU compiler: a folder of its own, and the GPUs that it can compile for.
+"""The GPU compiler: its folder, and the GPUs for which it can compile.
 
-The compiler is JAX's CUDA plugin with NVIDIA's libraries. They would change what a
-user's environment runs on, so they never stand in it: ``set_up`` makes a second
-environment, and only the process that compiles sees its packages, after all others.
+The compiler is JAX's CUDA plugin with NVIDIA's libraries. They would change the device
+that a user's environment runs on, so they are never installed there: ``set_up`` creates
+a second environment, whose packages only the compiling process sees, after all others.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PLUGIN: Final = "jax-cuda12-plugin"
 _PACKAGES: Final = "lib/python*/site-packages"
 _SECONDS: Final = 3600
 _READY: Final = "ready"
-"""Written last: an installation that was cut short is made again."""
+"""File that is written last, so that an interrupted installation is repeated."""
 
 _LIBRARIES: Final = {"major": 9, "minor": 10, "patch": 0}
-"""Version of cuDNN to compile for; the plugin's own would be asked of a GPU."""
+"""Version of cuDNN to compile for; the plugin would query a GPU for its own."""
 
 
 def folder() -> Path:
@@ -41,10 +41,10 @@ def folder() -> Path:
 
 
 def packages() -> Sequence[str]:
-    """The folder of its packages.
+    """Returns the folder of the compiler's packages.
 
     Raises:
-        NoCompiler: It was not set up.
+        NoCompiler: The compiler was not set up.
     """
     result = [str(path) for path in folder().glob(_PACKAGES)]
     if not (result and (folder() / _READY).exists()):
@@ -57,13 +57,13 @@ def packages() -> Sequence[str]:
 
 
 def set_up() -> Path:
-    """Makes the second environment, unless it is there.
+    """Creates the second environment, unless it exists.
 
     Returns:
-        Its folder.
+        Folder of the environment.
 
     Raises:
-        VerifyError: It cannot be made; with the installer's last words.
+        VerifyError: It cannot be created; includes the end of the installer's output.
     """
     where = folder()
     if (where / _READY).exists():
@@ -103,10 +103,10 @@ def _install(where: Path) -> None:
 
 
 def properties(target: Target) -> str:
-    """A GPU as the compiler reads it: its target configuration, as protobuf text.
+    """Returns a GPU's target configuration, as protobuf text for the compiler.
 
     Args:
-        target: A GPU one.
+        target: GPU target.
 
     >>> from whalejax.verification.targets import Target
     >>> target = Target(platform="gpu", words="h100:8", kind="h100",

@@ -1,4 +1,4 @@
-"""A process that compiles, watched: it ends in time, and its last words are kept."""
+"""Runs the compiling process with a deadline, and keeps the end of its output."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Answer:
     """Result of a compilation.
 
     Attributes:
-        data: The worker's answer.
-        words: Output of the compiler meanwhile.
+        data: Answer of the worker.
+        words: Output of the compiler.
     """
 
     data: Mapping[str, Any]
@@ -45,11 +45,11 @@ class Answer:
 
 
 class CompileTask(Protocol):
-    """Request to a process of its own."""
+    """Request to a separate process."""
 
     @property
     def target(self) -> Target:
-        """The devices that it needs."""
+        """Devices that it needs."""
         ...
 
 
@@ -63,11 +63,11 @@ def run(
     limit_name: str = "--timeout",
     xla_flags: str = "",
 ) -> Answer:
-    """Compile, or do something else, in a process of its own.
+    """Compiles, or runs another task, in a separate process.
 
     Args:
         request: Request to carry out.
-        limit_seconds: The process is ended after so long.
+        limit_seconds: Time after which the process is ended.
         extra_paths: Folders of packages that it needs and this process lacks.
         worker: Module that the process runs.
         task: Name of the task, for errors; default: compiling.
@@ -75,7 +75,7 @@ def run(
         xla_flags: Further flags of XLA.
 
     Raises:
-        VerifyError: It did not end in time, or died; with its last words.
+        VerifyError: It did not end in time, or died; includes the end of its output.
     """
     compiles = not task
     task = task or f"compiling for {request.target.words}"
@@ -115,12 +115,12 @@ def run(
 
 
 _UNTIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-"""Without a GPU there is nothing to time kernels on, and products that are not timed
-are better left to the library: the compiler's own first guess fails for some sizes."""
+"""Without a GPU no kernels can be timed, and products without timing are better left to
+the library: the compiler's own first choice fails for some sizes."""
 
 
 def _pickled(request: CompileTask) -> bytes:
-    """The settings of JAX that decide what is traced, and then the request."""
+    """Pickles the JAX settings that affect tracing, and the request."""
     import jax
 
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
@@ -134,10 +134,10 @@ def _pickled(request: CompileTask) -> bytes:
 
 
 def _by_value(request: Any) -> bytes:
-    """A request, with what a user defined in a program of their own.
+    """Pickles a request together with definitions from the user's program.
 
-    JAX's functions with a backward pass of their own can be made of a function alone,
-    so pickle cannot; they may refer to themselves.
+    JAX's functions with their own backward pass can only be rebuilt from a function, so
+    pickle fails; they may also refer to themselves.
     """
     import cloudpickle
     import jax
@@ -158,10 +158,10 @@ def _by_value(request: Any) -> bytes:
 
 
 def _lives_here_only(module: Any) -> bool:
-    """Whether no other process can import a module by its name.
+    """Returns whether no other process can import a module by its name.
 
-    Modules that were made by hand have no file, and those that were loaded from a file
-    may lie where no import looks. Parts of a package are as their package is.
+    Modules made by hand have no file, and those loaded from a file may be outside the
+    import path. Parts of a package count like their package.
     """
     if not isinstance(module, types.ModuleType):
         return False
@@ -193,10 +193,10 @@ _SETTINGS = (
 
 
 def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
-    """The environment of the worker: this process's packages, and no device of its own.
+    """Returns the worker's environment: this process's packages, no device of its own.
 
-    A GPU program is compiled by the plugin of another environment, which comes last:
-    whatever this one has too is taken from here.
+    The plugin of another environment compiles GPU programs; its packages come last, so
+    that packages of this environment take precedence.
     """
     environment = dict(os.environ)
     paths = [p or os.getcwd() for p in sys.path if os.path.isdir(p or ".")]
@@ -205,7 +205,7 @@ def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
         _virtual_devices(environment, target.num_devices)
         if target.kind == "cpu":
             environment["JAX_PLATFORMS"] = "cpu"
-        # The device's memory may be taken by this process.
+        # This process may hold the device's memory.
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         return environment
     environment["JAX_PLATFORMS"] = "cpu"
@@ -219,7 +219,7 @@ def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
 
 
 def _virtual_devices(environment: dict[str, str], count: int) -> None:
-    """Sets the number of virtual CPU devices, where there are no others."""
+    """Sets the number of virtual CPU devices, if there are no others."""
     name = "--xla_force_host_platform_device_count"
     flags = environment.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if not flag.startswith(name)]
@@ -233,7 +233,7 @@ def _with_flags(environment: dict[str, str], xla_flags: str) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a process and of those it started."""
+    """Kills a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""Results of a verification as data: quantities, and findings in words."""
+"""Results of a verification as data: quantities, and findings as text."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from whalejax.verification.targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationData:
-    """A plan held against the program that its compiler makes of it.
+    """A plan compared with its compiled program.
 
     Attributes:
         plan_hash: Hash of the plan.
         target: Target of the compilation.
         device_kind: Compiler's name of the device.
         versions: Versions of JAX and the compiler.
-        fits: The compiler's word on whether the program fits the device; where the
-            compiler does not check, the comparison of peak and capacity.
-        capacity_bytes: Bytes of one device that programs may use; 0 where not known.
-        memory, collectives: Memory by term, and the collectives; empty where nothing
-            was compiled. Where stages have programs of their own, those of each stage,
-            and the transfers between stages.
+        fits: Whether the program fits the device, by the compiler; if it does not
+            check, by comparison of peak and capacity.
+        capacity_bytes: Bytes of one device that programs may use; 0 if unknown.
+        memory, collectives: Memory by term, and the collectives; empty if nothing was
+            compiled. If stages have programs of their own, those of each stage, and the
+            transfers between stages.
         product_flops: FLOPs of matrix products on one device in one step.
         lower_seconds, compile_seconds: Durations of the compilation.
-        host_peak_bytes: Memory that compiling took on this machine.
+        host_peak_bytes: Peak memory of the compilation on this machine.
         refused: Reason why traffic and products are not reported, or empty.
-        rematerializations: Tensors that the compiler gathers whole to change their
-            layout.
+        rematerializations: Tensors that the compiler gathers completely to change
+            their layout.
         unplanned: Traffic that the plan does not predict.
         failure: Reason why there is no program, in the compiler's words, or empty.
         better: The next plan that is expected to fit, if this one does not.

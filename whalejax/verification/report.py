@@ -18,11 +18,11 @@ from whalejax.verification.quantities import Finding, Quantity, VerificationData
 
 _WIDTH = 110
 _LEAST = 0.001
-"""Part of all traffic from which a line is shown."""
+"""Fraction of all traffic from which a line is shown."""
 
 
 def document(found: VerificationData) -> dict[str, Any]:
-    """A verification as plain JSON data."""
+    """Returns a verification as plain JSON data."""
 
     def quantity(q: Quantity | None) -> dict[str, Any] | None:
         if q is None:
@@ -52,7 +52,7 @@ def document(found: VerificationData) -> dict[str, Any]:
 
 
 def text(found: VerificationData) -> str:
-    """A verification as text without colours."""
+    """Returns a verification as text without colours."""
     console = Console(file=io.StringIO(), width=_WIDTH, highlight=False)
     console.print(table(found))
     written: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def text(found: VerificationData) -> str:
 
 
 def table(found: VerificationData) -> RenderableType:
-    """A verification as something that ``rich`` prints."""
+    """Returns a verification as an object that ``rich`` prints."""
     rows = Table(box=None, pad_edge=False, header_style="bold")
     rows.add_column("")
     for name in ("predicted", "compiled", "difference"):
@@ -76,7 +76,7 @@ def table(found: VerificationData) -> RenderableType:
     for q in shown:
         rows.add_row(q.name, *_cells(q))
     if len(shown) > 1:
-        # Compilers run some as others of the same traffic.
+        # Compilers replace some by others with the same traffic.
         both = _collective_total(found.collectives)
         rows.add_row(both.name, *_cells(both))
     if found.product_flops is not None and not found.refused:

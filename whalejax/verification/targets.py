@@ -1,7 +1,7 @@
 """Targets of compilation: the TPU and GPU compilers' names of a cluster.
 
 The text for a target is that of a cluster (``v5p:4x4x4``, ``h100:2x8``, ``local``);
-this module knows which of them a compiler can be had for, and how it calls them.
+this module knows which of them have a compiler, and its names for them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TPU_NAMES: Final = {
     "v6e": "v6e",
     "v7x": "tpu7x",
 }
-"""Kinds of the catalogue to the names of libtpu."""
+"""Names of libtpu, by kind of the catalogue."""
 
 CHIP_CONFIGS: Final = {"v4": "megacore"}
-"""How a kind's chip shows its cores, where libtpu's default is not JAX's."""
+"""Chip configuration by kind, if libtpu's default differs from JAX's."""
 
 GPU_KINDS: Final = ("h100",)
 """Kinds of the catalogue whose properties ``gpu_targets`` holds."""
@@ -44,9 +44,9 @@ class Target:
         kind: Kind of device, as the catalogue names it; empty for those of this
             machine.
         topology: Compiler's name of the topology.
-        slices: TPU slices joined by a network.
+        slices: Number of TPU slices joined by a network.
         num_devices: Number of devices in all.
-        memory_bytes: Memory of one device, as the catalogue has it; 0 where not known.
+        memory_bytes: Memory of one device, from the catalogue; 0 if unknown.
     """
 
     platform: str
@@ -67,11 +67,11 @@ class VerifyError(WhaleError):
 
 
 class NoCompiler(VerifyError):
-    """No compiler for these devices is at hand; the text names what installs one."""
+    """No compiler for these devices is installed; the text names the remedy."""
 
 
 def target_text() -> str:
-    """The topologies that can be compiled for, in words."""
+    """Describes the topologies that have a compiler."""
     tpus = ", ".join(
         f"{name}:{'x'.join('4' * _dims(name))}" for name in sorted(TPU_NAMES)
     )
@@ -87,8 +87,8 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
         topology: Text of a cluster; the plan's own cluster if left out.
 
     Raises:
-        WhaleError: A topology that is not known, or that no compiler can be had for.
-        PlanError: It has another number of devices than the plan.
+        WhaleError: The topology is unknown, or has no compiler.
+        PlanError: The target has another number of devices than the plan.
     """
     if topology is None:
         target = _target(plan.cluster, plan.cluster.describe())
@@ -154,7 +154,7 @@ def _target(cluster: Cluster, words: str) -> Target:
 
 
 def _local(cluster: Cluster) -> Target:
-    """The devices of this machine; virtual ones where the plan is for CPUs."""
+    """Returns the target of this machine; virtual devices if the plan is for CPUs."""
     is_cpu = cluster.platform == "cpu"
     return Target(
         platform="local",
@@ -173,6 +173,6 @@ def _dims(name: str) -> int:
 
 
 def _lengths(cluster: Cluster) -> tuple[int, ...]:
-    """Lengths of the torus, outermost first; the compiler wants those of 1 last."""
+    """Returns lengths of the torus, outermost first; the compiler needs 1s last."""
     lengths = [level.size for level in reversed(cluster.levels) if level.torus]
     return (*lengths, *[1] * (_dims(cluster.kinds[0].name) - len(lengths)))

@@ -1,7 +1,7 @@
-"""Takes connections at a listening socket; strangers cannot keep members out.
+"""Accepts connections at a listening socket; strangers cannot keep members out.
 
-Apart from ``connection`` because it is about many connections at once: how many may be
-open, who has to go first, and what is said of those that were refused.
+It is separate from ``connection`` because it handles many connections at once: how many
+may be open, which is dropped first, and how refusals are reported.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from whalejax.wire.messages import CONTROL_BYTES
 
 
 MOST_STRANGERS: Final = 256
-"""Connections at once whose handshake is not through; one that says nothing goes first,
-and others wait to be accepted where all of them speak."""
+"""Maximum number of connections with an unfinished handshake. A silent one is dropped
+first; if all of them speak, others wait to be accepted."""
 
 MOST_CHANNELS: Final = 4096
-"""Other ones at once."""
+"""Maximum number of other connections."""
 
 IDLE_SECONDS: Final = 600.0
-"""A connection over which nothing comes for so long is ended."""
+"""Time without data after which a connection is ended."""
 
 _SILENT_SECONDS: Final = 5.0
-"""After which a stranger that says nothing is told what is spoken here."""
+"""Time after which a silent stranger is sent the protocol's name."""
 
 _SPEAKING_SECONDS: Final = 2.0
-"""After which a stranger that began to speak goes too, where there are many."""
+"""Time after which a speaking stranger is dropped too, if there are many."""
 
 _AT_ONCE: Final = 16
 _PAUSE_SECONDS: Final = 0.1
-"""Before accepting again where there was no file descriptor or memory left."""
+"""Pause before accepting again after a lack of file descriptors or memory."""
 
 _SAY_SECONDS: Final = 1.0
 
@@ -58,19 +58,19 @@ _SPOKEN: Final = (
     f"This process speaks {PROTOCOL!r}. A whalejax that signs its messages is of an "
     "earlier version: install the same everywhere.\n"
 ).encode()
-"""In the clear, to who says nothing: an earlier version waits for a greeting."""
+"""Unencrypted text for a silent stranger: an earlier version waits for a greeting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedConnections:
-    """Connections that were refused since this was last said: how many, and why."""
+    """Number of connections refused since the last report, and a reason."""
 
     count: int
     why: str
 
 
 class _Stranger:
-    """A connection whose handshake is under way."""
+    """A connection whose handshake is not finished."""
 
     def __init__(self, acceptor: Acceptor, link: socket.socket) -> None:
         self._acceptor, self.link = acceptor, link
@@ -78,7 +78,7 @@ class _Stranger:
         self.peer, self._said = end_of(link), b""
 
     def ready(self, events: int) -> None:
-        """Goes on with the handshake."""
+        """Continues the handshake."""
         del events
         wants = selectors.EVENT_READ
         try:
@@ -112,10 +112,10 @@ class _Stranger:
         loop().watch(self.link, self, wants)
 
     def _greeted(self) -> bool:
-        """Whether one without a key has said all of what it says first.
+        """Returns whether a side without a key has sent its complete greeting.
 
         Raises:
-            ValueError: It says something else.
+            ValueError: It sends something else.
         """
         said = self.link.recv(len(UNENCRYPTED) - len(self._said))
         self._said += said
@@ -124,7 +124,7 @@ class _Stranger:
         return self._said == UNENCRYPTED
 
     def _differ(self) -> None:
-        """One side has a key and the other has none, which both are told."""
+        """Refuses a side if only one has a key, and tells both."""
         with contextlib.suppress(OSError):
             socket.socket.send(self.link, admission(refused=KEYS_DIFFER, is_final=True))
         self._acceptor.refuse(self, f"{self.peer}: {KEYS_DIFFER}")
@@ -140,7 +140,7 @@ class _Stranger:
 
 
 class Acceptor:
-    """Accepts and admits, in the loop of the process, until it is closed."""
+    """Accepts and admits connections in the process's loop, until it is closed."""
 
     def __init__(
         self,
@@ -156,14 +156,14 @@ class Acceptor:
         """Starts to accept connections.
 
         Args:
-            listening: Closed by ``close``.
-            key: Key of this process; None where it has none, and nothing is encrypted.
+            listening: Listening socket; ``close`` closes it.
+            key: Key of this process; None for no key and no encryption.
             notify: Function that the loop calls with a connection that has received
-                something or ended; it must not wait.
+                data or ended; it must not wait.
             most_bytes: Largest size of a message.
-            most_strangers: Connections at once whose handshake is under way.
-            most_channels: Other ones at once.
-            idle_seconds: After which one is ended over which nothing comes.
+            most_strangers: Maximum number of connections with an unfinished handshake.
+            most_channels: Maximum number of other connections.
+            idle_seconds: Time without data after which a connection is ended.
         """
         self._listening, self._key, self._notify = listening, key, notify
         self._most_bytes, self._idle_seconds = most_bytes, idle_seconds
@@ -189,17 +189,17 @@ class Acceptor:
             return result
 
     def close(self) -> None:
-        """Ends the listening socket and every connection."""
+        """Closes the listening socket and every connection."""
         self.stop_listening()
         self._in_loop(self._close_channels)
 
     def stop_listening(self) -> None:
-        """Takes nobody more; the connections that there are stay."""
+        """Accepts no more connections; open ones stay."""
         self._closed.set()
         self._in_loop(self._end)
 
     def _in_loop(self, work: Callable[[], object]) -> None:
-        """Has the loop do something, and waits for it."""
+        """Runs a function in the loop, and waits for it."""
         if loop().is_here:
             work()
             return
@@ -241,7 +241,7 @@ class Acceptor:
                 channel.close()
 
     def _watch(self) -> None:
-        """Watches the socket, unless nobody can be taken now."""
+        """Watches the socket, unless no connection can be accepted now."""
         if self._closed.is_set():
             return
         full = len(self._strangers) >= self._most_strangers and not self._make_room()
@@ -249,7 +249,7 @@ class Acceptor:
         loop().watch(self._listening, self, 0 if waits else selectors.EVENT_READ)
 
     def _make_room(self) -> bool:
-        """Lets the oldest stranger go that says nothing, or has spoken for long."""
+        """Drops the oldest stranger that is silent, or has spoken for long."""
         late = time.monotonic() - _SPEAKING_SECONDS
         for stranger in self._strangers:
             if not stranger.speaks or stranger.came_at < late:
@@ -266,7 +266,7 @@ class Acceptor:
                 link = self._key.accepts.wrap_socket(
                     plain, server_side=True, do_handshake_on_connect=False
                 )
-        except OSError as error:  # It is gone.
+        except OSError as error:  # It has ended.
             plain.close()
             self._count(f"a connection ended before it was one ({error.strerror})")
             return
@@ -275,16 +275,16 @@ class Acceptor:
         stranger.ready(selectors.EVENT_READ)
 
     def refuse(self, stranger: _Stranger, why: str) -> None:
-        """Ends a connection that is none of the run's."""
+        """Ends a connection that does not belong to the run."""
         self._strangers.pop(stranger, None)
         self._count(why)
         loop().forget(stranger.link, stranger)
-        with contextlib.suppress(OSError):  # Or what it was told may not arrive.
+        with contextlib.suppress(OSError):  # Otherwise the message may not arrive.
             socket.socket.recv(stranger.link, 1 << 16)
         stranger.link.close()
 
     def admit(self, stranger: _Stranger) -> None:
-        """Takes a connection whose handshake is through, or says why not."""
+        """Admits a connection after its handshake, or refuses it with a reason."""
         del self._strangers[stranger]
         loop().forget(stranger.link, stranger)
         name, why, full = "", "", ""

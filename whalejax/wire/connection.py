@@ -1,13 +1,13 @@
 """Encrypted connections that carry messages, with a deadline on every wait.
 
-TLS 1.3, in which both sides show a certificate of the run's authority: what crosses the
-network can be neither read nor changed, repeated or left out. Behind the handshake the
-listener says which protocol it speaks and whether it takes the other side. A frame is
-the sizes of a message's values and arrays, and both as they are. Where processes meet
-that were given no key, the same is spoken without TLS.
+TLS 1.3, in which both sides show a certificate of the run's authority: data on the
+network can be neither read nor changed, repeated or left out. After the handshake the
+listener sends its protocol and whether it accepts the other side. A frame is the sizes
+of a message's values and arrays, followed by both unchanged. If processes have no key,
+the same protocol runs without TLS.
 
-What comes is read by the loop of the process. Who sends writes itself, so that a
-reader that takes nothing keeps nobody waiting but who waits for it.
+The process's loop reads all incoming data. A sender writes by itself, so that a reader
+that accepts nothing delays only its own sender.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from whalejax.wire.messages import (
 
 
 PROTOCOL: Final = "whalejax 4"
-"""Name and version of what is spoken; both sides have the same."""
+"""Name and version of the protocol; both sides must have the same."""
 
 UNENCRYPTED: Final = f"{PROTOCOL} without a key\n".encode()
-"""In place of a handshake, from who dials and has no key."""
+"""Greeting of a dialling process without a key, in place of a handshake."""
 
 KEYS_DIFFER: Final = (
     "one side was given a key (WHALEJAX_KEY_FILE) and the other was not"
@@ -54,22 +54,22 @@ KEYS_DIFFER: Final = (
 
 HANDSHAKE_SECONDS: Final = 10.0
 FRAME_SECONDS: Final = 60.0
-"""A frame that has begun must be whole, or one that is sent be taken, so soon."""
+"""Time in which a begun frame must be complete, or a sent one be accepted."""
 
 SLOWEST_BYTES_PER_SECOND: Final = 1e7
-"""Of a link, 80 Mb/s: what is large is given its bytes over this, beside a deadline."""
+"""Speed of a slow link, 80 Mb/s; adds time for large messages to a deadline."""
 
 MOST_POSTED_BYTES: Final = 1 << 23
-"""Of messages that wait to be taken by who is sent them without waiting."""
+"""Maximum bytes of posted messages that the other side has not accepted."""
 
 BACKLOG: Final = 1024
 
 _HEADER: Final = struct.Struct(">IQ")
 _MOST_WAITING: Final = 64
 _MOST_WAITING_BYTES: Final = 1 << 26
-"""Of messages that nobody has taken yet; then no more is read."""
+"""Maximum bytes of received messages that wait; then no more is read."""
 _MOST_AT_ONCE: Final = 1 << 22
-"""Bytes that are read of one connection before others have their turn."""
+"""Bytes that are read from one connection before others have their turn."""
 _TICK_SECONDS: Final = 0.2
 _LOST: Final = (ssl.SSLError, OSError, ValueError)
 
@@ -79,15 +79,15 @@ class ConnectionClosedError(WireError):
 
 
 class WireTimeoutError(WireError):
-    """Something did not come in time."""
+    """Data did not arrive in time."""
 
 
 class WrongKey(WireError):
-    """The two sides do not take each other; to dial again is of no use."""
+    """The two sides do not accept each other; to dial again does not help."""
 
 
 class OtherProtocol(WireError):
-    """Raised where no process of a run listens, or one of another version."""
+    """No process of a run listens there, or one of another version."""
 
 
 class Admission(Message):
@@ -106,8 +106,8 @@ class Channel:
 
     Attributes:
         peer: Host and port of the other side, for messages to a reader.
-        name: Name in its certificate.
-        heard_at: When something last came, as ``time.monotonic`` counts.
+        name: Name in the other side's certificate.
+        heard_at: Time of the last received data, by ``time.monotonic``.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Channel:
         """Wraps a socket; use ``dial`` or an ``Acceptor`` instead.
 
         Args:
-            link: The socket, whose handshake is through; closed by ``close``.
+            link: Socket after its handshake; ``close`` closes it.
             name: Name in the certificate of the other side; empty without a key.
-            most_bytes: Largest size of a message, either way.
+            most_bytes: Largest size of a message, in either direction.
             notify: Function that the loop calls when something can be received; it must
                 not wait.
         """
@@ -155,17 +155,17 @@ class Channel:
         seconds: float = FRAME_SECONDS,
         gives_up: Callable[[], bool] = bool,
     ) -> None:
-        """Sends a message, and waits until it is on its way.
+        """Sends a message, and waits until the system has accepted it.
 
         Args:
             message: Message to send.
             seconds: Deadline of the other side.
-            gives_up: Asked now and then while the other side takes nothing.
+            gives_up: Called now and then while the other side accepts nothing.
 
         Raises:
-            Closed: The other side is gone.
-            TooLate: It did not take it, or ``gives_up`` says so; the connection is of
-                no use any more.
+            ConnectionClosedError: The other side has ended the connection.
+            WireTimeoutError: It did not accept it, or ``gives_up`` returned True; the
+                connection cannot be used any more.
         """
         parts = self._frame(message)
         end = time.monotonic() + seconds
@@ -180,17 +180,17 @@ class Channel:
                         if not sent:
                             self._wait_to_write(end, gives_up)
         finally:
-            if self._posted:  # Meanwhile.
+            if self._posted:  # Posted in the meantime.
                 self._loop.call(self._write_posted)
 
     def post(self, message: Message) -> None:
-        """Sends a message without waiting; who takes nothing is closed.
+        """Sends a message without waiting; closes a connection that accepts nothing.
 
         Args:
             message: Message to send; its arrays are copied.
 
         Raises:
-            WireError: It is larger than a receiver takes, or the other side is gone.
+            WireError: It is larger than a receiver accepts, or the other side ended.
         """
         if self._why:
             raise ConnectionClosedError(self._why)
@@ -212,7 +212,7 @@ class Channel:
         return [memoryview(header + text), *views]
 
     def _write(self, part: memoryview) -> int:
-        """Returns the number of bytes that the system accepted; 0 where it accepts none
+        """Returns the number of bytes that the system accepted; 0 if it accepts none
         now.
         """
         if self._why:
@@ -231,15 +231,15 @@ class Channel:
         left = end - time.monotonic()
         if left <= 0 or gives_up():
             raise WireTimeoutError(f"{self.peer} took nothing in time")
-        with contextlib.suppress(OSError, ValueError):  # Then writing says so.
+        with contextlib.suppress(OSError, ValueError):  # Writing reports it then.
             poll = select.poll()
             poll.register(self._link, select.POLLOUT)
             poll.poll(1000 * min(left, _TICK_SECONDS))
 
     def _write_posted(self) -> None:
-        """Writes what was posted, as far as it is taken; the loop goes on with it."""
+        """Writes posted messages as far as accepted; the loop writes the rest."""
         if not self._sending.acquire(blocking=False):
-            return  # Who sends sees to it afterwards.
+            return  # The sending thread does it afterwards.
         try:
             is_done = self._flush()
         except ConnectionClosedError as error:
@@ -251,7 +251,7 @@ class Channel:
             self._loop.call(self._watch)
 
     def _flush(self) -> bool:
-        """Writes what was posted; whether all of it was taken."""
+        """Writes posted messages; returns whether all of them were accepted."""
         while self._posted:
             sent = self._write(self._posted[0])
             if not sent:
@@ -269,24 +269,25 @@ class Channel:
     def receive(
         self, takes: Messages[M], *, seconds: float, until: float = math.inf
     ) -> M:
-        """The next message.
+        """Waits for the next message.
 
         Args:
             takes: Messages that are expected.
-            seconds: Longest wait for its beginning.
+            seconds: Maximum wait for its beginning.
             until: Deadline of the complete message, on the clock of ``time.monotonic``.
 
         Raises:
-            TooLate: None began in that time, or it was not whole soon after.
-            Closed: The other side is gone.
-            MalformedError: It is none of those.
-            WireError: What came is no message; the connection is of no use any more.
+            WireTimeoutError: None began in that time, or it was not complete soon
+                after.
+            ConnectionClosedError: The other side has ended the connection.
+            MalformedError: The message is not an expected one.
+            WireError: The data is no message; the connection cannot be used any more.
         """
         end = min(time.monotonic() + seconds, until)
         with self._changed:
             while not self._frames and not self._why:
                 now = time.monotonic()
-                # One that has begun is waited for.
+                # A message that has begun is waited for.
                 if now >= until or (now >= end and self._in_header):
                     raise WireTimeoutError(f"{self.peer} sent nothing in time")
                 left = end - now if now < end else _TICK_SECONDS
@@ -299,8 +300,8 @@ class Channel:
         """Returns the next message that has been received, or None.
 
         Raises:
-            Closed: There is nothing, and the other side is gone.
-            MalformedError: It is none of those.
+            ConnectionClosedError: There is none, and the connection has ended.
+            MalformedError: The message is not an expected one.
         """
         with self._changed:
             if not self._frames:
@@ -320,7 +321,7 @@ class Channel:
     # In the loop.
 
     def ready(self, events: int) -> None:
-        """Reads and writes what can be."""
+        """Reads and writes as far as possible without waiting."""
         if events & selectors.EVENT_WRITE:
             self._write_posted()
         if events & selectors.EVENT_READ and not self._is_dropped:
@@ -360,7 +361,7 @@ class Channel:
                 self._has_read()
 
     def _has_read(self) -> None:
-        """A header has come, or what it announced."""
+        """Handles a complete header, or the data that it announced."""
         self.heard_at = time.monotonic()
         if self._in_header:
             text_bytes, array_bytes = _HEADER.unpack(self._header)
@@ -368,7 +369,7 @@ class Channel:
                 raise WireError(
                     f"{self.peer} announces a message that is too large: {why}"
                 )
-            # Memory that is not written to is none, so that little is believed here.
+            # Unwritten memory costs nothing, so the announced sizes need little trust.
             self._text, self._data = bytearray(text_bytes), np.empty(array_bytes, "u1")
             self._in_header = False
             slowest = array_bytes / SLOWEST_BYTES_PER_SECOND
@@ -390,7 +391,7 @@ class Channel:
             self._wants.append(memoryview(self._header))
 
     def tick(self, now: float) -> None:
-        """Ends the connection where a frame, in or out, does not come to its end."""
+        """Ends the connection if an incoming or outgoing frame is not completed."""
         if now > self._frame_end:
             self._end(f"{self.peer} sent half a message, and no more in time")
         elif self._posted and now > self._posted_at + FRAME_SECONDS:
@@ -420,7 +421,7 @@ class Channel:
             self._why = self._why or why
             self._changed.notify_all()
         with contextlib.suppress(OSError):
-            # That of the socket below, which leaves the encryption as it is.
+            # The method of the plain socket, which leaves the encryption alone.
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
         if self._loop.is_here:
             self._drop()
@@ -429,19 +430,19 @@ class Channel:
 
     @property
     def has_more(self) -> bool:
-        """Whether ``next`` gives a message, or says that there will be none."""
+        """Whether ``next`` returns a message, or raises as there will be none."""
         return bool(self._frames or self._why)
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more comes but what came before."""
+        """Whether no new data can arrive; received messages may remain."""
         return bool(self._why)
 
     def shut_down(self) -> None:
-        """Sends nothing more; what came before can still be received.
+        """Ends sending; received data can still be read.
 
-        For who could not send: the last message of the other side, such as that the
-        run is over, may have come and wait to be received.
+        It is for a sender that failed: the other side's last message, such as that the
+        run is over, may have arrived and wait to be received.
         """
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
@@ -465,16 +466,17 @@ def dial(
 
     Args:
         address: Host and port.
-        key: Key of this process; None where it has none, and nothing is encrypted.
-        seconds: For all of it.
+        key: Key of this process; None for no key and no encryption.
+        seconds: Time for all of it.
         most_bytes: Largest size of a message.
         notify: See ``Channel``.
 
     Raises:
-        Closed: Nothing listens there, or it ended the connection, or has no room.
-        TooLate: It answers nothing.
-        WrongKey: One of the two does not take the other.
-        OtherProtocol: It says something else.
+        ConnectionClosedError: Nothing listens there, or it ended the connection, or has
+            no room.
+        WireTimeoutError: It does not answer in time.
+        WrongKey: One of the two does not accept the other.
+        OtherProtocol: It sends something else.
     """
     end = time.monotonic() + seconds
     where = f"{address[0]}:{address[1]}"
@@ -484,7 +486,7 @@ def dial(
         raise WireTimeoutError(f"{where} answered nothing in {seconds:.0f} s") from None
     except OSError as error:
         raise ConnectionClosedError(f"{where}: {error.strerror or error}") from None
-    except (ValueError, OverflowError) as error:  # No name of a host, or no port.
+    except (ValueError, OverflowError) as error:  # An invalid host name or port.
         raise ConnectionClosedError(
             f"{visible(where)[:80]} is no address ({error})"
         ) from None
@@ -522,7 +524,7 @@ def admission(*, refused: str = "", is_final: bool = False) -> bytes:
 
 
 def _pulled(link: socket.socket, end: float) -> bytes:
-    """The values of the first message, which a listener sends at once."""
+    """Reads the values of the first message, which a listener sends at once."""
     result, size = b"", _HEADER.size
     while len(result) < size:
         link.settimeout(max(end - time.monotonic(), 0.01))
@@ -548,7 +550,6 @@ def _check_admission(said: Admission, where: str) -> None:
 
 
 def _dialled_wrong(error: Exception, where: str) -> WireError:
-    """Returns the error of a connection that failed."""
     if isinstance(error, WrongKey | OtherProtocol):
         return error
     if isinstance(error, ssl.SSLError):
@@ -565,7 +566,7 @@ def _dialled_wrong(error: Exception, where: str) -> WireError:
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A socket that listens, at a free port where none is given."""
+    """Returns a listening socket, at a free port by default."""
     result = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -578,10 +579,10 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 
 def at_once(link: socket.socket) -> None:
-    """Sends the parts of a frame as they come.
+    """Makes a socket send the parts of a frame without delay.
 
-    Otherwise the last ones wait until the other side has acknowledged the first, which
-    it puts off, so that each message may take 40 ms longer.
+    Otherwise the last parts wait until the other side acknowledges the first, and that
+    is delayed, so that each message may take 40 ms longer.
     """
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

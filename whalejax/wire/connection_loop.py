@@ -1,7 +1,7 @@
 """The thread of a process that watches all of its connections.
 
-Nothing that it calls may wait: what a connection brings is put where other threads take
-it. So no connection, however slow, keeps another one waiting.
+No function that it calls may wait: received data is put where other threads take it. So
+a slow connection never delays another one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 
 TICK_SECONDS: Final = 0.2
-"""Between two looks at what is late."""
+"""Time between checks of deadlines."""
 
 
 class Watched(Protocol):
@@ -30,14 +30,14 @@ class Watched(Protocol):
         """Handles a socket that can be read or written."""
 
     def tick(self, now: float) -> None:
-        """Does what is due by now."""
+        """Handles deadlines that have passed."""
 
 
 class Waker:
     """Wakes a selector from any thread.
 
     Attributes:
-        close: Lets go of the sockets.
+        close: Closes the sockets.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Waker:
         self._reads, self._writes = socket.socketpair()
         for end in (self._reads, self._writes):
             end.setblocking(False)
-        # What is made and never run lets go of them, too.
+        # A waker that is never used closes them, too.
         self.close = weakref.finalize(self, _close, self._reads, self._writes)
 
     def fileno(self) -> int:
@@ -53,12 +53,12 @@ class Waker:
         return self._reads.fileno()
 
     def wake(self) -> None:
-        """Wakes it; once is enough."""
-        with contextlib.suppress(OSError):  # Full: it is awake. Or it is closed.
+        """Wakes the selector; once is enough."""
+        with contextlib.suppress(OSError):  # Full, so it is awake already; or closed.
             self._writes.send(b"x")
 
     def clear(self) -> None:
-        """Waits for the next time."""
+        """Resets the wake-up."""
         with contextlib.suppress(OSError):
             self._reads.recv(4096)
 
@@ -82,10 +82,10 @@ class Loop:
         self._thread.start()
 
     def call(self, work: Callable[[], None]) -> None:
-        """Has something done by the thread of the loop, soon.
+        """Runs a function soon in the loop's thread.
 
         Args:
-            work: Must not wait for anything.
+            work: Function; it must not wait.
         """
         self._work.append(work)
         self._waker.wake()
@@ -98,12 +98,12 @@ class Loop:
     # In the thread of the loop.
 
     def watch(self, link: socket.socket, watched: Watched, events: int) -> None:
-        """Watches a socket for some events, in place of those before.
+        """Watches a socket for some events, in place of the previous ones.
 
         Args:
             link: The socket.
-            watched: Handler of the events, and of time that passes.
-            events: Events of ``selectors``; at 0 only time passes.
+            watched: Handler of the events, and of deadlines.
+            events: Events of ``selectors``; 0 for deadlines only.
         """
         before = self._watched.get(watched, 0)
         self._watched[watched] = events
@@ -115,7 +115,7 @@ class Loop:
             self._selector.register(link, events, watched)
 
     def forget(self, link: socket.socket, watched: Watched) -> None:
-        """Watches a socket no more, before it is closed."""
+        """Stops watching a socket, before it is closed."""
         if self._watched.pop(watched, 0):
             self._selector.unregister(link)
 
@@ -126,7 +126,7 @@ class Loop:
             for key, events in self._selector.select(0 if self._work else left):
                 if key.data is None:
                     self._waker.clear()
-                elif key.data in self._watched:  # No other one has ended it meanwhile.
+                elif key.data in self._watched:  # Still open.
                     _guarded(key.data.ready, events)
             for _ in range(len(self._work)):
                 _guarded(self._work.popleft())
@@ -139,7 +139,7 @@ class Loop:
 
 
 def _guarded(work: Callable[..., None], *given: float) -> None:
-    """Does something; where it fails, other connections go on, and it is said."""
+    """Calls a function; prints its errors, so that other connections continue."""
     try:
         work(*given)
     except Exception:
@@ -151,7 +151,7 @@ _lock: Final = threading.Lock()
 
 
 def loop() -> Loop:
-    """The loop of this process; one that was forked has its own."""
+    """Returns the loop of this process; a forked process has its own."""
     with _lock:
         if os.getpid() not in _loops:
             _loops[os.getpid()] = Loop()

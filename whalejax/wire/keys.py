@@ -1,13 +1,13 @@
-"""Keys by which the processes of a run know each other: certificates of its authority.
+"""Keys by which processes of a run authenticate: certificates of its authority.
 
 A key file holds the private key and the certificate of a process, and the certificate
-of the run's authority. One file may be copied to all processes; where they are to be
-told apart, each is given one of its own, which can be revoked. The authority's own
-private key stays beside the first file, where the run was begun. Certificates are made
-by the ``openssl`` command; to use them takes Python alone.
+of the run's authority. One file may be copied to all processes; to tell them apart,
+each gets its own key, which can be revoked. The authority's private key stays beside
+the first file, where the run was created. Certificates are made by the ``openssl``
+command; their use needs only Python.
 
-Whoever can read a key can join the run and change its result, so a file that others
-could read is refused, as ssh refuses such a private key.
+Whoever can read a key can join the run and change its result, so a file that others can
+read is refused, as ssh refuses such a private key.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from whalejax.meshes.texts import visible
 
 
 AUTHORITY: Final = ".authority"
-"""Ends the name of the file with the authority's private key."""
+"""Suffix of the file with the authority's private key."""
 
 REVOKED: Final = ".revoked"
-"""Ends the name of the file that lists the names of revoked certificates."""
+"""Suffix of the file that lists the names of revoked certificates."""
 
 EVERYONE: Final = "everyone"
-"""The name in the certificate of the first file."""
+"""Name in the certificate of the first file."""
 
 DAYS: Final = 730
-"""For which a certificate is valid."""
+"""Number of days for which a certificate is valid."""
 
 _DAY_SECONDS: Final = 86_400
 _MOST_BYTES: Final = 1 << 16
@@ -91,10 +91,10 @@ class Key:
     """Identity of a process, and the authority by which it accepts others.
 
     Attributes:
-        path: Path of its file.
-        name: Name in its certificate.
+        path: Path of the key file.
+        name: Name in the certificate.
         run: Name of the authority.
-        accepts, dials: Contexts of TLS 1.3 for each side of a connection; both ask for
+        accepts, dials: TLS 1.3 contexts for each side of a connection; both ask for
             a certificate of the same authority.
     """
 
@@ -109,7 +109,7 @@ class Key:
         """Returns the reason why a process is not accepted, or an empty text.
 
         Args:
-            name: Name in its certificate, which is one of the authority's.
+            name: Name in its certificate, which the authority has signed.
         """
         if name not in self.revoked():
             return ""
@@ -119,7 +119,7 @@ class Key:
         )
 
     def revoked(self) -> frozenset[str]:
-        """Names of certificates that are not taken any more, as the list is now."""
+        """Returns the names of revoked certificates, as currently listed."""
         path = _sibling_path(self.path, REVOKED)
         try:
             changed_at = path.stat().st_mtime
@@ -133,14 +133,14 @@ class Key:
 
 
 def make_key(path: Path) -> None:
-    """Begins an authority and writes its first key, unless there is a file already.
+    """Creates an authority and its first key, unless the file exists.
 
     Args:
-        path: Path of the key; only its owner can read it, and the authority's beside
-            it.
+        path: Path of the key. Only its owner can read it, and the authority's key
+            beside it.
 
     Raises:
-        WhaleError: It cannot be written, or there is no ``openssl``.
+        WhaleError: The key cannot be written, or ``openssl`` is missing.
     """
     if path.exists():
         return
@@ -153,16 +153,16 @@ def make_key(path: Path) -> None:
 
 
 def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
-    """Writes a key of its own for a process of a run.
+    """Writes a separate key for one process of a run.
 
     Args:
         path: Path of the run's first key, beside which its authority is stored.
         name: Name in the certificate, by which it can be revoked.
-        to: The new file.
-        days: For which it is valid, from now on.
+        to: Path of the new file.
+        days: Number of days for which it is valid, from now on.
 
     Raises:
-        WhaleError: There is no authority there, or the file cannot be written.
+        WhaleError: The authority is missing, or the file cannot be written.
     """
     if not _NAME.fullmatch(name):
         raise WhaleError(
@@ -179,10 +179,10 @@ def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
 
 
 def revoke_key(path: Path, name: str) -> None:
-    """Takes no process any more whose certificate has this name.
+    """Revokes all certificates with a name.
 
     Args:
-        path: Path of a key of the run; processes with a key in the same place obey.
+        path: Path of a key of the run; processes with a key at the same path obey.
         name: Name in the certificates.
 
     Raises:
@@ -198,11 +198,11 @@ def revoke_key(path: Path, name: str) -> None:
 
 
 def load_key(path: Path) -> Key:
-    """The key in a file, tried with itself.
+    """Loads the key in a file, after a test handshake with itself.
 
     Raises:
-        WhaleError: It cannot be read, others can read it, or it is none that a process
-            of its run would take; what to do about it.
+        WhaleError: It cannot be read, others can read it, or no process of its run
+            would accept it; names the remedy.
     """
     data = _read(path, "the key of the run")
     if b"-----BEGIN" not in data:
@@ -228,11 +228,11 @@ def load_key(path: Path) -> Key:
     )
 
 
-# How others are not taken.
+# Refusal of others.
 
 
 def refused_words(error: ssl.SSLError) -> str:
-    """Returns the reason of a failed handshake where it is a certificate; else an empty
+    """Returns the reason of a failed handshake if it is a certificate; else an empty
     text.
 
     Args:
@@ -271,7 +271,7 @@ def _own_fault(error: Exception) -> str:
 
 
 def peer_name(link: ssl.SSLSocket) -> str:
-    """The name in the certificate of the other side, once the handshake is through."""
+    """Returns the name in the other side's certificate, after the handshake."""
     return _common_name(link.getpeercert() or {}, "subject")
 
 
@@ -284,7 +284,7 @@ def _common_name(certificate: Any, which: str) -> str:
 
 
 def _tried(server: ssl.SSLContext, client: ssl.SSLContext) -> Any:
-    """The certificate that a handshake of a key with itself shows."""
+    """Returns the certificate that a handshake of a key with itself shows."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         client.wrap_bio(to_client, to_server),
@@ -299,7 +299,7 @@ def _tried(server: ssl.SSLContext, client: ssl.SSLContext) -> Any:
 def _context(path: Path, authority: str, *, server: bool) -> ssl.SSLContext:
     side = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
     context = ssl.SSLContext(side)
-    context.check_hostname = False  # Who has a key of the run is meant, wherever it is.
+    context.check_hostname = False  # Any process with a run's key may connect.
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority)
@@ -348,7 +348,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 @contextlib.contextmanager
 def _draft_folder(path: Path) -> Iterator[Path]:
-    """A folder for drafts, and words where something cannot be written."""
+    """Yields a folder for drafts; turns errors of writing into messages."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".key-") as folder:
@@ -361,7 +361,7 @@ def _draft_folder(path: Path) -> Iterator[Path]:
 
 
 def _publish(path: Path, data: bytes) -> None:
-    """Writes a file that its owner alone can read; whoever sees it sees all of it."""
+    """Writes a file that only its owner can read, in one atomic step."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     opened = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(opened, "wb") as file:
@@ -380,16 +380,16 @@ def _issued(folder: Path, name: str, days: float) -> bytes:
     first = f"whalejax key of {name!r}, valid until {until}\n"
     names = ("process.key", "process.pem", "authority.pem")
     blocks = [(folder / name).read_bytes() for name in names]
-    # The authority's file may hold its private key too, which goes nowhere.
+    # The authority's file may hold its private key too, which must not be copied.
     blocks[-1] = _BLOCK.findall(blocks[-1])[-1] + b"\n"
     return first.encode() + b"".join(blocks)
 
 
 def _certify(folder: Path, name: str, kind: str, days: float) -> None:
-    """Makes a private key and a certificate, signed by the authority in the folder."""
+    """Creates a private key and a certificate, signed by the folder's authority."""
     (folder / "openssl.cnf").write_text(_OPENSSL)
     (folder / "index").touch()
-    # Of yesterday, since the clocks of machines differ.
+    # Valid from yesterday, since the clocks of machines differ.
     begin, end = (
         time.strftime("%Y%m%d%H%M%SZ", time.gmtime(time.time() + n * _DAY_SECONDS))
         for n in (min(-1.0, days - 1.0), days)
@@ -427,10 +427,10 @@ def _openssl(folder: Path, command: str, *words: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    """``new FILE``, ``issue FILE NAME NEW_FILE`` or ``revoke FILE NAME``.
+    """Runs ``new FILE``, ``issue FILE NAME NEW_FILE`` or ``revoke FILE NAME``.
 
     Raises:
-        WhaleError: They are others, or it cannot be done.
+        WhaleError: The words are others, or the command fails.
     """
     match words:
         case ["new", path]:

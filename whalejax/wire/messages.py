@@ -1,8 +1,8 @@
-"""Messages as bytes: a Struct in msgpack, and arrays behind it as they lie in memory.
+"""Messages as bytes: a Struct in msgpack, followed by arrays as they are in memory.
 
-What may come somewhere is a union of Structs, and anything else is refused where it
-arrives: what reads a message needs no further care. Nothing that was received is
-unpickled or run, and sizes, types and depth are checked before memory is taken.
+The messages that a receiver accepts are a union of Structs, and anything else is
+refused on arrival, so that readers of a message need no further checks. Received data
+is never unpickled or run, and sizes, types and depth are checked before allocation.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from whalejax.meshes.texts import visible
 
 
 MOST_TEXT_BYTES: Final = 1 << 20
-"""Of the values of one message."""
+"""Maximum bytes of the values of one message."""
 
 MOST_ARRAY_BYTES: Final = 1 << 30
-"""Of all arrays of one message together."""
+"""Maximum bytes of all arrays of one message together."""
 
 CONTROL_BYTES: Final = 1 << 20
-"""Of a whole message between a member and the supervisor."""
+"""Maximum bytes of a message between a member and the supervisor."""
 
 DATA_BYTES: Final = MOST_TEXT_BYTES + MOST_ARRAY_BYTES
-"""Of a whole message between members, which carries gradients and states."""
+"""Maximum bytes of a message between members, which carries gradients and states."""
 
 MOST_ARRAYS: Final = 4096
 _MOST_DIMENSIONS: Final = 32
@@ -59,18 +59,18 @@ Whole = Annotated[int, Meta(ge=-1, lt=1 << 53)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
-"""So that it is no NaN."""
+"""Bounded, so that NaN is refused."""
 Size = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Text = Annotated[str, Meta(max_length=20_000)]
 Arrays = Annotated[tuple[np.ndarray, ...], Meta(max_length=MOST_ARRAYS)]
 
 
 class WireError(WhaleError):
-    """Raised for data on a connection that is no valid message."""
+    """Data on a connection is no valid message."""
 
 
 class MalformedError(WireError):
-    """A whole frame came that is none of the messages that may come."""
+    """A complete frame is none of the accepted messages."""
 
 
 def _snake(name: str) -> str:
@@ -78,7 +78,7 @@ def _snake(name: str) -> str:
 
 
 class _KeywordsOnly(msgspec.StructMeta):
-    """Makes what holds of a message's own fields hold of those of its subclasses."""
+    """Makes all fields keyword-only, in subclasses too."""
 
     def __new__(cls, *given: Any, **config: Any) -> Any:
         return super().__new__(cls, *given, **{"kw_only": True, **config})
@@ -93,7 +93,7 @@ class Message(
     tag_field="kind",
     tag=_snake,
 ):
-    """Message between processes; one that has arrays keeps them in ``arrays``."""
+    """Message between processes; arrays, if any, are in ``arrays``."""
 
     @property
     def kind(self) -> str:
@@ -111,7 +111,7 @@ A = TypeVar("A", bound=Message)
 
 
 class Question(Message, Generic[A]):
-    """A message that is answered, with a message of another type or with words."""
+    """A message that is answered by another message or a refusal."""
 
 
 def answer_type(question: type[Question[A]]) -> type[A]:
@@ -123,10 +123,10 @@ def answer_type(question: type[Question[A]]) -> type[A]:
 
 
 class Messages(Generic[M]):
-    """The messages that may come at one place.
+    """The messages that one receiver accepts.
 
     Attributes:
-        kinds: Their types, by name on the wire.
+        kinds: Types of the messages, by name on the wire.
     """
 
     def __init__(self, *types: type[M]) -> None:
@@ -139,14 +139,14 @@ class Messages(Generic[M]):
     def decode(
         self, text: bytes | memoryview, data: bytes | bytearray | memoryview = b""
     ) -> M:
-        """The message that these bytes are.
+        """Decodes a message.
 
         Args:
-            text: Its values.
-            data: Its arrays, one behind the other; they are not copied.
+            text: Bytes of its values.
+            data: Bytes of its arrays, one after the other; they are not copied.
 
         Raises:
-            WireError: They are none of these, with what is wrong.
+            WireError: The bytes are no accepted message; names the error.
         """
         view, place = memoryview(data), 0
 
@@ -179,14 +179,14 @@ class Messages(Generic[M]):
 def encode(
     message: Message, most_bytes: int = DATA_BYTES
 ) -> tuple[bytes, list[memoryview]]:
-    """A message as bytes: its values, and the memory of its arrays.
+    """Encodes a message: its values, and the memory of its arrays.
 
     Args:
-        message: Its arrays are not copied where they are contiguous.
+        message: Message; contiguous arrays are not copied.
         most_bytes: Largest size that the receiver accepts.
 
     Raises:
-        WireError: It is larger than a receiver takes.
+        WireError: The message is larger than a receiver accepts.
     """
     views: list[memoryview] = []
 
@@ -208,7 +208,7 @@ def encode(
 
 
 def too_large(text_bytes: int, array_bytes: int, most_bytes: int) -> str:
-    """Describes the excess of a message of these sizes; empty where it is accepted.
+    """Describes why a message is too large; empty if it is accepted.
 
     Args:
         text_bytes: Bytes of its values.
@@ -237,7 +237,7 @@ def _described(described: Any) -> tuple[np.dtype[Any], list[int]]:
         type(size) is int and 0 <= size <= MOST_ARRAY_BYTES for size in shape
     ):
         raise MalformedError(f"an array of a message has shape {str(shape)[:80]}")
-    # NumPy takes no shape whose other sizes are too large, also where one is 0.
+    # NumPy refuses too large shapes even if one size is 0.
     if math.prod(size or 1 for size in shape) > MOST_ARRAY_BYTES:
         raise MalformedError(
             f"an array of a message has shape {str(shape)[:80]}, of more than "
@@ -247,10 +247,10 @@ def _described(described: Any) -> tuple[np.dtype[Any], list[int]]:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a name.
+    """Returns the NumPy dtype of a name.
 
     Raises:
-        MalformedError: It is none that is sent.
+        MalformedError: The dtype is none of those that are sent.
 
     >>> dtype_of("float32").itemsize
     4

@@ -21,13 +21,13 @@ from whalejax.wire.messages import (
 _MOST_MEMBERS: Final = 4096
 
 Node: TypeAlias = tuple[Whole, Whole]
-"""The first micro-batch of some, and the one behind the last."""
+"""First micro-batch of a range, and the one after its last."""
 
 Shares: TypeAlias = dict[Text, list[Node]]
 Facts: TypeAlias = dict[Text, Text]
 Way: TypeAlias = Literal["", "messages", "collectives"]
 MemberName: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z]{1,31}\Z")]
-"""As a supervisor makes them: also the name of a log."""
+"""Name that a supervisor gives a member; also names its log."""
 AgentName: TypeAlias = Annotated[str, Meta(pattern=r"(?a)\A[\w.-]{1,64}\Z")]
 Status: TypeAlias = Annotated[int, Meta(gt=-256, lt=256)]
 Members: TypeAlias = Annotated[
@@ -36,7 +36,7 @@ Members: TypeAlias = Annotated[
 """Names, hosts and ports, by rank."""
 
 
-# What members say to the supervisor.
+# Messages of members to the supervisor.
 
 
 class Register(Message):
@@ -74,10 +74,10 @@ class Beat(Message):
 
 
 class Report(Message):
-    """Counted by each member: it repeats what was not acknowledged by its number.
+    """Numbered message; a member repeats those that were not acknowledged.
 
     Attributes:
-        number: From 1 on; given as it is sent, and one without is refused.
+        number: Number from 1, set when sent; a report without one is refused.
     """
 
     number: Whole = 0
@@ -185,7 +185,7 @@ OfMember: TypeAlias = (
 )
 
 
-# What the supervisor says to members.
+# Messages of the supervisor to members.
 
 
 class ReductionDecision(Message, tag="added_up"):
@@ -257,7 +257,7 @@ ToMember: TypeAlias = (
 )
 
 
-# What agents say to the supervisor.
+# Messages of agents to the supervisor.
 
 
 class Enlist(Message):
@@ -294,7 +294,7 @@ class Exited(Message):
 OfAgent: TypeAlias = Enlist | AgentBeat | Launched | NotLaunched | Exited
 
 
-# What a scheduler says to the supervisor, and hears.
+# Messages between a scheduler and the supervisor.
 
 
 class Resize(Message):
@@ -306,7 +306,7 @@ class ResizeDone(Message, tag="resized"):
     size: Whole
 
 
-# What the supervisor says to agents.
+# Messages of the supervisor to agents.
 
 
 class Enlisted(Message):
@@ -341,7 +341,7 @@ ToAgent: TypeAlias = (
 )
 
 
-# What members say to each other.
+# Messages between members.
 
 
 class PeerHello(Message, tag="hello"):
@@ -380,5 +380,5 @@ TO_SCHEDULER: Final = Messages[ResizeDone | RegistrationRefused](
 TO_MEMBER: Final = Messages[ToMember](*get_args(ToMember))
 TO_AGENT: Final = Messages[ToAgent](*get_args(ToAgent))
 HELLO: Final = Messages(PeerHello)
-"""Begins a connection between members."""
+"""First message of a connection between members."""
 TO_PEER: Final = Messages[ToPeer](*get_args(ToPeer))

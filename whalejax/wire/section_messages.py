@@ -1,7 +1,7 @@
 """Questions and answers between the two sections of a recommender.
 
-Steps are numbered in the messages, so that a question may come twice: an update that
-is there already changes nothing, and a lookup of the same step reads the same rows.
+Messages carry step numbers, so that a question may arrive twice: a known update changes
+nothing, and a repeated lookup of a step reads the same rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Saved(Message):
 
 
 class Vectors(Message):
-    """The rows lacked the updates of the steps from ``version`` on."""
+    """Answer to a lookup; the rows lack updates of steps from ``version`` on."""
 
     version: Whole
     seconds: Seconds
@@ -67,7 +67,7 @@ class Updated(Message):
 
 
 class MadeBatch(Message):
-    """The leaves of a batch, and the ids of its lookups behind them."""
+    """The leaves of a batch, followed by the ids of its lookups."""
 
     seconds: Seconds
     arrays: Arrays = ()
@@ -86,9 +86,9 @@ class Hello(Question[HelloHeard]):
 
 
 class Begin(Question[BeginAnswer]):
-    """Six arrays for each buffer: see ``WidthLayout``.
+    """Message with six arrays for each buffer: see ``WidthLayout``.
 
-    Restored are the rows of ``version``, or the newest where it is -1.
+    It restores the rows of ``version``, or the newest rows for -1.
     """
 
     staleness: Whole
@@ -118,7 +118,7 @@ class GetRows(Question[RowsChunk]):
 
 
 class Commit(Question[Saved]):
-    """Go on from the rows after so many steps: as they are, or with all updates.
+    """Continues from the rows after some steps: unchanged, or with all updates.
 
     The snapshot of version ``kept`` is not removed; -1 for none.
     """
@@ -140,7 +140,7 @@ class LookUp(Question[Vectors]):
 
 
 class Update(Question[Updated]):
-    """``arrays`` are gradients, and the ids where this process may not have them.
+    """``arrays`` are gradients, and the ids if this process may not have them.
 
     All lookups of the steps before ``received`` were received.
     """

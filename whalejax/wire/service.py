@@ -1,7 +1,7 @@
 """Questions and answers over connections, with a deadline on each.
 
-A connection carries one question at a time; a caller keeps those that are idle and
-dials another where all are in use. An answer is a message, or words why there is none.
+A connection carries one question at a time; a caller keeps idle ones and dials another
+if all are in use. An answer is a message, or a refusal with its reason.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _LONGEST_REASON: Final = 2000
 
 Address = tuple[str, int]
 Handlers = Mapping[type[Question[Any]], Callable[[Any], Message]]
-"""By type of question, what answers it."""
+"""Function that answers each type of question."""
 
 
 class RefusedRequestError(WhaleError):
-    """A question was answered with words.
+    """A question was refused.
 
     Attributes:
         code: Reason of the error: ``"stale"`` (a generation or step that is over, or
@@ -57,7 +57,7 @@ class RefusedRequestError(WhaleError):
             finite"``, ``"overflow"`` (a sum or a state that is not finite, of numbers
             that are), ``"shape"`` (another peer sent an impossible shape), ``"answer"``
             (the answer was not valid), ``"failed"``.
-        blame: Name of the peer that is at fault; empty where nobody else is.
+        blame: Name of another peer that is at fault; empty if none.
     """
 
     def __init__(self, code: str, why: str, blame: str = "") -> None:
@@ -70,7 +70,7 @@ class UnreachableProcessError(WhaleError):
 
     Attributes:
         late: Whether it did not answer in time; otherwise the connection ended.
-        hopeless: Another key or protocol is in use there; to ask again does not help.
+        hopeless: Whether another key or protocol is in use there, so retries fail.
     """
 
     def __init__(self, text: str, *, late: bool, hopeless: bool = False) -> None:
@@ -79,7 +79,7 @@ class UnreachableProcessError(WhaleError):
 
 
 class Declined(Message, tag="refused"):
-    """Words in place of an answer; see ``RefusedRequestError``."""
+    """Refusal in place of an answer; see ``RefusedRequestError``."""
 
     code: Text
     why: Text
@@ -87,7 +87,7 @@ class Declined(Message, tag="refused"):
 
 
 class Service:
-    """Answers questions, each in a thread while it is answered."""
+    """Answers questions, each in its own thread."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Service:
         """Starts to answer questions.
 
         Args:
-            listening: Closed by ``close``.
+            listening: Listening socket; ``close`` closes it.
             key: Key of this process.
             handlers: Handler of each question; others are not accepted.
         """
@@ -116,8 +116,8 @@ class Service:
         self._workers.end()
 
     def _notice(self, channel: Channel) -> None:
-        """Starts a thread for a channel that has received something; one thread answers
-        each.
+        """Starts a thread for a channel that has received data; one thread answers
+        each channel.
         """
         with self._lock:
             if channel in self._served:
@@ -132,14 +132,14 @@ class Service:
                 if question is None:
                     with self._lock:
                         self._served.discard(channel)
-                    # What came before that was not noticed by anybody else.
+                    # No other thread was started for data that came before.
                     if not channel.has_more:
                         return
                     self._notice(channel)
                     return
                 _send(channel, self._answer(question))
         except WireError:
-            channel.close()  # The other side is gone, or sends what is no question.
+            channel.close()  # The other side has ended, or sends no question.
             with self._lock:
                 self._served.discard(channel)
 
@@ -148,12 +148,12 @@ class Service:
             return self._handlers[type(question)](question)
         except RefusedRequestError as error:
             return _words(error.code, error.why, error.blame)
-        except Exception as error:  # Whatever a program raises, who asked is told.
+        except Exception as error:  # The asking side is told about any error.
             return _words("failed", f"{type(error).__name__}: {error}", "")
 
 
 def _send(channel: Channel, answer: Message) -> None:
-    """Sends an answer; where it is larger than a message may be, say so."""
+    """Sends an answer; reports one that is larger than a message may be."""
     size = sum(x.nbytes for x in getattr(answer, "arrays", ()))
     try:
         channel.send(answer, seconds=FRAME_SECONDS + size / SLOWEST_BYTES_PER_SECOND)
@@ -168,21 +168,21 @@ def _words(code: str, why: str, blame: str) -> Declined:
 
 
 class _Workers:
-    """Threads that answer: as many as there are questions, and kept for later ones."""
+    """Threads that answer, one for each open question; idle ones are kept."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle, self._count = threading.Semaphore(0), 0
 
     def do(self, task: Callable[[], None]) -> None:
-        """Has something done by a thread that does nothing, or one more."""
+        """Runs a task in an idle thread, or in a new one."""
         self._tasks.put(task)
         if not self._idle.acquire(blocking=False):
             self._count += 1
             threading.Thread(target=self._work, daemon=True).start()
 
     def end(self) -> None:
-        """Lets all threads go, once what they do is done."""
+        """Ends all threads after their current tasks."""
         for _ in range(self._count):
             self._tasks.put(None)
 
@@ -210,16 +210,16 @@ class Caller:
         *,
         seconds: float,
     ) -> A:
-        """The answer to a question.
+        """Returns the answer to a question.
 
         Args:
             address: Address of the process.
             question: Question to ask.
-            seconds: Until the whole answer must be there.
+            seconds: Time until the complete answer must have arrived.
 
         Raises:
-            Gone: It did not answer, or this caller is closed.
-            Refused: It answered with words, or with what is no answer.
+            UnreachableProcessError: It did not answer, or this caller is closed.
+            RefusedRequestError: It refused, or sent an invalid answer.
         """
         end = time.monotonic() + seconds
         answers = _answers_to(type(question))
@@ -247,7 +247,7 @@ class Caller:
                     raise self._unreachable_error(
                         address, question.kind, seconds, error
                     ) from None
-                continue  # It had been ended while idle; each question may come twice.
+                continue  # It ended while idle; questions may be repeated.
             self._put_back(address, channel)
             if isinstance(answer, Declined):
                 raise RefusedRequestError(answer.code, answer.why, answer.blame)

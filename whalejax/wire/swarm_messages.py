@@ -1,7 +1,7 @@
 """Questions and answers between the processes of a swarm.
 
-A question is safe to send twice: its key is run, generation, step, stage, micro-batch
-and attempt.
+A question may be sent twice: its key is run, generation, step, stage, micro-batch and
+attempt.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Wholes: TypeAlias = Annotated[list[Whole], _NUMBERS]
 Facts: TypeAlias = dict[Text, Text]
 Counts: TypeAlias = dict[Text, Whole]
 Sources: TypeAlias = Annotated[list[tuple[Whole, Text, Address, Whole]], _PEERS]
-"""Stage, name, address and attempt of who holds something."""
+"""Stage, name, address and attempt of peers that hold a tensor."""
 Holder: TypeAlias = tuple[Text, Address, Wholes, Wholes]
 Holders: TypeAlias = Annotated[list[Holder], _PEERS]
-"""Name and address of peers, and numbers and attempts of what each holds."""
+"""Name and address of peers, and micro-batches with attempts that each holds."""
 Addresses: TypeAlias = Annotated[list[tuple[Text, Address]], _PEERS]
 """Name and address of peers."""
 ServingPeers: TypeAlias = Annotated[
@@ -43,7 +43,7 @@ ServingPeers: TypeAlias = Annotated[
 MadeBy: TypeAlias = Annotated[
     list[tuple[Text, Whole, Text, Whole, Whole, Size]], Meta(max_length=2 * MOST_PEERS)
 ]
-"""Phase, stage, name, incarnation, attempt and loss of what peers made."""
+"""Phase, stage, name, incarnation, attempt and loss of the results of peers."""
 Leads: TypeAlias = Annotated[list[tuple[Whole, Whole, Whole, Whole]], _NUMBERS]
 """Generation, step, number and times of micro-batches."""
 
@@ -201,7 +201,7 @@ class StopPeer(Question[StopHeard], tag="stop"):
 
 
 class StageCall(At):
-    """Call on the state after ``state`` steps."""
+    """Call of a stage on the state after ``state`` steps."""
 
     state: Whole
     stage: Whole

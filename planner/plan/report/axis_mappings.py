@@ -8,8 +8,8 @@ says less. What a mapping cannot say of a parameter is listed, with its bytes.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
@@ -88,7 +88,7 @@ def axis_mappings(plan: PlanData, form: str) -> AxisMappings:
                 f"{'+'.join(axes)} in {', '.join(regions)}"
                 for axes, regions in meanings.items()
             )
-            problems.add(f"{name} is sharded over {listed}. Use plan.partition_specs()")
+            problems.add(f"{name} is sharded over {listed}. {remedy(meanings)}")
     problems.raise_if_any()
     found = {name: next(iter(meanings)) for name, meanings in compute.items()}
     parameters = _parameters(plan, names)
@@ -111,6 +111,19 @@ def degrees(plan: PlanData) -> dict[str, tuple[int, int]]:
         between = math.prod(p.size for p in parts if p.level == network)
         found[axis] = (math.prod(p.size for p in parts) // between, between)
     return found
+
+
+def remedy(meanings: Iterable[Axes]) -> str:
+    """Returns the advice for a dimension that is sharded in several ways.
+
+    >>> remedy([("fsdp", "tensor"), ("fsdp",)])
+    "Plan again with mesh={'tensor': 1}, or use plan.partition_specs()"
+    """
+    every = [{*axes} for axes in meanings]
+    counts = Counter(axis for axes in every for axis in axes)
+    unlike = sorted(axis for axis, count in counts.items() if count < len(every))
+    fixed = ", ".join(f"{axis!r}: 1" for axis in unlike)
+    return f"Plan again with mesh={{{fixed}}}, or use plan.partition_specs()"
 
 
 def check_one_program(plan: PlanData, form: str) -> None:

@@ -13,7 +13,11 @@ from typing import Final
 
 from whalejax.meshes.checks import Arguments, is_printable
 from whalejax.meshes.errors import Problems
-from whalejax.planner.plan.report.axis_mappings import check_one_program, degrees
+from whalejax.planner.plan.report.axis_mappings import (
+    check_one_program,
+    degrees,
+    remedy,
+)
 from whalejax.planner.plan.report.framework_configs import (
     axlearn_text,
     haliax_text,
@@ -71,7 +75,7 @@ def flax_rules(plan: PlanData) -> Rules:
                 f"{'+'.join(axes)} in {', '.join(places)}"
                 for axes, places in meanings.items()
             )
-            problems.add(f"{role} is sharded over {listed}. Use plan.partition_specs()")
+            problems.add(f"{role} is sharded over {listed}. {remedy(meanings)}")
     problems.raise_if_any()
     axes_of = {role: next(iter(meanings)) for role, meanings in wanted.items()}
     computed = {role for role, m in wanted.items() if ["storage"] not in m.values()}

@@ -23,6 +23,7 @@ from whalejax.planner.plan.report.axis_mappings import (
     axis_mappings,
     check_one_program,
     degrees,
+    remedy,
 )
 from whalejax.planner.plan.report.why import layout_text
 from whalejax.planner.plan_data import PlanData
@@ -255,7 +256,7 @@ def _maxtext_axes(found: Mapping[str, Axes], what: str) -> dict[str, Axes]:
         if merged.setdefault(meaning, axes) != axes:
             problems.add(
                 f"{meaning} of {what} is sharded over {'+'.join(merged[meaning])} and, "
-                f"as {name}, over {'+'.join(axes)}. Use plan.partition_specs()"
+                f"as {name}, over {'+'.join(axes)}. {remedy([merged[meaning], axes])}"
             )
     problems.raise_if_any()
     return merged

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
@@ -80,6 +81,39 @@ def listed_price(kind: DeviceKind) -> HourlyPrice | None:
         return None
     amount, as_of = listed[kind.name]
     return HourlyPrice(amount=amount, currency=currency, as_of=as_of)
+
+
+def price_notes(clusters: Iterable[Cluster]) -> list[str]:
+    """Returns the sources of the clusters' prices, for the reader of a table.
+
+    >>> from whalejax.meshes import cluster
+    >>> price_notes([cluster("h100:8"), cluster("v5p:2x2x2")])[0]
+    'h100: 2.9 USD an hour (list price of 2026-05-01)'
+    """
+    kinds = {kind.name: kind for one in clusters for kind in one.kinds}
+    listed, given, unknown = [], [], []
+    for name, kind in kinds.items():
+        price = listed_price(kind)
+        if kind.price_per_hour is not None:
+            given.append(name)
+        elif price is None:
+            unknown.append(name)
+        else:
+            text = price.text(price.amount)
+            listed.append(f"{name}: {text} an hour (list price of {price.as_of})")
+    notes = listed
+    if given and listed:
+        notes.append(
+            f"prices of {', '.join(given)} are yours, in your currency: compare them "
+            "only if it is that of the list"
+        )
+    if unknown:
+        first = unknown[0]
+        notes.append(
+            f"no price of {', '.join(unknown)} is listed: --price {first}=…, or "
+            f'prices={{"{first}": …}}'
+        )
+    return notes
 
 
 @functools.cache

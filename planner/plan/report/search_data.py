@@ -19,7 +19,7 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report import export
 from whalejax.planner.plan.report.headline import speed_words
 from whalejax.planner.plan.report.plan_page import page_width
-from whalejax.planner.plan.report.prices import hourly_price
+from whalejax.planner.plan.report.prices import hourly_price, price_notes
 from whalejax.planner.plan.report.text_layout import (
     Line,
     check_lines,
@@ -270,6 +270,9 @@ class SearchData(Sequence[Plan]):
         """
         check_lines(width, all_rows=False)
         lines = table(self.head(), self.rows(), width)
+        if self._has_prices:
+            notes = price_notes(plan.cluster for plan in self.plans)
+            lines += paragraph("prices", notes, width, " · ") if notes else []
         for one in self.refused:
             lines += paragraph("no plan", [f"on {one.name}: {one.reason}"], width)
         for note in self.notes:

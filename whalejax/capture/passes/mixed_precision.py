@@ -1,11 +1,11 @@
-"""A traced program parts of which compute in 16 bits.
+"""Returns traced programs in which some parts compute in 16 bits.
 
-Products of such a part take their float32 operands in the narrow type; what is done to
-their results element by element stays narrow as long as it meets nothing wider, and
-whatever adds up many numbers or bends them steeply (reductions, exponentials,
-logarithms, roots, powers) gets them back in the type that it was traced in. Nothing
-that a loop carries and nothing that a part leaves to one in float32 is narrow there, so
-the program is the model's own but for casts, and gradients come back through these.
+Products in such a part read their float32 operands in 16 bits. Elementwise operations
+on the results stay in 16 bits as long as no wider operand joins. Operations that sum
+many numbers or are steep (reductions, exponentials, logarithms, roots, powers) read the
+results in the type of the trace. Values that a loop carries, or that a part passes to
+one in float32, have their traced type there. So the program is the model's own except
+for casts, and gradients flow back through these.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ DTYPES: Final[Mapping[str, Any]] = {
     "bf16": np.dtype(jnp.bfloat16),
     "f16": np.dtype(jnp.float16),
 }
-"""The type of each precision of 16 bits."""
+"""Dtype of each 16-bit precision."""
 
 _LEAST: Final[Mapping[Any, float]] = {
     DTYPES["bf16"]: 2.0**-126,
     DTYPES["f16"]: 2.0**-14,
 }
-"""The smallest number that each holds in full."""
+"""Smallest normal number of each dtype."""
 
 _WIDE: Final = np.dtype(np.float32)
 
@@ -44,16 +44,16 @@ _PRODUCTS: Final = frozenset(
 )
 
 _KEPT: Final = frozenset(
-    # What moves numbers,
+    # Operations that move numbers,
     "reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice rev "
     "concatenate pad copy name sharding_constraint stop_gradient select_n split gather "
-    # and what makes one of one or two and is not steep.
+    # and operations on one or two numbers that are not steep.
     "neg abs sign max min add sub mul div add_any tanh logistic clamp".split()
 )
-"""Primitives that compute in 16 bits where all that they are given is."""
+"""Primitives that compute in 16 bits if all their operands are in 16 bits."""
 
 _ASIDE: Final = frozenset("eq ne lt le gt ge and or not is_finite".split())
-"""Primitives beside those, inside of a function with derivatives of its own."""
+"""Primitives that may join those inside a function with its own derivatives."""
 
 
 _WHERE: Final[Mapping[str, str]] = {
@@ -61,20 +61,20 @@ _WHERE: Final[Mapping[str, str]] = {
     "while": "inside lax.while_loop",
     "opaque": "inside functions with derivatives of their own",
 }
-"""Calls that are run as they were traced, and what notes say of what is in them."""
+"""Calls that run as they were traced, and the note's text for products inside them."""
 
 _ALGORITHM: Final = "of a chosen algorithm"
 
 
 def left_wide(jaxpr: Any, precisions: Mapping[Position, str]) -> Counter[str]:
-    """Float32 products that stay as they are though 16 bits were asked for.
+    """Counts float32 products that stay unchanged though 16 bits were asked for.
 
     Args:
-        jaxpr: Closed, as captured.
+        jaxpr: Closed jaxpr, as captured.
         precisions: Precision of equations that are to compute in 16 bits, by position.
 
     Returns:
-        How many, by where they stand, in words.
+        Counts by the text of where they are.
     """
     return Counter(
         why for position, why in wide_products(jaxpr) if why and position in precisions
@@ -84,15 +84,15 @@ def left_wide(jaxpr: Any, precisions: Mapping[Position, str]) -> Counter[str]:
 def wide_products(
     jaxpr: Any, position: Position = (), where: str = ""
 ) -> Iterator[tuple[Position, str]]:
-    """The products of a program that are of float32, with one operand or both.
+    """Yields the float32 products of a program, with one or both operands in float32.
 
     Args:
-        jaxpr: Closed, as captured.
+        jaxpr: Closed jaxpr, as captured.
         position: Position of the program.
-        where: Reason why nothing in it can compute in 16 bits; or empty.
+        where: Reason why no equation in it can compute in 16 bits; or empty.
 
     Yields:
-        The position of each, and why it cannot compute in 16 bits; empty where it can.
+        The position of each, and the reason against 16 bits; empty if there is none.
     """
     for index, equation in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
         here = (*position, index)
@@ -108,16 +108,16 @@ def wide_products(
 def narrowed(
     jaxpr: Any, precisions: Mapping[Position, str], weights: Sequence[bool]
 ) -> Any:
-    """A program some of whose equations compute in 16 bits.
+    """Returns a program in which some equations compute in 16 bits.
 
     Args:
-        jaxpr: Closed, as captured.
+        jaxpr: Closed jaxpr, as captured.
         precisions: Precision of equations that compute in ``bf16`` or ``f16``, by
             position.
         weights: Whether each input is a parameter, trained or not.
 
     Returns:
-        The program; inputs and results have the types that they had.
+        The program; types of inputs and results do not change.
     """
     narrower = _PrecisionRewriter(precisions)
     body = _compat.open_jaxpr(jaxpr)[0]
@@ -131,13 +131,13 @@ def narrowed(
 
 @dataclass(slots=True)
 class _Scope:
-    """One jaxpr being run.
+    """One jaxpr that is being evaluated.
 
     Attributes:
         values: Values of its variables, some of them narrower than traced.
         weights: Variables that depend on parameters alone.
-        numbers: Variables all of whose elements are one known number.
-        casts: Values in other types, made once for all who read them so.
+        numbers: Variables all of whose elements are one known number, with it.
+        casts: Values in other types, cast once for all readers.
     """
 
     values: dict[Any, Any]
@@ -146,11 +146,10 @@ class _Scope:
     casts: dict[tuple[Any, Any], Any] = field(default_factory=dict)
 
     def raw(self, atom: Any) -> Any:
-        """A value in whatever type it is."""
         return atom.val if _compat.is_literal(atom) else self.values[atom]
 
     def read(self, atom: Any, dtype: Any = None) -> Any:
-        """A value in a type; where left out, in the one that it was traced in."""
+        """Returns a value in a type; by default in the type of the trace."""
         wanted = atom.aval.dtype if dtype is None else dtype
         value = self.raw(atom)
         if _compat.is_literal(atom):
@@ -169,7 +168,7 @@ class _Scope:
         return bool(self.values[atom].dtype == dtype)
 
     def may_be_narrow(self, atom: Any, dtype: Any) -> bool:
-        """Returns whether a value is narrow, or can be made so: parameters, and numbers
+        """Returns whether a value is narrow or can become so: parameters, and numbers
         that fit.
         """
         known = not _compat.is_literal(atom) and atom in self.weights
@@ -185,13 +184,13 @@ class _Scope:
         return number == 0 or abs(cast) >= _LEAST[dtype]
 
     def number(self, atom: Any) -> Any:
-        """The one number that all elements are, if it is known."""
+        """Returns the number that all elements are equal to, if it is known."""
         if not _compat.is_literal(atom):
             return self.numbers.get(atom)
         return None if np.ndim(atom.val) else atom.val
 
     def remember(self, equation: Any, results: Sequence[Any]) -> None:
-        """Results, and what is known of them."""
+        """Stores results, and the numbers that they are known to equal."""
         self.values.update(zip(equation.outvars, results, strict=True))
         given = [a for a in equation.invars if not _compat.is_literal(a)]
         if given and all(a in self.weights for a in given):
@@ -204,7 +203,7 @@ class _Scope:
 
 
 class _PrecisionRewriter:
-    """Runs a program anew, in 16 bits where that is asked for.
+    """Evaluates a program again, in 16 bits where requested.
 
     Args:
         precisions: Precision of equations, by position.
@@ -213,7 +212,7 @@ class _PrecisionRewriter:
     def __init__(self, precisions: Mapping[Position, str]) -> None:
         self.dtypes: dict[Position, Any] = {}
         for position, precision in precisions.items():
-            # A call holds equations of that type.
+            # A call contains equations of that type.
             for length in range(1, len(position) + 1, 2):
                 self.dtypes.setdefault(position[:length], DTYPES[precision])
 
@@ -225,7 +224,7 @@ class _PrecisionRewriter:
         weights: Sequence[bool],
         numbers: Sequence[Any] = (),
     ) -> list[Any]:
-        """One jaxpr; what it gives may be narrower than as traced."""
+        """Evaluates one jaxpr; its results may be narrower than traced."""
         body, constants = _compat.open_jaxpr(jaxpr)
         scope = _Scope(
             dict(zip(body.constvars, constants, strict=True)),
@@ -276,9 +275,9 @@ class _PrecisionRewriter:
     def _scan(
         self, scope: _Scope, equation: Any, position: Position, weights: Sequence[bool]
     ) -> list[Any]:
-        """A loop: what it carries stays as traced, parameters are cast before it.
+        """Evaluates a loop; carries keep their type, parameters are cast before it.
 
-        Cast inside, every turn's would be kept for the backward pass in both types.
+        With casts inside, the backward pass would save every turn's in both types.
         """
         inner = _compat.inner_jaxprs(equation)[0]
         body, parts = _compat.open_jaxpr(inner)[0], _compat.scan_parts(equation)
@@ -308,7 +307,7 @@ class _PrecisionRewriter:
 
 
 def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
-    """An operation in 16 bits, if it is one that can be and is given such numbers."""
+    """Evaluates an operation, in 16 bits if it can be and its operands allow it."""
     name, atoms = equation.primitive.name, equation.invars
     floats = [_compat.is_inexact(a.aval.dtype) for a in atoms]
     wide = [a.aval.dtype == _WIDE for a in atoms]
@@ -329,8 +328,8 @@ def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
     if not narrow or met:
         primitive = _compat.bind(equation, [scope.read(atom) for atom in atoms])
         if not narrow or dtype == DTYPES["f16"]:
-            return primitive  # float16 might not hold it: masks are such weights
-        # Gradients of parameters that meet many values are added up in float32.
+            return primitive  # float16 may overflow: masks are such weights
+        # Gradients of parameters that many values read are summed in float32.
         return [jax.lax.convert_element_type(x, dtype) for x in primitive]
     values = [
         scope.read(a, dtype) if f else scope.read(a)
@@ -340,29 +339,29 @@ def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
 
 
 def _is_wide(scope: _Scope, atom: Any, dtype: Any) -> bool:
-    """Returns whether a value is a float32 parameter that meets values in 16 bits."""
+    """Returns whether a value is a float32 parameter used with 16-bit values."""
     known = not _compat.is_literal(atom) and atom in scope.weights
     return known and atom.aval.dtype == _WIDE and not scope.is_narrow(atom, dtype)
 
 
 def _takes_any_type(product: Any) -> bool:
-    """No algorithm was asked for, which would be one for float32."""
+    """Returns whether no float32 algorithm was requested for a product."""
     asked = product.params.get("precision")
     several = asked if isinstance(asked, tuple) else (asked,)
     return all(one is None or isinstance(one, jax.lax.Precision) for one in several)
 
 
 def _all_narrow(scope: _Scope, atoms: Sequence[Any], dtype: Any) -> bool:
-    """Some are narrow, and all others can be made so."""
+    """Returns whether some values are narrow and all others can become so."""
     return any(scope.is_narrow(a, dtype) for a in atoms) and all(
         scope.may_be_narrow(a, dtype) for a in atoms
     )
 
 
 def _stays(equation: Any, dtype: Any) -> bool:
-    """Whether an operation may compute in a type of 16 bits.
+    """Returns whether an operation may compute in a 16-bit type.
 
-    Squares are what variances are made of; float16 ends at the cube of 40.
+    Squares are excluded, as variances consist of them; float16 overflows at 40 cubed.
     """
     name = equation.primitive.name
     if name == "integer_pow":
@@ -373,7 +372,7 @@ def _stays(equation: Any, dtype: Any) -> bool:
 
 
 def _opaque(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
-    """A function with derivatives of its own, which it has in its own types alone."""
+    """Evaluates a function whose own derivatives exist only for its own types."""
     results = _compat.bind(equation, [scope.read(atom) for atom in equation.invars])
     given = [a for a in equation.invars if _compat.is_inexact(a.aval.dtype)]
     tame = _is_tame(_compat.inner_jaxprs(equation)[0], dtype)
@@ -386,7 +385,7 @@ def _opaque(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
 
 
 def _is_tame(jaxpr: Any, dtype: Any) -> bool:
-    """All of a function would stay narrow, as a rectifier does."""
+    """Returns whether all of a function would stay narrow, as ReLU does."""
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         if _compat.recursion(equation) == "inline":
             if not _is_tame(_compat.inner_jaxprs(equation)[0], dtype):
@@ -397,7 +396,7 @@ def _is_tame(jaxpr: Any, dtype: Any) -> bool:
 
 
 def _as_traced(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
-    """Values in the types that they were traced in."""
+    """Casts values to the types that they were traced in."""
     return [
         x
         if getattr(x, "dtype", a.aval.dtype) == a.aval.dtype
@@ -407,7 +406,7 @@ def _as_traced(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
 
 
 def _cast_to(jaxpr: Any, variable: Any) -> Any:
-    """The one type that a program casts one of its inputs to; None if it reads it."""
+    """Returns the only type that a program casts an input to; None if it reads it."""
     body = _compat.open_jaxpr(jaxpr)[0]
     result: set[Any] = set()
     if any(v is variable for v in body.outvars):

@@ -1,8 +1,8 @@
 """Puts regions of a traced program into ``jax.checkpoint``.
 
-Nothing is computed otherwise: the same equations stand inside ``jax.checkpoint``, so
-that whatever reads the program afterwards (capture, the lowering, the compilers) meets
-nothing that it does not know from models that do this themselves.
+The computation does not change: the same equations stand inside ``jax.checkpoint``, so
+later readers of the program (capture, lowering, compilers) see only what they know from
+models that use it themselves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Position = tuple[int, ...]
 
 
 def checkpoint_names(jaxpr: Any) -> tuple[str, ...]:
-    """The names that a program gives to values for checkpointing, each once.
+    """Returns the distinct names that a program gives to values for checkpointing.
 
     Args:
-        jaxpr: Open or closed.
+        jaxpr: Open or closed jaxpr.
     """
     names: dict[str, None] = {}
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
@@ -42,14 +42,14 @@ def checkpoint_names(jaxpr: Any) -> tuple[str, ...]:
 
 
 def policy_of(policy: str, names: Sequence[str]) -> Any:
-    """A policy of ``jax.checkpoint`` by its name here.
+    """Returns a policy of ``jax.checkpoint`` by its name in this library.
 
     Args:
         policy: ``"dots"``, ``"named"``, ``"named:a,b"`` or ``"full"``.
         names: Names that ``"named"`` saves.
 
     Returns:
-        The policy; None keeps nothing.
+        The policy; None saves nothing.
     """
     if policy == "full":
         return None
@@ -59,23 +59,23 @@ def policy_of(policy: str, names: Sequence[str]) -> Any:
 
 
 _PRODUCTS: Final = (CONVOLUTION, "ragged_dot_general", "ragged_dot")
-"""Products with weights of which JAX's own policy does not know."""
+"""Products with weights that JAX's own policy does not know."""
 
 
 def _products(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Keeps results of products with weights, convolutions among them."""
+    """Returns whether to save a result: products with weights are saved."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return primitive.name in _PRODUCTS or bool(dots(primitive, *avals, **params))
 
 
 def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
-    """The regions that a checkpoint can go around.
+    """Returns the regions that a checkpoint can enclose.
 
-    Left out are those inside calls that are bound as they are (with derivatives of
+    It leaves out regions inside calls that are bound unchanged (with derivatives of
     their own, in branches), and those with an effect that JAX does not compute again.
 
     Args:
-        jaxpr: Closed, as captured.
+        jaxpr: Closed jaxpr, as captured.
         regions: Equations of it.
     """
     result = []
@@ -96,10 +96,10 @@ def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
 
 
 def recomputed(jaxpr: Any, regions: Sequence[Region]) -> Any:
-    """A program with a checkpoint around each region.
+    """Returns a program with a checkpoint around each region.
 
     Args:
-        jaxpr: Closed, as captured.
+        jaxpr: Closed jaxpr, as captured.
         regions: Equations of it, in program order.
     """
     builder = _Builder(
@@ -109,7 +109,7 @@ def recomputed(jaxpr: Any, regions: Sequence[Region]) -> Any:
 
 
 class _Builder:
-    """Puts a program together, with checkpoints.
+    """Builds a program with checkpoints.
 
     Args:
         regions: Regions by the prefix and number of their first equation.
@@ -125,7 +125,7 @@ class _Builder:
         self.checkpoint = functools.cache(self._checkpoint)
 
     def program(self, jaxpr: Any, prefix: Position, *, looped: bool) -> Any:
-        """One jaxpr at a position; ``looped`` if it is the body of a loop."""
+        """Returns one jaxpr at a position; ``looped`` if it is the body of a loop."""
         splice = Splice(jaxpr)
         body, _ = _compat.open_jaxpr(jaxpr)
         self._put(splice, body, prefix, None, looped=looped)
@@ -134,7 +134,7 @@ class _Builder:
     def _put(
         self, splice: Splice, body: Any, prefix: Position, scope: Scope, *, looped: bool
     ) -> None:
-        """The equations of a jaxpr at a position."""
+        """Adds the equations of a jaxpr at a position."""
         last = _last_readers(body)
         index = 0
         while index < len(body.eqns):
@@ -151,7 +151,7 @@ class _Builder:
                     equations,
                     [v for v in read if v not in made],
                     [v for v in made if last.get(v, -1) >= region.end],
-                    # In a loop nothing takes the first pass's value for the second's.
+                    # In a loop, CSE cannot merge values of both passes.
                     self.checkpoint(region.policy, prevent_cse=not looped),
                 )
                 splice.keep(checkpoint, scope)
@@ -180,19 +180,18 @@ class _Builder:
             splice.keep(equation, scope)
 
     def _checkpoint(self, policy: str, *, prevent_cse: bool) -> Any:
-        """An equation of a checkpoint with a policy."""
         return _compat.checkpoint_equation(
             policy_of(policy, self.names), prevent_cse=prevent_cse
         )
 
 
 def _lengths(region: Region) -> range:
-    """Lengths of the positions of the calls around a region."""
+    """Returns lengths of the positions of the calls around a region."""
     return range(1, len(region.prefix), 2)
 
 
 def _last_readers(body: Any) -> dict[Any, int]:
-    """Number of the last equation that reads each variable; of results, past them."""
+    """Returns the last equation that reads each variable; past the end for results."""
     readers = {
         atom: index
         for index, equation in enumerate(body.eqns)

@@ -1,8 +1,8 @@
 """Finds attention in a traced program.
 
-Attention is two products with a softmax between: of queries and keys, and of what the
-softmax gives and values. Nothing is matched by name or by size, so any function that
-computes it this way is found: Flax's, ``jax.nn``'s, one's own.
+Attention is two products with a softmax between: of queries and keys, and of the
+softmax's result and values. Nothing is matched by name or by size, so any function that
+computes it this way is found: Flax's, ``jax.nn``'s, the user's own.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class AttentionPattern:
 
     Attributes:
         query, key, value: Variables.
-        outside: Other variables that the scores are made of.
+        outside: Other variables that the scores depend on.
         first, second: The two products.
-        scores: From the first product to what the softmax is given.
-        batch: For each shared dimension its places in query, key and value, and its
-            number in the scores.
-        rows: Place in the query and number in the scores.
-        depth: Contracted places in query and key.
-        column: Place of the keys in key and value, and its number in the scores.
-        width: Places of the value's own dimensions.
+        scores: Program from the first product to the softmax's operand.
+        batch: For each shared dimension its index in query, key and value, and its
+            index in the scores.
+        rows: Index in the query and in the scores.
+        depth: Contracted dimensions of query and key.
+        column: Index of the keys' dimension in key and value, and in the scores.
+        width: Indices of the value's own dimensions.
         weights_dtype: Dtype in which the second product reads the softmax.
-        turned: The value is the left operand of the second product.
-        keys_first: The keys are the left operand of the first.
+        turned: Whether the value is the left operand of the second product.
+        keys_first: Whether the keys are the left operand of the first.
     """
 
     query: Any
@@ -58,17 +58,17 @@ class AttentionPattern:
 
     @property
     def output(self) -> Any:
-        """The variable that it gives."""
+        """Variable of the attention's result."""
         return self.second.outvars[0]
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """Query, key, value and the others."""
+        """Query, key, value and the other inputs."""
         return (self.query, self.key, self.value, *self.outside)
 
     @property
     def output_dims(self) -> tuple[tuple[str, int], ...]:
-        """Returns the kind and index of each dimension of the output.
+        """Kind and index of each dimension of the output.
 
         ``("scores", n)`` is dimension ``n`` of the scores, ``("width", n)`` dimension
         ``n`` of the value.
@@ -86,21 +86,21 @@ class AttentionPattern:
 
 
 def attention_of(jaxpr: Any) -> AttentionPattern:
-    """The attention that the body of a call that is attention is.
+    """Returns the attention in the body of an attention call.
 
     Args:
-        jaxpr: Its one inner jaxpr.
+        jaxpr: The call's one inner jaxpr.
     """
     body = _compat.open_jaxpr(jaxpr)[0]
     maker = {v: e for e in body.eqns for v in e.outvars}
     second = maker[body.outvars[0]]
     attention = _recognised(second, maker, trained_in(body, [True] * 3))
-    assert isinstance(attention, AttentionPattern)  # a call is only made of one
+    assert isinstance(attention, AttentionPattern)  # a call always holds an attention
     return attention
 
 
 def trained_in(body: Any, flags: Sequence[bool]) -> set[Any]:
-    """Variables of a jaxpr through which a gradient flows from some of its inputs."""
+    """Returns variables of a jaxpr through which a gradient flows from some inputs."""
     result = {v for v, flag in zip(body.invars, flags, strict=False) if flag}
     for equation in body.eqns:
         if equation.primitive.name == "stop_gradient":
@@ -138,10 +138,10 @@ def _numbers(
 def recognised(
     body: Any, trained: set[Any]
 ) -> tuple[list[AttentionPattern], list[str]]:
-    """The attentions of one jaxpr, and why others are none that can be cut up.
+    """Returns the attentions of one jaxpr, and why others cannot run in blocks.
 
     Args:
-        body: Open, without calls that could be inlined.
+        body: Open jaxpr, without calls that could be inlined.
         trained: Its variables through which a gradient flows.
     """
     maker = {v: e for e in body.eqns for v in e.outvars}
@@ -165,10 +165,10 @@ def _recognised(
     maker: Mapping[Any, Any],
     trained: set[Any],
 ) -> AttentionPattern | str:
-    """The attention that ends in a product, why it is none, or "" for other products.
+    """Returns the attention that ends in a product, or why not; "" for other products.
 
     Args:
-        second: The product.
+        second: Candidate for the second product.
         maker: The equation that makes each variable.
         trained: Variables through which a gradient flows.
     """
@@ -191,10 +191,10 @@ def _recognised(
 def _assembled(
     second: Any, side: int, softmax: Softmax, first: Any, scores: Scores
 ) -> AttentionPattern:
-    """Returns both products and the softmax between them, dimension by dimension.
+    """Returns the attention of two products and the softmax between them.
 
     Raises:
-        NotScoresError: They do not fit together as attention does.
+        NotScoresError: Their dimensions do not match those of attention.
     """
     (left_in, right_in), (left_batch, right_batch) = _numbers(first)
     inside, batch = _numbers(second)
@@ -263,11 +263,10 @@ def product_tags(one: AttentionPattern) -> list[int]:
 
 
 def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int]:
-    """The same, where dimensions of size 1 may be any; some are shared by values."""
+    """Returns tags of a product; dimensions of size 1 get free ones, shared first."""
     tags = scores.nodes[scores.product].tags
     shape = first.outvars[0].aval.shape
     absent = sorted(set(range(len(shape))) - {tag for tag in tags if tag is not None})
-    # Those that are shared come first in a product.
     absent.sort(key=lambda tag: tag not in shared)
     rest = iter(absent)
     result = [next(rest) if tag is None else tag for tag in tags]
@@ -277,10 +276,10 @@ def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int
 
 
 class _Leaks:
-    """Whether attentions of one jaxpr can be set apart.
+    """Finds whether other equations read an attention's inner values.
 
     Args:
-        body: Open.
+        body: Open jaxpr.
         maker: The equation that makes each variable.
     """
 
@@ -312,7 +311,7 @@ class _Leaks:
 
 
 def equations_of(one: AttentionPattern, maker: Mapping[Any, Any]) -> list[Any]:
-    """The equations of an attention, in an order in which they can run."""
+    """Returns the equations of an attention, in an order in which they can run."""
     order: dict[int, Any] = {}
     done = set(one.inputs)
 

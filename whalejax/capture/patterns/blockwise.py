@@ -1,10 +1,10 @@
-"""Equations of which any block of the result can be computed alone.
+"""Equations of which any block of the result can be computed by itself.
 
-Elementwise equations, added and turned dimensions, positions (``iota``), and reductions
-over a dimension that is there whole: a block of their result is made of blocks of their
-operands. What is computed in blocks (scores of attention, logits of a loss) is written
-down as such equations, every dimension of every value tagged with the dimension of the
-whole that it is.
+These are elementwise equations, added and transposed dimensions, positions (``iota``),
+and reductions over an uncut dimension: a block of their result depends on blocks of
+their operands. A computation in blocks (scores of attention, logits of a loss) is
+stored as such equations; tags give, for every dimension of every value, the matching
+dimension of the full result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whalejax.capture.rules.elementwise import SAME_SHAPE
 
 
 Tags = tuple[int | None, ...]
-"""For every dimension of a value the dimension of the whole that it is, or None where
+"""For every dimension of a value the matching dimension of the full result, or None if
 its size is 1."""
 
 REDUCTIONS: Final = frozenset(
@@ -32,14 +32,14 @@ REDUCTIONS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreNode:
-    """A value on the way to the scores.
+    """A value in the computation of the scores or logits.
 
     Attributes:
         equation: Equation that makes the value; None for the product and for values
             from outside.
-        inputs: Numbers of the nodes that it is made of; None for a literal.
-        tags: Its dimensions.
-        outside: Number of the value from outside, or None.
+        inputs: Indices of the nodes that it depends on; None for a literal.
+        tags: Tags of its dimensions.
+        outside: Index of the value from outside, or None.
     """
 
     equation: Any
@@ -49,9 +49,9 @@ class ScoreNode:
 
 
 def operand_tags(equation: Any, tags: Tags) -> list[Tags | None] | None:
-    """Tags of the operands of an equation whose result has some; None for literals.
+    """Returns tags of an equation's operands, given its result's; None for literals.
 
-    None as a whole where blocks of the result are not made of blocks of the operands.
+    Returns None if blocks of the result do not depend on blocks of the operands.
     """
     name = equation.primitive.name
     if len(equation.outvars) != 1:
@@ -83,7 +83,7 @@ def operand_tags(equation: Any, tags: Tags) -> list[Tags | None] | None:
 
 
 def stops_gradient(equation: Any, trained: set[Any]) -> bool:
-    """Whether a gradient goes into an equation, and none through its results.
+    """Returns whether a gradient enters an equation, but none leaves its results.
 
     Args:
         equation: Equation such as a comparison.
@@ -94,7 +94,7 @@ def stops_gradient(equation: Any, trained: set[Any]) -> bool:
 
 
 def _where_above_one(shape: Sequence[int], tags: Tags) -> Tags:
-    """Tags of an operand, a scalar or of size 1 where the result is longer."""
+    """Returns tags of an operand: None where its size is 1."""
     return tuple(
         None if size == 1 else tag for size, tag in zip(shape, tags, strict=False)
     )
@@ -106,7 +106,7 @@ def compute_block(
     values: Sequence[Any],
     offsets: Mapping[int, Any],
 ) -> Any:
-    """One equation on a block."""
+    """Evaluates one equation on a block."""
     equation = node.equation
     operands = [
         atom.val if number is None else values[number]
@@ -118,7 +118,7 @@ def compute_block(
         places = lax.broadcasted_iota(jnp.int32, shape, dim)
         tag = node.tags[dim]
         start = 0 if tag is None else offsets.get(tag, 0)
-        # Counted first: a narrow type would round twice.
+        # Counted in int32 first: a narrow type would round twice.
         return (places + jnp.asarray(start, jnp.int32)).astype(params["dtype"])
     if name == "broadcast_in_dim":
         places = params["broadcast_dimensions"]
@@ -129,7 +129,7 @@ def compute_block(
 
 
 def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | None:
-    """Tags of the operands of a reduction or a lookup over a dimension that is whole.
+    """Returns tags of the operands of a reduction or lookup over an uncut dimension.
 
     Args:
         equation: Equation whose result has tags.
@@ -137,7 +137,7 @@ def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | N
         whole: The dimension over which it may reduce.
 
     Returns:
-        None if it is neither, or over another dimension.
+        Tags; None if it is neither, or over another dimension.
     """
     name, params = equation.primitive.name, equation.params
     shape = equation.invars[0].aval.shape
@@ -155,7 +155,7 @@ def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | N
 
 
 def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | None:
-    """One element for each place, as ``take_along_axis`` looks up."""
+    """Returns operand tags of a lookup of single elements (``take_along_axis``)."""
     numbers = equation.params["dimension_numbers"]
     table, indices = (atom.aval.shape for atom in equation.invars)
     batch = tuple(numbers.operand_batching_dims)

@@ -1,14 +1,14 @@
-"""Values that lose their last tokens, carried on at full length.
+"""Values that lose their last tokens, computed at full length.
 
-A language model's loss compares ``logits[:, :-1]`` with ``tokens[:, 1:]``. Cut, the
-logits are one token shorter than the sequence that devices share, and would have to be
-gathered. Here such a cut is put off: what follows is computed for all tokens, those cut
-off are zero to begin with, and whatever adds up over tokens leaves them out. An
-operation that cannot work so is given the value cut, as it was traced.
+A language model's loss compares ``logits[:, :-1]`` with ``tokens[:, 1:]``. After the
+cut, the logits are one token shorter than the sequence that devices share, and would
+have to be gathered. Here such a cut is postponed: later operations compute all tokens,
+those to be cut are zero at first, and sums over tokens leave them out. An operation
+that cannot work so reads the cut value, as it was traced.
 
-No number of the tokens cut off reaches a result or a gradient: reductions replace it,
-and where the value begins, and where it meets what all tokens share, a selection stops
-its cotangent, also one that is no number.
+No number of the extra tokens reaches a result or a gradient: reductions replace it. A
+selection stops its cotangent, NaN included, where the value begins and where it meets
+values that all tokens share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FullLengthValue:
     """A value at full length.
 
     Attributes:
-        whole: With the tokens that were cut off.
+        whole: Array with the tokens that were cut off.
         dim: The dimension of tokens.
         length: Number of leading elements that are the value's own.
     """
@@ -42,11 +42,11 @@ class FullLengthValue:
     length: int
 
     def cut(self) -> Any:
-        """The value as it was traced."""
+        """Returns the value as it was traced."""
         return lax.slice_in_dim(self.whole, 0, self.length, axis=self.dim)
 
     def filled(self, number: Any) -> Any:
-        """Returns the value with a number in place of what was cut off."""
+        """Returns the value with a number in place of the tokens that were cut off."""
         shape = self.whole.shape
         own = lax.iota(jnp.int32, shape[self.dim]) < jnp.int32(self.length)
         own = lax.broadcast_in_dim(own, shape, (self.dim,))
@@ -64,21 +64,21 @@ class FullLengthValue:
         return self.lengthen(other, self.dim)
 
     def lengthen(self, value: Any, dim: int) -> Any:
-        """A value of its number of tokens, with zeros behind."""
+        """Returns a value of the cut length, padded with zeros to the full one."""
         more = self.whole.shape[self.dim] - self.length
         config = [(0, more * (d == dim), 0) for d in range(value.ndim)]
         return lax.pad(value, jnp.zeros((), value.dtype), config)
 
     def now(self, whole: Any, dim: int) -> FullLengthValue:
-        """Returns a result that was computed at full length."""
+        """Wraps a result that was computed at full length."""
         return FullLengthValue(whole=whole, dim=dim, length=self.length)
 
 
 def lengthened(jaxpr: Any, cuts: frozenset[Position]) -> Any:
-    """A program some of whose cuts are put off.
+    """Returns a program in which some cuts are postponed.
 
     Args:
-        jaxpr: Closed, as traced.
+        jaxpr: Closed jaxpr, as traced.
         cuts: Positions of slices.
     """
     runner = _Runner(cuts, _lengths(jaxpr, cuts))
@@ -98,7 +98,7 @@ _CUTS = frozenset(("slice", "dynamic_slice"))
 
 
 def _one_cut(equation: Any) -> tuple[int, int, int, int] | None:
-    """Returns a slice's one dimension, its length before and after, and its start."""
+    """Returns the only dimension of a slice, its length before and after, its start."""
     if equation.primitive.name not in _CUTS:
         return None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -116,7 +116,7 @@ def _start(equation: Any, dim: int, last: int) -> int | None:
     Args:
         equation: One of ``_CUTS``.
         dim: The dimension that is cut.
-        last: The last place where such a slice can begin.
+        last: Last index at which such a slice can begin.
     """
     if equation.primitive.name == "slice":
         strides = equation.params["strides"] or ()
@@ -129,7 +129,7 @@ def _start(equation: Any, dim: int, last: int) -> int | None:
 
 
 def _lengths(jaxpr: Any, cuts: frozenset[Position]) -> frozenset[tuple[int, int]]:
-    """Lengths of sequences before and after the cuts."""
+    """Returns the lengths of sequences before and after the cuts."""
     lengths: set[tuple[int, int]] = set()
 
     def visit(jaxpr: Any, prefix: Position) -> None:
@@ -147,19 +147,19 @@ def _lengths(jaxpr: Any, cuts: frozenset[Position]) -> frozenset[tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """Runs a program with some values at full length.
+    """Evaluates a program with some values at full length.
 
     Attributes:
-        cuts: Positions of the slices that are put off.
-        lengths: Sequence lengths before and after the cuts. Integers that are cut
-            alike, as labels are, are padded to the same positions too.
+        cuts: Positions of the slices that are postponed.
+        lengths: Sequence lengths before and after the cuts. Integers that are cut the
+            same way, such as labels, are also padded to the same positions.
     """
 
     cuts: frozenset[Position]
     lengths: frozenset[tuple[int, int]]
 
     def run(self, jaxpr: Any, values: Sequence[Any], prefix: Position) -> list[Any]:
-        """One jaxpr, whose equations have positions behind a prefix."""
+        """Evaluates one jaxpr, whose equations' positions follow a prefix."""
         body, constants = _compat.open_jaxpr(jaxpr)
         env: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
         env.update(zip(body.invars, values, strict=True))
@@ -209,7 +209,7 @@ class _Runner:
 
 
 Rule = Callable[[Any, Sequence[Any]], Any]
-"""From an equation and its operands, some at full length, to what it gives; or None."""
+"""Function of an equation and its operands, some at full length; may give None."""
 
 
 def _of_long(equation: Any, operands: Sequence[Any]) -> Any:
@@ -235,7 +235,7 @@ def _elementwise(equation: Any, operands: Sequence[Any]) -> Any:
 
 
 def _is_shared_by_tokens(operand: Any, long: FullLengthValue) -> bool:
-    """All tokens read the same of it, so that its gradient is a sum over them."""
+    """Returns whether all tokens read the same values, so their gradients are added."""
     shape = jnp.shape(operand)
     same = len(shape) != long.whole.ndim or shape[long.dim] == 1
     return same and _compat.is_inexact(operand.dtype)
@@ -257,7 +257,7 @@ def _transpose(equation: Any, operands: Sequence[Any]) -> Any:
 
 
 def _reshape(equation: Any, operands: Sequence[Any]) -> Any:
-    """Reshapes where only dimensions of size 1 come and go."""
+    """Evaluates a reshape that only adds or removes dimensions of size 1."""
     long = _first(operands)
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     left, right = ([d for d, n in enumerate(s) if n != 1] for s in (before, after))
@@ -303,7 +303,7 @@ def _most(dtype: Any) -> Any:
 
 
 def _product(equation: Any, operands: Sequence[Any]) -> Any:
-    """Tokens that both operands share, or that one has for itself."""
+    """Evaluates a product whose tokens both operands share, or only one has."""
     (left_in, right_in), (left_batch, right_batch) = equation.params[
         "dimension_numbers"
     ]
@@ -331,12 +331,12 @@ def _product(equation: Any, operands: Sequence[Any]) -> Any:
         place = len(left_batch) + len(free[0]) * side + free[side].index(long.dim)
     pair = [long.whole, other] if side == 0 else [other, long.whole]
     result = long.now(_compat.bind(equation, pair)[0], place)
-    # What multiplies it has no tokens, and must get no cotangent of those cut off.
+    # The other operand has no tokens, and must get no cotangent of the extra ones.
     return result.now(result.filled(0), place)
 
 
 def _gather(equation: Any, operands: Sequence[Any]) -> Any:
-    """Indices of more tokens, and an operand that shares their dimension."""
+    """Evaluates a gather at all tokens' indices; the operand may share their axis."""
     operand, indices = operands
     numbers = equation.params["dimension_numbers"]
     if (

@@ -1,10 +1,10 @@
 """Finds losses over a large vocabulary in a traced program.
 
-Logits are a product of hidden values with a kernel, one of whose dimensions, the
-vocabulary, nothing has in the end: reductions and lookups over it leave a few numbers
-for each token. What stands between can then be computed for some tokens at a time, and
-all logits never exist. Nothing is matched by name, so cross-entropy may be written in
-any way that treats each token alone.
+Logits are a product of hidden values with a kernel. One of the kernel's dimensions, the
+vocabulary, is in no final result: reductions and lookups over it leave a few numbers
+for each token. The operations between can be computed for some tokens at a time, so
+that all logits never exist at once. Nothing is matched by name, so cross-entropy may be
+written in any way that treats each token alone.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from whalejax.capture.rules.elementwise import SAME_SHAPE
 
 
 class NotTokensError(Exception):
-    """Raised where an operation after a product mixes tokens."""
+    """An operation after a product mixes tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """A product and what is made of it, token by token.
+    """A product and the values computed from it, token by token.
 
-    Its dimensions are numbered as those of the product's result.
+    Its dimensions are numbered like those of the product's result.
 
     Attributes:
-        hidden, kernel: The operands.
+        hidden, kernel: Operands of the product.
         outside: Other variables that are read.
         trained: Whether each of those has a gradient.
-        product: The equation.
-        exits: Variables without the vocabulary that others read.
-        nodes: Nodes that make the exits, in an order in which they can be computed.
-        source: The node that is the product.
-        ends: Nodes of the exits.
-        tokens: Places of the hidden values' own dimensions.
-        depth: Contracted places in hidden values and kernel.
-        vocab: Place of the vocabulary in the kernel.
-        turned: The kernel is the left operand.
+        product: Equation of the product.
+        exits: Variables without the vocabulary that other equations read.
+        nodes: Nodes that compute the exits, in an order in which they can run.
+        source: Index of the product's node.
+        ends: Indices of the exits' nodes.
+        tokens: Indices of the hidden values' own dimensions.
+        depth: Contracted dimensions of hidden values and kernel.
+        vocab: Index of the vocabulary in the kernel.
+        turned: Whether the kernel is the left operand.
         outside_tags: Tags of each variable from outside.
     """
 
@@ -69,7 +69,7 @@ class Logits:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """Hidden values, kernel and the others, those with gradients first."""
+        """Hidden values, kernel and the other inputs, those with gradients first."""
         pairs = [*zip(self.outside, self.trained, strict=True)]
         first = (v for v, trained in pairs if trained)
         rest = (v for v, trained in pairs if not trained)
@@ -83,23 +83,23 @@ class Logits:
 
     @property
     def vocab_tag(self) -> int:
-        """The vocabulary's number."""
+        """Index of the vocabulary in the product's result."""
         return 0 if self.turned else len(self.tokens)
 
     @property
     def token_tags(self) -> tuple[int, ...]:
-        """The tokens' numbers, in the order of ``tokens``."""
+        """Indices of the tokens in the product's result, in the order of ``tokens``."""
         first = 1 if self.turned else 0
         return tuple(range(first, first + len(self.tokens)))
 
     def values(
         self, logits: Any, outside: Mapping[int, Any], sizes: Mapping[int, int]
     ) -> list[Any]:
-        """The exits of some tokens.
+        """Returns the exits for some tokens.
 
         Args:
             logits: Logits of these tokens.
-            outside: Values that the exits read beside the logits, by number.
+            outside: Other values that the exits read, by index.
             sizes: Sizes of the dimensions.
         """
         values: list[Any] = []
@@ -115,10 +115,10 @@ class Logits:
 
 
 def logits_in(body: Any, trained: set[Any]) -> list[Logits]:
-    """The logits of one jaxpr that can be computed for some tokens at a time.
+    """Returns the logits of one jaxpr that can be computed for some tokens at a time.
 
     Args:
-        body: Open, without calls that could be inlined.
+        body: Open jaxpr, without calls that could be inlined.
         trained: Its variables through which a gradient flows.
     """
     logits = []
@@ -134,7 +134,7 @@ def logits_in(body: Any, trained: set[Any]) -> list[Logits]:
 
 
 def logits_of(jaxpr: Any, trained: int) -> Logits:
-    """The logits that the body of a call is made of.
+    """Returns the logits that the body of a call computes.
 
     Args:
         jaxpr: The call's one inner jaxpr, whose results are the exits.
@@ -148,7 +148,7 @@ def logits_of(jaxpr: Any, trained: int) -> Logits:
 
 @dataclass(slots=True)
 class _Search:
-    """Search for the values that are made of one product."""
+    """Search for the values that depend on one product."""
 
     body: Any
     trained: set[Any]
@@ -162,7 +162,7 @@ class _Search:
     _known: dict[tuple[Any, Tags], int] = field(default_factory=dict)
 
     def find_logits(self) -> Logits | None:
-        """The logits, or None where the product is none."""
+        """Returns the logits, or None if the product computes none."""
         product = self.body.eqns[self.place]
         (left_in, right_in), (left_batch, _) = product.params["dimension_numbers"]
         if left_batch or any(map(_compat.is_literal, product.invars)):
@@ -209,11 +209,11 @@ class _Search:
     def _vocabulary_region(
         self, result: Any, vocab: int
     ) -> tuple[set[int], dict[Any, Tags]] | None:
-        """Equations between the product and the last that has the vocabulary.
+        """Returns equations between the product and the last with the vocabulary.
 
         Returns:
-            Their ids, and the tags of what they give; None where something else is
-            made of the logits.
+            Their ids, and the tags of their results; None if another value depends on
+            the logits.
         """
         shape = result.aval.shape
         tags: dict[Any, Tags] = {
@@ -267,7 +267,7 @@ class _Search:
         product = self.body.eqns[self.place]
         if equation is product:
             if self.source != -1:
-                raise NotTokensError  # It is read in two ways.
+                raise NotTokensError  # The product is read with two sets of tags.
             node = ScoreNode(equation=None, inputs=(), tags=tags)
         else:
             wanted = self._operands(equation, variable, tags, region, vocab)
@@ -294,16 +294,16 @@ class _Search:
         region: set[int],
         vocab: int,
     ) -> list[Tags | None] | None:
-        """Tags of what an equation reads, if it is computed with the logits."""
+        """Returns the operands' tags if an equation is computed with the logits."""
         if equation is None:
             return None
         inside = id(equation) in region
         if not inside and variable in self.made:
-            raise NotTokensError  # It comes of the logits in a way of its own.
+            raise NotTokensError  # It depends on the logits outside the region.
         if not inside and (vocab not in tags or variable in self.trained):
             return None
         if equation.primitive.name == "iota":
-            # Positions of tokens begin elsewhere in each chunk.
+            # Positions of tokens begin at another index in each chunk.
             counted = tags[equation.params["dimension"]]
             return [] if counted in (None, vocab) else None
         operands = operand_tags(equation, tags)
@@ -316,7 +316,7 @@ class _Search:
     def _from_outside(self, variable: Any, tags: Tags, vocab: int) -> ScoreNode:
         tokens = [t for t in tags if t not in (None, vocab)]
         if variable in self.trained and tokens:
-            raise NotTokensError  # Its gradient would come in pieces.
+            raise NotTokensError  # Its gradient would come in chunks.
         if variable in self.outside:
             number = self.outside.index(variable)
             if self.outside_tags[number] != tags:
@@ -329,7 +329,7 @@ class _Search:
 
 
 def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | None:
-    """Tags of an equation's result by those of its operands; None if it has none."""
+    """Returns an equation's result tags, given the operands'; None if it has none."""
     if len(equation.outvars) != 1:
         return None
     shape = equation.outvars[0].aval.shape
@@ -343,7 +343,7 @@ def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | 
                     return None
                 result_tags[dim] = tag if result_tags[dim] is None else result_tags[dim]
         return tuple(result_tags)
-    # Every arrangement of known dimensions is tried against what the rule says.
+    # Every arrangement of known dimensions is checked against the rule.
     known = tags[candidates[0]]
     options = _arrangements(equation, known, shape, vocab)
     if options is None:
@@ -357,7 +357,7 @@ def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | 
 def _arrangements(
     equation: Any, known: Tags, shape: tuple[int, ...], vocab: int
 ) -> Tags | None:
-    """The tags of a result whose first operand has some."""
+    """Returns the tags of a result whose first operand's tags are known."""
     name, params = equation.primitive.name, equation.params
     if name == "transpose":
         return tuple(known[dim] for dim in params["permutation"])

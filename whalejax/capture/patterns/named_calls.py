@@ -1,7 +1,7 @@
-"""Marks parts of a traced program that can be computed in blocks as calls by name.
+"""Turns parts of a traced program that can be computed in blocks into named calls.
 
-That is the same program still; the lowering may run the call in another way: attention
-in blocks of scores, logits of some tokens at a time.
+The program stays the same. The lowering may run the call in another way: attention in
+blocks of scores, logits for some tokens at a time.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ CALL: Final = "whalejax_attention"
 """Name of a call that is attention and nothing else."""
 
 LOGITS: Final = "whalejax_logits_"
-"""Name of a call that makes logits, and of them a few numbers for each token; behind it
-stands how many of its inputs, the first ones, have gradients."""
+"""Prefix of the name of a call that makes logits and a few numbers of them for each
+token; the number of leading inputs with gradients follows."""
 
 
 Found = Callable[[Any, set[Any]], tuple[list[rebuild.EquationReplacement], list[str]]]
-"""From an open jaxpr and its trained variables to calls, and why others are none."""
+"""Function of an open jaxpr and its trained variables; gives calls, and why others
+cannot be."""
 
 
 def is_attention(equation: Any) -> bool:
-    """Whether an equation is a call that is attention."""
+    """Returns whether an equation is a call that is attention."""
     return bool(equation.params.get("name") == CALL)
 
 
 def calls_attention(jaxpr: Any) -> bool:
-    """Whether a program holds any such call."""
+    """Returns whether a program contains any such call."""
     equations = _compat.open_jaxpr(jaxpr)[0].eqns
     return any(
         is_attention(e) or any(map(calls_attention, _compat.inner_jaxprs(e)))
@@ -58,32 +59,32 @@ def calls_attention(jaxpr: Any) -> bool:
 
 
 def makes_logits(equation: Any) -> bool:
-    """Whether an equation is a call that makes logits."""
+    """Returns whether an equation is a call that makes logits."""
     return str(equation.params.get("name", "")).startswith(LOGITS)
 
 
 def called_logits(equation: Any) -> Logits:
-    """The logits that a call makes."""
+    """Returns the logits that a call makes."""
     trained = int(equation.params["name"].removeprefix(LOGITS))
     return logits_of(_compat.inner_jaxprs(equation)[0], trained)
 
 
 def with_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[Any, tuple[str, ...]]:
-    """A program in which every attention that can be cut up is one call.
+    """Returns a program in which each attention that can run in blocks is one call.
 
     Args:
-        jaxpr: Closed, as captured.
+        jaxpr: Closed jaxpr, as captured.
         trained: Whether each input has a gradient.
 
     Returns:
-        The program, without other calls that could be inlined; and for each attention
-        that was left as it is the reason.
+        The program, without other calls that could be inlined, and the reason for each
+        attention that was left unchanged.
     """
     return _rebuilt(jaxpr, trained, _attentions)
 
 
 def with_logits(jaxpr: Any, trained: Sequence[bool]) -> Any:
-    """The same of logits, and of what stands between them and a loss."""
+    """Returns a program in which logits and their reductions are calls."""
     return _rebuilt(jaxpr, trained, _losses)[0]
 
 
@@ -105,7 +106,7 @@ def possible_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[int, int]:
 
 
 def most_tokens(jaxpr: Any) -> int:
-    """The most tokens that one call of a program makes logits of; 0 where none does.
+    """Returns the most tokens of which one call makes logits; 0 if no call does.
 
     Args:
         jaxpr: Program, or part of one, that ``with_logits`` returned.
@@ -137,10 +138,10 @@ def _rebuilt(
 
 @functools.lru_cache(maxsize=2)
 def _flattened(jaxpr: Any) -> Any:
-    """A program without its calls. It is asked for once for attention, once for logits.
+    """Returns a program without its calls; cached, as attention and logits both ask.
 
     Args:
-        jaxpr: Closed; told by its identity.
+        jaxpr: Closed jaxpr, compared by identity.
     """
     if _is_flat(jaxpr):
         return jaxpr
@@ -148,7 +149,7 @@ def _flattened(jaxpr: Any) -> Any:
 
 
 def _instead_of_calls(equation: Any) -> Callable[..., list[Any]] | str | None:
-    """Returns the replacement of an equation of a program without calls."""
+    """Returns how to replace an equation in a program without calls."""
     kind = _inner_program_kind(equation)
     if kind is None or kind == "inline":
         return kind
@@ -159,7 +160,7 @@ def _instead_of_calls(equation: Any) -> Callable[..., list[Any]] | str | None:
 
 
 def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Runs a program without its calls; loops and checkpointed regions stay."""
+    """Evaluates a program without its calls; loops and checkpointed regions stay."""
 
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
         kind = _inner_program_kind(equation)
@@ -174,7 +175,7 @@ def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _inner_program_kind(equation: Any) -> str | None:
-    """Returns how an equation's inner program is run: ``"inline"``, ``"remat"``,
+    """Returns how an equation's inner program runs: ``"inline"``, ``"remat"``,
     ``"scan"``, or None.
     """
     called = is_attention(equation) or makes_logits(equation) or sorts_rows(equation)
@@ -183,7 +184,7 @@ def _inner_program_kind(equation: Any) -> str | None:
 
 
 def _is_flat(jaxpr: Any) -> bool:
-    """Whether a program has no calls to inline, and no positions to count."""
+    """Returns whether a program has no calls to inline and no positions to count."""
     body, constants = _compat.open_jaxpr(jaxpr)
     if any(_count(value) is not None for value in constants):
         return False
@@ -195,14 +196,14 @@ def _is_flat(jaxpr: Any) -> bool:
 
 
 def _as_iota(value: Any) -> Any:
-    """Positions that a program holds as an array, counted instead."""
+    """Replaces positions that a program stores as an array by ``iota``."""
     count = _count(value)
     return value if count is None else count()
 
 
 def _count(value: Any) -> Callable[[], Any] | None:
-    """Returns a function that makes the positions a program holds as an
-    array, if any.
+    """Returns a function that counts the positions that a program stores
+    as an array; None for other arrays.
     """
     shape: Any = getattr(value, "shape", ())
     dtype: Any = getattr(value, "dtype", None)
@@ -219,9 +220,9 @@ class _Arranged:
 
     Attributes:
         items: Equations and calls, in an order in which they can run.
-        inside: The same of loops and checkpointed regions, by the id of the equation.
-        calls: Some call stands in it, or in these.
-        same: There are all of its equations, and of these, and nothing else.
+        inside: The same for loops and checkpointed regions, by the id of the equation.
+        calls: Whether it, or one of these, contains a call.
+        same: Whether it, and all of these, contain only their own equations.
     """
 
     items: list[Any]
@@ -231,12 +232,12 @@ class _Arranged:
 
 
 class _Builder:
-    """A program with calls in it, and why some things are none.
+    """Builds a program with calls in it, and the reasons against other calls.
 
     Args:
-        flat: Closed, without calls that could be inlined.
+        flat: Closed jaxpr, without calls that could be inlined.
         trained: Whether each input has a gradient.
-        find: Tells the calls.
+        find: Finds the calls.
     """
 
     def __init__(self, flat: Any, trained: Sequence[bool], find: Found) -> None:
@@ -246,7 +247,7 @@ class _Builder:
         self.arranged = self._arranged(flat, trained)
 
     def program(self) -> Any:
-        """The program itself where there are no calls."""
+        """Returns the program; unchanged if it has no calls."""
         if not self.arranged.calls:
             return self.flat
         return spliced(self.flat, self._changed, items=self.arranged.items)
@@ -264,7 +265,7 @@ class _Builder:
         )
 
     def _arranged(self, jaxpr: Any, trained: Sequence[bool]) -> _Arranged:
-        """One jaxpr, of whose inputs some have gradients."""
+        """Arranges one jaxpr, given which of its inputs have gradients."""
         body = _compat.open_jaxpr(jaxpr)[0]
         flows = trained_in(body, trained)
         calls, reasons = self.find(body, flows)
@@ -293,7 +294,7 @@ class _Builder:
 
 
 def _run(jaxpr: Any, values: Sequence[Any], arranged: _Arranged) -> list[Any]:
-    """A jaxpr, with calls in place of equations."""
+    """Evaluates a jaxpr, with calls in place of equations."""
 
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
         within = arranged.inside.get(id(equation))
@@ -334,7 +335,7 @@ def _losses(
 
 
 def _behind(body: Any, one: Logits) -> list[Any]:
-    """The equations from the inputs of logits to their exits, in program order."""
+    """Returns equations from the inputs of logits to the exits, in program order."""
     needed, given = set(one.exits), set(one.inputs)
     behind = []
     for equation in reversed(body.eqns):
@@ -351,7 +352,7 @@ def _call(
     equations: Sequence[Any],
     scope: Any,
 ) -> rebuild.EquationReplacement:
-    """A call by name of some equations."""
+    """Returns a named call that runs some equations."""
 
     def body(*values: Any) -> list[Any]:
         known = dict(zip(inputs, values, strict=True))
@@ -364,13 +365,13 @@ def _call(
 
 
 def keeping(scan: Any, calls: set[int]) -> Callable[[Sequence[Any]], list[Any]]:
-    """A scan whose attention keeps for its backward pass what it does in blocks.
+    """Returns a function that runs a scan and saves what attention in blocks saves.
 
-    That is queries, keys and values as they are dealt out, and the output.
+    These are queries, keys and values as they are dealt out, and the output.
 
     Args:
         scan: Scan as it was traced.
-        calls: Ids of the calls in it that run in blocks.
+        calls: Ids of its calls that run in blocks.
     """
 
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
@@ -396,7 +397,7 @@ def _keeping(equation: Any) -> Any:
         return output, (output, *map(jnp.copy, values[:3]), values[3:])
 
     def backward(kept: Any, cotangent: Any) -> Any:
-        # Only what is kept is looked at.
+        # Only the saved residuals are inspected.
         return tuple(jnp.zeros_like(x) for x in (*kept[1:4], *kept[4]))
 
     attention.defvjp(forward, backward)

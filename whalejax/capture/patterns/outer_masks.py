@@ -1,9 +1,10 @@
-"""Masks of attention scores that are made outside the layers that read them.
+"""Attention masks that are made outside the layers that read them.
 
-A model may make one mask, ``[batch, 1, rows, columns]``, and hand it to each layer.
-Inside a scan or a checkpointed region it is then a value from outside, whole, and takes
-memory by the square of the sequence. Here what makes it (positions, comparisons of
-padding or segment numbers) is run again inside, of which blocks can be computed alone.
+A model may make one mask, ``[batch, 1, rows, columns]``, and pass it to each layer. In
+a scan or a checkpointed region it is then a complete value from outside, and its memory
+grows with the square of the sequence. Here the equations that make it (positions,
+comparisons of padding or segment numbers) run again inside, where blocks can be
+computed alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Maker:
     """Equations that make a mask.
 
     Attributes:
-        sources: The variables that it is made of, together smaller than the mask.
+        sources: Variables that it depends on, together smaller than the mask.
         equations: Equations from the sources to the mask, in order.
     """
 
@@ -41,10 +42,10 @@ class _Region:
 
     Attributes:
         equation: Equation as it was traced.
-        inner: Its jaxpr.
+        inner: Inner jaxpr of the equation.
         trained: For each input of ``inner``, whether it has a gradient.
-        masks: Numbers of the inputs that attention reads for pairs of rows and columns.
-        makers: For those that can be made inside, how.
+        masks: Indices of the inputs that attention reads for pairs of rows and columns.
+        makers: Makers of those that can be made inside.
     """
 
     equation: Any
@@ -55,15 +56,15 @@ class _Region:
 
 
 def with_inner_masks(jaxpr: Any, trained: Sequence[bool]) -> Any:
-    """A program whose layers make the masks of their attention themselves.
+    """Returns a program whose layers make their attention masks themselves.
 
     Args:
-        jaxpr: Without calls that could be inlined.
+        jaxpr: Jaxpr without calls that could be inlined.
         trained: Whether each input has a gradient.
     """
     avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
-    # Each time masks move one region further in. It ends: what is handed over instead
-    # of a mask is smaller, and is not made in blocks of something smaller again.
+    # Each pass moves masks one region further in. It ends, as the sources passed in
+    # place of a mask are smaller, and no smaller values make those in blocks.
     while _holds_outer_masks(jaxpr, trained):
 
         def once(*values: Any, program: Any = jaxpr) -> list[Any]:
@@ -83,7 +84,7 @@ def _holds_outer_masks(jaxpr: Any, trained: Sequence[bool]) -> bool:
 def _made_inside(
     jaxpr: Any, values: Sequence[Any], trained: Sequence[bool]
 ) -> list[Any]:
-    """Runs a program; masks of a region in a region are made in the outer one."""
+    """Evaluates a program; an outer region makes the masks of an inner one."""
     calls = {id(region.equation): _call(region) for region in _regions(jaxpr, trained)}
     body = _compat.open_jaxpr(jaxpr)[0]
     items = [calls.get(id(equation), equation) for equation in body.eqns]
@@ -91,7 +92,7 @@ def _made_inside(
 
 
 def _regions(jaxpr: Any, trained: Sequence[bool]) -> Iterator[_Region]:
-    """Scans and checkpointed regions of one jaxpr."""
+    """Yields the scans and checkpointed regions of one jaxpr."""
     body = _compat.open_jaxpr(jaxpr)[0]
     flows = trained_in(body, trained)
     maker = {v: e for e in body.eqns for v in e.outvars}
@@ -111,7 +112,7 @@ def _regions(jaxpr: Any, trained: Sequence[bool]) -> Iterator[_Region]:
 
 
 def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
-    """Inputs of a jaxpr that attention in it reads for pairs of rows and columns."""
+    """Returns inputs that attention in a jaxpr reads for pairs of rows and columns."""
     body = _compat.open_jaxpr(jaxpr)[0]
     read: set[Any] = set()
     flows = trained_in(body, trained)
@@ -125,8 +126,8 @@ def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
         for number in region.masks:
             atom = region.equation.invars[number]
             if not _compat.is_literal(atom):
-                # One that is made larger here (for heads, say) is moved in first, and
-                # what it was made of the next time.
+                # A mask that is enlarged here (for heads, say) is moved in first, and
+                # its sources in the next pass.
                 sources, _ = _chain(atom, maker, flows)
                 read.update(s for s in sources if s.aval.size >= atom.aval.size)
     return {n for n, v in enumerate(body.invars) if v in read}
@@ -135,7 +136,7 @@ def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
 def _mask_maker(
     variable: Any, maker: Mapping[Any, Any], flows: set[Any]
 ) -> _Maker | None:
-    """Returns the equations that make a variable of smaller ones; None where there are
+    """Returns the equations that make a variable from smaller ones; None if there are
     none.
     """
     if _compat.is_literal(variable) or variable not in maker or variable in flows:
@@ -150,10 +151,10 @@ def _mask_maker(
 def _chain(
     variable: Any, maker: Mapping[Any, Any], flows: set[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Sources of a variable, and the equations from them to it.
+    """Returns sources of a variable, and the equations from them to it.
 
-    Every equation can be computed in blocks. Where a gradient goes into an equation and
-    none through its result (a comparison, a stopped gradient), the result is a source.
+    Every equation can be computed in blocks. If a gradient enters an equation but none
+    leaves its result (a comparison, a stopped gradient), the result is a source.
     """
     sources: list[Any] = []
     equations: list[Any] = []
@@ -191,7 +192,7 @@ def _in_blocks(equation: Any) -> bool:
 
 
 def _call(region: _Region) -> rebuild.EquationReplacement:
-    """A scan or a checkpointed region that makes some of its inputs itself."""
+    """Returns a scan or checkpointed region that makes some of its inputs itself."""
     equation, makers = region.equation, region.makers
     sources = tuple(dict.fromkeys(s for m in makers.values() for s in m.sources))
     literals = {
@@ -202,7 +203,7 @@ def _call(region: _Region) -> rebuild.EquationReplacement:
     def function(*values: Any) -> list[Any]:
         known = dict(zip(sources, values, strict=False))
         operands = {**literals, **dict(zip(given, values[len(sources) :], strict=True))}
-        # A scan closes over its constants; for those made inside stands None.
+        # A scan closes over its constants; None replaces those made inside.
         whole = [operands.get(n) for n in range(len(equation.invars))]
         if _compat.recursion(equation) == "scan":
             return rebuild.scan(equation, whole, lambda xs: run_body(known, list(xs)))

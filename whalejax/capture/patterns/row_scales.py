@@ -1,8 +1,8 @@
-"""Attention weights times a number for each row: the output times that number instead.
+"""Moves a factor for each row from attention weights to the output.
 
-A mask of heads multiplies what the softmax gives, after which nothing could be computed
+A mask of heads multiplies the softmax's result, after which nothing could be computed
 in blocks. A factor that is the same for all keys commutes with the sum over them, and
-multiplies the output of the product just as well; so do several, and what divides.
+can multiply the product's output instead; so can several factors, and divisors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from whalejax.jaxpr import rebuild
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Factor:
-    """Factor that weights are multiplied with, or divided by.
+    """A factor or divisor of attention weights.
 
     Attributes:
         atom: A variable or a literal.
-        tags: For each of its dimensions, which of the weights it is.
+        tags: For each of its dimensions, the matching dimension of the weights.
         divides: Whether weights are divided by it.
     """
 
@@ -37,12 +37,12 @@ class _Factor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScaledWeights:
-    """Weights and factors.
+    """Attention weights and their factors.
 
     Attributes:
-        weights: A variable.
-        factors: Factors in the order of their use.
-        order: For each dimension of the scaled weights, which of the weights it is.
+        weights: Variable of the weights.
+        factors: Factors in order of use.
+        order: For each dimension of the scaled weights, that of the weights.
     """
 
     weights: Any
@@ -51,10 +51,10 @@ class _ScaledWeights:
 
 
 def rescaled(body: Any) -> list[rebuild.EquationReplacement]:
-    """The products of one jaxpr that read scaled weights, with a scaled output instead.
+    """Replaces products of one jaxpr that read scaled weights: scales the output.
 
     Args:
-        body: Open, without calls that could be inlined.
+        body: Open jaxpr, without calls that could be inlined.
     """
     chains = _Chains({v: e for e in body.eqns for v in e.outvars})
     result = []
@@ -66,7 +66,7 @@ def rescaled(body: Any) -> list[rebuild.EquationReplacement]:
 
 
 def holds_rescaled(jaxpr: Any) -> bool:
-    """Whether a program has any such product."""
+    """Returns whether a program has any such product."""
     body = _compat.open_jaxpr(jaxpr)[0]
     return bool(rescaled(body)) or any(
         holds_rescaled(inner) for e in body.eqns for inner in _compat.inner_jaxprs(e)
@@ -76,7 +76,7 @@ def holds_rescaled(jaxpr: Any) -> bool:
 def _instead(
     product: Any, side: int, chains: _Chains
 ) -> rebuild.EquationReplacement | None:
-    """A product whose output is scaled, if its weights are."""
+    """Returns a product with a scaled output; None if its weights are not scaled."""
     scaled = chains.behind(product.invars[side])
     if scaled is None or not scaled.factors:
         return None
@@ -120,7 +120,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def _output_places(product: Any, side: int) -> list[int | None]:
-    """Returns the output dimension of each operand dimension; None where it is summed
+    """Returns the output dimension of each operand dimension; None for those summed
     over.
     """
     inside, batch = product.params["dimension_numbers"]
@@ -139,12 +139,12 @@ def _output_places(product: Any, side: int) -> list[int | None]:
 
 
 def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
-    """A factor in the shape of an output.
+    """Broadcasts a factor to the shape of an output.
 
     Args:
-        factor: Its value.
-        places: For each of its dimensions above 1 that of the output, and its own.
-        like: The output.
+        factor: Value of the factor.
+        places: (output dimension, own dimension) of each of its dimensions above 1.
+        like: Array with the output's shape.
     """
     factor = lax.convert_element_type(factor, like.dtype)
     order = sorted(places)
@@ -155,7 +155,7 @@ def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
 
 
 class _Chains:
-    """Finds the softmax and the factors behind variables, each once.
+    """Finds the softmax and the factors that variables depend on; caches results.
 
     Args:
         maker: The equation that makes each variable.
@@ -194,7 +194,7 @@ class _Chains:
         return next((behind for behind in either if behind is not None), None)
 
     def _scale_through(self, equation: Any, place: int) -> _ScaledWeights | None:
-        """Returns weights and factors of an operand, with the other operand."""
+        """Returns weights and factors of an operand, with the other as a factor."""
         lying = _factors(equation, place)
         result = None if lying is None else self.behind(equation.invars[place])
         if lying is None or result is None:
@@ -221,8 +221,8 @@ def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
         place: Index of the weights among the operands.
 
     Returns:
-        For each dimension of the result which of the weights it is, and for each of the
-        factor which of the weights.
+        For each dimension of the result that of the weights, and for each dimension of
+        the factor that of the weights.
     """
     weights, factor = equation.invars[place], equation.invars[1 - place]
     if _compat.is_literal(weights):

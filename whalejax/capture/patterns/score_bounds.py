@@ -1,9 +1,9 @@
-"""Between which bounds the values of a program on scores are, for many blocks at once.
+"""Bounds of the values of a program on scores, for many blocks at once.
 
-What a mask hides is seen without computing it: every equation is run on the least and
-the most that its operands can be. Values that only pass through (a choice between two,
-a spread) keep their bounds to the bit, so that a constant is known to be one; those
-that arithmetic makes are rounded, and their bounds give way for that.
+The hidden blocks of a mask are found without computing it: every equation runs on the
+least and the greatest values of its operands. Values that only pass through (a choice
+between two, a broadcast) keep their bounds exactly, so that a constant is known to be
+one. Values from arithmetic are rounded, and their bounds are widened for that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.capture.patterns.blockwise import ScoreNode
 
 
 Interval = tuple[Any, Any]
-"""The least and the most that a value can be, for many blocks at once."""
+"""Lower and upper bounds of a value, for many blocks at once."""
 
 ANY: Final[Interval] = (-math.inf, math.inf)
 
@@ -29,16 +29,16 @@ BOOL: Final[Interval] = (0.0, 1.0)
 def interval(
     node: ScoreNode, known: Sequence[Interval], extents: Mapping[int, Any]
 ) -> Interval:
-    """Bounds of what an equation gives.
+    """Returns bounds of an equation's result.
 
     Args:
-        node: The equation.
+        node: Node of the equation.
         known: Bounds of the nodes before it.
-        extents: For dimensions that are cut the first and last place of each part; what
-            is absent is whole.
+        extents: First and last index of each part, by dimension that is cut; other
+            dimensions are uncut.
 
     Returns:
-        ``ANY`` itself where nothing is known of such equations.
+        The bounds; ``ANY`` itself if no rule exists for such equations.
     """
     equation = node.equation
     name = equation.primitive.name
@@ -64,14 +64,14 @@ def interval(
 
 
 def _rounded(bounds: Interval, dtype: Any, *, exact: bool) -> Interval:
-    """Bounds of what a type holds of numbers within bounds.
+    """Returns bounds of numbers after they are stored in a type.
 
-    Integers beyond their type wrap, and floating point rounds.
+    Integers outside the type's range wrap, and floating-point numbers are rounded.
 
     Args:
         bounds: Bounds of the numbers.
         dtype: The type.
-        exact: No arithmetic made them, so that bounds which the type holds stay.
+        exact: Whether no arithmetic made them; bounds that the type can hold stay.
     """
     low, high = _f(bounds[0]), _f(bounds[1])
     sure = ~(np.isnan(low) | np.isnan(high))
@@ -141,7 +141,7 @@ def _comparison_rule(
 
 
 def _of_bits(rule: Callable[[Any, Any], Any]) -> Callable[[Interval, Interval], Any]:
-    """A rule for what is 0 or 1; of other numbers it says nothing."""
+    """Returns a rule for bits; its bounds of other numbers are infinite."""
 
     def either(a: Interval, b: Interval) -> Interval:
         bits = [(_f(x[0]) >= 0) & (_f(x[1]) <= 1) for x in (a, b)]
@@ -156,7 +156,7 @@ _EXACT: Final = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims transpose copy stop_gradient "
     "convert_element_type name select_n max min neg abs".split()
 )
-"""Equations whose results are operands of theirs, but for the sign."""
+"""Equations whose results are elements of their operands, up to the sign."""
 
 _INTERVALS: Final[Mapping[str, Callable[..., Interval]]] = {
     **dict.fromkeys(

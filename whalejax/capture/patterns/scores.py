@@ -1,10 +1,10 @@
 """Programs of a model's attention scores before the softmax, block by block.
 
-Scores are a product of queries and keys, scaled, capped, masked or shifted by
-equations of the user's own. Here these become a small program of which any block of
-rows and columns can be computed alone: positions (``iota``) are counted from where the
-block begins, and what comes from outside is cut. Run on intervals instead of numbers,
-the same program says which blocks a mask hides whole.
+Scores are a product of queries and keys, scaled, capped, masked or shifted by the
+user's own equations. Here these become a small program that can compute any block of
+rows and columns by itself: positions (``iota``) are counted from the block's first
+index, and values from outside are cut. On intervals instead of numbers, the same
+program shows which blocks a mask hides completely.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HIDDEN: Final = -1e9
 """Scores below it are masked: no other score of a row is as low."""
 
 _HALF: Final = -1e4
-"""The same where numbers end at 65,504."""
+"""The same for float16, which ends at 65,504."""
 
 
 class NotScoresError(Exception):
-    """The equations before a softmax are none that blocks can be computed of."""
+    """The equations before a softmax cannot be computed in blocks."""
 
 
 @dataclass(slots=True)
@@ -45,9 +45,9 @@ class Scores:
     Attributes:
         nodes: Nodes in an order in which they can be computed; the last makes the
             scores.
-        product: The node that is the product, whose tags say how its dimensions lie.
+        product: Index of the product's node, whose tags give its dimensions' order.
         outside: Variables that come from outside, each once.
-        tags: Tags of those, one for each way in which they are read.
+        tags: Sets of tags with which each of those is read.
     """
 
     nodes: list[ScoreNode] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Scores:
 
     @property
     def tags(self) -> list[set[Tags]]:
-        """Returns the tags with which each value from outside is read."""
+        """Tags with which each value from outside is read."""
         tags: list[set[Tags]] = [set() for _ in self.outside]
         for node in self.nodes:
             if node.outside is not None:
@@ -70,13 +70,13 @@ class Scores:
         offsets: Mapping[int, Any],
         outside: Callable[[int, Tags], Any],
     ) -> Any:
-        """The scores of one block.
+        """Returns the scores of one block.
 
         Args:
-            product: Its products, laid out as the traced product is.
+            product: Products of the block, in the traced order of dimensions.
             sizes: Sizes of the dimensions of the scores in this block.
             offsets: Offset of each dimension; default: 0.
-            outside: The part of a value from outside that the block reads.
+            outside: Returns the part of a value from outside that the block reads.
         """
         values: list[Any] = []
         for number, node in enumerate(self.nodes):
@@ -90,13 +90,13 @@ class Scores:
         return values[-1]
 
     def masked_blocks(self, rows: int, columns: int, row: int, column: int) -> Any:
-        """Returns which blocks are masked whatever the product holds.
+        """Returns which blocks are masked for any values of the product.
 
-        They hold masked scores alone, and each row sees some other score; or, where a
-        row may see none, they all hold one number, whose weight ``filled`` tells of.
+        They have only masked scores, and each row has an unmasked score elsewhere; if a
+        row may have none, they all have one value, whose weight ``filled`` returns.
 
         Args:
-            rows, columns: Number of equal blocks of each.
+            rows, columns: Number of equal blocks of rows and columns.
             row, column: Dimensions of the scores that are cut into them.
 
         Returns:
@@ -112,17 +112,17 @@ class Scores:
         return np.zeros_like(masked)
 
     def filled(self, rows: int, columns: int, row: int, column: int) -> float | None:
-        """The score in all blocks that are hidden, where it may have a weight.
+        """Returns the score in all hidden blocks, if it may have a weight.
 
-        A softmax of equal scores is a mean, so a row all of whose scores are masked
-        looks at hidden blocks too.
+        A softmax of equal scores is a mean, so a row whose scores are all masked reads
+        hidden blocks too.
 
         Args:
             rows, columns, row, column: Arguments of ``masked_blocks``, unchanged.
 
         Returns:
-            None where each row is known to see a score beside which masked ones are
-            nothing.
+            The score; None if each row is known to have an unmasked score, beside
+            which masked ones are negligible.
         """
         hidden = self.masked_blocks(rows, columns, row, column)
         if not hidden.any() or self._all_see(row, column):
@@ -132,7 +132,7 @@ class Scores:
 
     @property
     def _mask_threshold(self) -> float:
-        """Scores below it are masked."""
+        """Threshold below which scores are masked."""
         aval = self.nodes[-1].equation.outvars[0].aval
         narrow = _compat.dtype_name(aval.dtype) == "float16"
         return _HALF if narrow else HIDDEN
@@ -149,10 +149,10 @@ class Scores:
         return np.broadcast_to(low, whole), np.broadcast_to(high, whole)
 
     def _all_see(self, row: int, column: int) -> bool:
-        """Whether each row is known to see a score, whatever comes from outside.
+        """Returns whether each row is known to have an unmasked score for any inputs.
 
-        Looked for on the diagonal, which starts at the first or ends at the last column
-        where there are more columns than rows, and at both ends.
+        It tries the diagonal, which starts at the first or ends at the last column if
+        there are more columns than rows, and both ends of the row.
         """
         shape = self.nodes[-1].equation.outvars[0].aval.shape
         rows, columns = shape[row], shape[column]
@@ -167,12 +167,12 @@ class Scores:
         return bool(seen.any(axis=0).all())
 
     def _run(self, extents: Mapping[int, Any], product: Interval) -> Interval:
-        """Bounds of the scores, by those of the product.
+        """Returns bounds of the scores, given those of the product.
 
         Args:
-            extents: First and last place of each part of dimensions that are cut.
-            product: Its bounds. Beside ``_USUAL`` what is made of it by equations
-                without a rule (a cap) is taken to be usual too.
+            extents: First and last index of each part of dimensions that are cut.
+            product: Bounds of the product. With ``_USUAL``, results of equations
+                without a rule (a cap) are assumed to be usual too.
         """
         result: list[Interval] = []
         made: set[int | None] = {self.product}
@@ -194,7 +194,7 @@ class Scores:
         return result[-1]
 
     def _usual(self, operands: Sequence[Interval]) -> Interval:
-        """Usual numbers where all operands are such, else any."""
+        """Returns usual bounds where all operands have such, else unlimited ones."""
         limit = -self._mask_threshold
         every: Any = True
         for low, high in operands:
@@ -203,11 +203,11 @@ class Scores:
 
 
 _USUAL: Final[Interval] = (-1.0, 1.0)
-"""Of a product: what is beside it less than any score that is not masked is masked."""
+"""Usual bounds of a product: scores far below them are masked."""
 
 
 def _edges(length: int, count: int) -> Any:
-    """First and last place of equal blocks, ``float[2, count]``."""
+    """Returns the first and last index of equal blocks, ``float[2, count]``."""
     first = np.arange(count) * (length // count)
     return np.array([first, first + length // count - 1], dtype=np.float64)
 
@@ -228,7 +228,7 @@ class Reader:
         self._known: dict[tuple[Any, Tags], int] = {}
 
     def read(self, variable: Any) -> Scores:
-        """The program that ends in a variable.
+        """Returns the program that ends in a variable.
 
         Raises:
             NotScoresError: It cannot be computed in blocks; the text says why.

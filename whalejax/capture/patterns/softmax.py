@@ -1,7 +1,7 @@
-"""Finds a softmax by the equations that it is made of.
+"""Finds a softmax by its equations.
 
-Functions called softmax differ in where they subtract the maximum, change the type and
-turn dimensions; what is common to them is a division of an exponential by its sum.
+Functions called softmax differ in where they subtract the maximum, cast and transpose;
+all divide an exponential by its sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from whalejax.capture.patterns.blockwise import Tags, operand_tags
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Softmax:
-    """A softmax: what it is given, over which dimension, and how the result lies."""
+    """A softmax: its operand, its axis, and the order of the result's dimensions."""
 
     source: Any
     axis: int
@@ -25,14 +25,15 @@ class Softmax:
 
 
 def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | None:
-    """The softmax whose result a product reads, perhaps turned or in another type.
+    """Returns the softmax whose result a product reads, perhaps transposed or cast.
 
     Args:
         weights: Operand of the product.
         maker: The equation that makes each variable.
 
     Returns:
-        The softmax; why it is none that is read as it is; or None.
+        The softmax; the reason why its result is not read unchanged; or None if there
+        is no softmax.
     """
     if _compat.is_literal(weights):
         return None
@@ -59,7 +60,7 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
 
 
 def _changed(equation: Any, maker: Mapping[Any, Any]) -> bool:
-    """Whether factors and choices alone stand between an equation and a softmax."""
+    """Returns whether only factors and selections follow a softmax."""
     waiting, met = [equation], set[int]()
     while waiting:
         equation = waiting.pop()
@@ -74,7 +75,7 @@ def _changed(equation: Any, maker: Mapping[Any, Any]) -> bool:
 
 
 def _cast_from(atom: Any, maker: Mapping[Any, Any]) -> Any:
-    """The equation behind changes of type; None where nothing in the jaxpr is."""
+    """Returns the equation before casts; None if no equation makes the value."""
     while not _compat.is_literal(atom):
         equation = maker.get(atom)
         if equation is None or equation.primitive.name not in CASTS:
@@ -84,7 +85,7 @@ def _cast_from(atom: Any, maker: Mapping[Any, Any]) -> Any:
 
 
 CASTS: Final = frozenset({"convert_element_type", "copy", "name"})
-"""Equations that change no number but its type."""
+"""Equations that change at most the type of a value."""
 
 
 def _softmax(equation: Any, maker: Mapping[Any, Any]) -> tuple[Any, int] | None:
@@ -102,7 +103,7 @@ def _softmax(equation: Any, maker: Mapping[Any, Any]) -> tuple[Any, int] | None:
     axes = tuple(total.params["axes"])
     if len(axes) != 1 or _cast_from(total.invars[0], maker) is not raised:
         return None
-    # The sum of a row belongs to that row.
+    # Each row must be divided by its own sum.
     shape, own = above.aval.shape, [d for d in dims if d != axes[0]]
     if [r for r, d in zip(rows, own, strict=True) if shape[d] > 1] != [
         d for d in own if shape[d] > 1
@@ -117,7 +118,7 @@ def _softmax(equation: Any, maker: Mapping[Any, Any]) -> tuple[Any, int] | None:
 
 
 def _spread_from(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, Tags]:
-    """The equation behind added dimensions and changes of type, and its tags."""
+    """Returns the equation before added dimensions and casts, and its tags."""
     while not _compat.is_literal(atom):
         equation = maker.get(atom)
         name = "" if equation is None else equation.primitive.name
@@ -132,11 +133,11 @@ def _spread_from(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, 
 
 
 SPREADS: Final = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
-"""Equations that add dimensions in which all is alike, or take them away."""
+"""Equations that add dimensions with equal elements, or remove them."""
 
 
 def _is_level(atom: Any, axis: int, maker: Mapping[Any, Any]) -> bool:
-    """Whether a value is one number for all of a row, as its maximum is.
+    """Returns whether a value is one number for a whole row, as its maximum is.
 
     A softmax is the same whatever is subtracted from all scores of a row.
     """

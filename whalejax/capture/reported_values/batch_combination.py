@@ -1,8 +1,8 @@
 """Finds how reported values of micro-batches combine to the whole batch's.
 
-It goes through two traces of a loss, with fewer and with more samples, and gives every
-value its form. A value that one device would compute in another way of the whole batch
-than anything that can be made of its parts is said to be unclear, with the reason.
+It compares two traces of a loss, with fewer and with more samples, and finds the form
+of every value. A value is reported as unclear, with the reason, if no combination of
+its parts gives what one device would compute for the whole batch.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ from whalejax.planner.model.graph import LOOKUPS, LOOPS, Op
 
 
 HOWS = ("same", "sum", "average", "mean", "max", "min", "rows")
-"""How a value of micro-batches is put together: as the first has it, added up, averaged
-over the samples, averaged by the loss's weights, by its maximum or minimum, or row by
-row."""
+"""Combinations of micro-batches' values: the first one, the sum, the mean over samples,
+the mean by the loss's weights, the maximum, the minimum, or the rows in order."""
 
 MADE_OTHERWISE = "is made in another way where the batch has more samples"
-"""Why a value of two traces cannot be compared."""
+"""Reason why a value cannot be compared between two traces."""
 
 _KEYS = frozenset("random_bits random_gamma rng_uniform threefry2x32".split())
 """Operations that draw random numbers."""
 
 _TRUTHS = {"reduce_or": "reduce_max", "reduce_and": "reduce_min"}
-"""Operations on truth values, and what they are of the numbers 0 and 1."""
+"""Reductions of booleans, and the equal ones of the numbers 0 and 1."""
 
 _PLACES = frozenset(
     "lt select_n broadcast_in_dim reshape squeeze convert_element_type concatenate "
     "expand_dims copy".split()
 )
-"""Operations by which numbers of samples become an index."""
+"""Operations that turn sample numbers into an index."""
 
 _SMALL = frozenset(("max", "convert_element_type", "copy", "reshape", "squeeze"))
 """Operations that guard a weight, or cast it."""
@@ -62,10 +61,10 @@ class ValueForms:
 
     Attributes:
         pairing: The two traces.
-        rows: Tensors of which it is known which dimension holds the samples.
+        rows: Tensors for which the dimension of the samples is known.
         changing: Inputs that every micro-batch changes, and random keys.
         statistics: Operations that mix samples for the loss itself, as batch
-            normalisation does: what was said of these is true of all behind them.
+            normalisation does: their verdict applies to all values that depend on them.
     """
 
     pairing: Pairing
@@ -77,7 +76,7 @@ class ValueForms:
     _turns: Mapping[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Goes through the program until nothing changes, as carries of loops may."""
+        """Repeats passes over the program until nothing changes; loops need several."""
         small = self.pairing.small
         batch = {tensor for tensor, _ in small.graph.batch_dims}
         for tensor in small.graph.tensors:
@@ -98,7 +97,7 @@ class ValueForms:
 
         Args:
             tensor: Tensor of the smaller program.
-            inexact: Whether it is of floating point.
+            inexact: Whether it is floating-point.
         """
         form = self.forms.get(tensor, MIXED)
         grown = bool(self.pairing.grown.get(tensor))
@@ -172,7 +171,7 @@ class ValueForms:
         if op.kind in ("convert_element_type", "div") and self._cut_off(op):
             return passed("round", forms)
         if op.reshape and grown and not self.rows.isdisjoint(op.operands):
-            # Samples side by side in one dimension are others in a larger batch.
+            # Neighbouring samples in one dimension differ in a larger batch.
             if self.rows.isdisjoint(op.results):
                 return MIXED
         truths = op.kind in _TRUTHS and self._dtype(op.results[0]) == "bool"
@@ -223,13 +222,13 @@ class ValueForms:
         if op.kind == "concatenate" and kinds <= {Kind.PLACE, Kind.ROWS, Kind.SAME}:
             return ValueForm(kind=Kind.PLACE)
         whole = [form.power for form in forms if form.kind == Kind.SAME]
-        if op.kind == "add" and whole == [1]:  # What a negative index stands for.
+        if op.kind == "add" and whole == [1]:  # Offset of a negative index.
             return ValueForm(kind=Kind.PLACE)
         own = kinds <= {Kind.PLACE, Kind.SAME} and op.kind in _PLACES
         return ValueForm(kind=Kind.PLACE) if own else MIXED
 
     def _cut_off(self, op: Op) -> bool:
-        """Whether a type of whole numbers, or truth values, rounds what it holds."""
+        """Returns whether an integer or boolean type rounds an operation's result."""
         equation = self.pairing.equation(op)
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         truth = str(after) == "bool" != str(before)
@@ -237,9 +236,9 @@ class ValueForms:
         return truth or (divides and not _compat.is_inexact(after))
 
     def _spread(self, op: Op) -> tuple[bool, bool]:
-        """Whether an operation mixes the samples along them, and takes them together.
+        """Returns whether an operation mixes the samples, and whether it reduces them.
 
-        A dimension that is in no factor is cut, or put beside another.
+        A dimension that is in no factor is cut, or concatenated with another.
         """
         if op.reshape:
             return False, False
@@ -271,7 +270,7 @@ class ValueForms:
         if result is None:
             return
         if (out := self._turns.get(result)) in self.forms:
-            values = join_forms([values, self.forms[out]])  # Of the turn before.
+            values = join_forms([values, self.forms[out]])  # From the previous turn.
         lost = {len(pairing.grown.get(t, ())) for t in op.operands}
         if lost - {
             len(pairing.grown.get(result, ()))
@@ -280,7 +279,7 @@ class ValueForms:
         self._put(result, values)
 
     def _start(self, op: Op) -> ValueForm:
-        """A carry that begins as a scalar of the program: zero, or unlike anything."""
+        """Returns the form of a carry that begins as a scalar literal, such as zero."""
         pair = self.pairing.equation(op), self.pairing.other_equation(op)
         if None in pair:
             return MIXED
@@ -292,7 +291,7 @@ class ValueForms:
         return SAME if any(values[0]) else ValueForm(power=None)
 
     def _is_batch_independent(self, op: Op) -> bool:
-        """Whether a loop turns as often, or a branch is chosen, for all samples."""
+        """Returns whether a loop's length, or the chosen branch, fits any batch."""
         pairing = self.pairing
         pair = pairing.equation(op), pairing.other_equation(op)
         if None in pair:
@@ -303,13 +302,13 @@ class ValueForms:
         tensor = decides(pairing.small, op)
         if tensor == UNKNOWN:
             return False
-        # What a loop's first turn has not reached yet is seen in the next.
+        # Forms not known in the first pass are found in the next.
         start = SAME if tensor is None or tensor in pairing.pairs else MIXED
         form = start if tensor is None else self.forms.get(tensor, start)
         return form.kind <= Kind.NOISE and form.power in (0, None)
 
     def _source_name(self, operand: Any, depth: int = 0) -> Any:
-        """A name by how a value is made, so that equal ones have equal names."""
+        """Returns a name for the way a value is made; equal values have equal names."""
         if not isinstance(operand, int):
             return "scalar", float(abs(operand[0]))
         makers = self.pairing.makers[0][operand]
@@ -327,6 +326,6 @@ class ValueForms:
 
 
 _DEPTH = 100
-"""As far as values are followed to see that they are the same."""
+"""Maximum depth to which values are followed when compared."""
 
 _APART = "cannot be put together of the values of micro-batches"

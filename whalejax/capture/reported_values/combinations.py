@@ -1,7 +1,7 @@
 """Finds how reported values are combined, as far as the program shows it.
 
-It stands between the trace, which knows the values by name, and ``sample_dims``, which
-knows where their rows are; and it says in words what cannot be put together.
+It connects the trace, which knows the values by name, with ``sample_dims``, which knows
+where their rows are, and describes values that cannot be combined.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whalejax.user_code.losses import ReportedValue, is_merged
 
 
 Told = tuple[tuple[str, UnknownCombination], ...]
-"""What cannot be put together, by name."""
+"""Values that cannot be combined, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +34,11 @@ class Reports:
     """The values that a loss reports.
 
     Attributes:
-        out_tree: Structure of ``(total, weight, metrics, new_rest)`` in which a value
-            is a ``ReportedValue`` that says how it is put together, unless it is a
-            mean.
-        unclear: Values of which no parts can be put together.
-        averaged: Floating-point numbers of which micro-batches report the mean, though
-            it is not known to be that of the whole batch.
+        out_tree: Structure of ``(total, weight, metrics, new_rest)``; each value in it
+            that is not a mean is a ``ReportedValue`` with its combination.
+        unclear: Values that cannot be combined.
+        averaged: Floating-point values that are averaged over micro-batches, though the
+            mean is not known to be that of the whole batch.
     """
 
     out_tree: Any
@@ -47,7 +46,7 @@ class Reports:
     averaged: Told = ()
 
     def mismatch_messages(self) -> list[str]:
-        """All that parts do not make the same as the whole batch does, in words."""
+        """Returns messages for values that may differ from the whole batch's."""
         return [_words(*one) for one in (*self.unclear, *self.averaged)]
 
 
@@ -57,7 +56,7 @@ def reports(
     again: Callable[[int], Trace],
     changing: Collection[int],
 ) -> Reports:
-    """Finds out how reported values are put together of values of micro-batches.
+    """Finds how reported values are combined from values of micro-batches.
 
     Args:
         trace: Trace of the loss.
@@ -76,7 +75,7 @@ def reports(
         least = small.graph.batch_size
         large = again(whole if whole > least else 2 * least)
         wide = {t.graph.batch_size: t for t in (trace, small, large)}[whole]
-    except Exception:  # Of the loss itself, which may take this batch only.
+    except Exception:  # The loss may accept only this batch.
         return _with(trace, out_tree, _alone(trace, wanted))
     result = judged(small, large, wanted, changing, jax.tree.leaves(rest))
     for n, (before, after) in enumerate(zip(avals(trace), avals(wide), strict=True)):
@@ -91,7 +90,7 @@ def reports(
 def _is_batch_shape(
     said: Said, before: tuple[int, ...], after: tuple[int, ...], whole: int
 ) -> bool:
-    """Whether a shape is that of the whole batch as parts give it."""
+    """Returns whether the combined shape of parts is that of the whole batch."""
     if not isinstance(said, SampleRows):
         return isinstance(said, UnknownCombination) or before == after
     rows = said.outer * whole * said.inner
@@ -99,14 +98,14 @@ def _is_batch_shape(
 
 
 def _alone(trace: Trace, wanted: Sequence[int]) -> dict[int, Said]:
-    """Returns what one trace shows of a loss that takes no other batch size."""
+    """Returns combinations from one trace of a loss that accepts no other size."""
     result: dict[int, Said] = {
         n: UnknownCombination(shape=avals(trace)[n].shape, why=_ONE_SIZE)
         for n in wanted
     }
     tensors = {n: trace.results[n] for n in wanted if avals(trace)[n].shape}
     shaped = {n: t for n, t in tensors.items() if t is not None}
-    if trace.graph.batch_size > 1:  # Else dimensions of samples look like any other.
+    if trace.graph.batch_size > 1:  # Samples are not recognisable at size 1.
         rows = reported_rows(trace.graph, [*shaped.values()])
         places = zip(shaped, rows, strict=True)
         result.update((n, said) for n, said in places if isinstance(said, SampleRows))
@@ -120,14 +119,14 @@ _ONE_SIZE: Final = (
 
 
 def check_keys(trace: Trace, out_tree: Any) -> None:
-    """Refuses random keys among what a loss reports, of which there is no number.
+    """Refuses random keys among reported values, as they cannot be combined.
 
     Args:
         trace: Trace of the loss.
         out_tree: Structure of ``(total, weight, metrics, new_rest)``.
 
     Raises:
-        WhaleError: Which are, and what to do.
+        WhaleError: A value is a random key; lists all, with the remedy.
     """
     metrics = out_tree.unflatten(range(out_tree.num_leaves))[2]
     problems = Problems()
@@ -142,7 +141,7 @@ def check_keys(trace: Trace, out_tree: Any) -> None:
 
 
 def undivided(out_tree: Any) -> Any:
-    """The structure of what is reported of a batch that is not cut: all as it is.
+    """Returns the structure of the values of an uncut batch: all as reported.
 
     Args:
         out_tree: Structure of ``(total, weight, metrics, new_rest)``.
@@ -157,15 +156,15 @@ def undivided(out_tree: Any) -> Any:
 
 
 def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
-    """Reports that are put together as was found.
+    """Returns reports with the combinations that were found.
 
     Args:
         trace: Trace of the loss.
         out_tree: Structure of ``(total, weight, metrics, new_rest)``.
-        found: Combination of each result, by its number.
+        found: Combination of each result, by its index.
     """
     total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
-    # The loss's weights are numbers of samples, unless the user gave them.
+    # The loss's weight is the number of samples, unless the user gave it.
     plain = ("mean",) if trace.graph.weighted else ("mean", "average")
 
     def as_reported(leaf: Any) -> Any:
@@ -198,16 +197,16 @@ def check_clear(
     chosen: int | None = None,
     combine: str | None = None,
 ) -> None:
-    """Refuses what several micro-batches report and cannot be put together.
+    """Refuses reported values of several micro-batches that cannot be combined.
 
     Args:
         unclear: Values without a known combination, by name.
-        size: Samples of a micro-batch.
-        chosen: Number of micro-batches that the planner chose, if it did.
+        size: Number of samples of a micro-batch.
+        chosen: Number of micro-batches that the planner chose, if any.
         combine: Combination over ranks that have micro-batches of their own, if any.
 
     Raises:
-        WhaleError: Every such value, and what to do.
+        WhaleError: Some values cannot be combined; lists all, with the remedy.
     """
     problems = Problems()
     for name, value in unclear:
@@ -228,7 +227,7 @@ def _words(name: str, value: UnknownCombination) -> str:
 
 
 def _open_leaves(metrics: Any) -> dict[str, int]:
-    """Numbers of the results whose merging the user has not said, by name."""
+    """Returns indices, by name, of the results for which the user gave no merging."""
     leaves = jax.tree_util.tree_flatten_with_path(metrics, is_leaf=is_merged)[0]
     return {
         f"metrics[{dotted(path)!r}]": leaf

@@ -1,9 +1,9 @@
 """Forms of values: how a whole batch's value follows from its micro-batches'.
 
 Every value of a program has a form: it is the same for all samples, has a row for each
-sample, or is a sum, a mean, a maximum or a minimum over them. This module gives the
-form of an operation's result, from those of its operands. It is apart from ``parts``,
-which goes through the program, because a rule needs no more than one operation.
+sample, or is a sum, a mean, a maximum or a minimum over them. This module derives the
+form of an operation's result from those of its operands. It is separate from
+``batch_combination``, which goes through the program, as a rule needs one operation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Kind(enum.IntEnum):
     """Kinds of values, from the simplest."""
 
     SAME = 0
-    """Of no sample."""
+    """Depends on no sample."""
     NOISE = 1
-    """Of random numbers, or of state that every micro-batch changes."""
+    """Depends on random numbers, or on state that every micro-batch changes."""
     PLACE = 2
-    """The numbers of the samples in the batch."""
+    """Indices of the samples in the batch."""
     ROWS = 3
     """Rows, each of one sample."""
     ADDED = 4
@@ -32,9 +32,9 @@ class Kind(enum.IntEnum):
     WEIGHED = 5
     """A mean over the samples with the loss's own weights."""
     MOST = 6
-    """Never falls where the maximum over the samples rises, and depends on it alone."""
+    """Non-decreasing function of the maximum over the samples alone."""
     LEAST = 7
-    """The same of the minimum."""
+    """The same for the minimum."""
     MIXED = 8
     """Anything else."""
 
@@ -45,10 +45,9 @@ class ValueForm:
 
     Attributes:
         kind: Kind of the value.
-        power: Power of the number of micro-batches by which the value of the whole
-            batch is larger than the mean of its parts; None of zero, for which each is
-            right.
-        sources: Operations that mixed the samples; ``APART`` where it is none of them.
+        power: Power of the number of micro-batches by which the whole batch's value is
+            larger than the mean of its parts; None for zero, for which any power holds.
+        sources: Operations that mixed the samples; ``APART`` if no operation did.
     """
 
     kind: Kind = Kind.SAME
@@ -57,7 +56,7 @@ class ValueForm:
 
 
 APART: Final = -1
-"""Stands for a reason that no operation over the samples is."""
+"""Replaces the source if no operation over samples is the reason."""
 
 SAME: Final = ValueForm()
 MIXED: Final = ValueForm(kind=Kind.MIXED, sources=frozenset((APART,)))
@@ -72,7 +71,7 @@ LINEAR: Final = frozenset(
     "device_put cumsum convert_element_type gather dynamic_slice stack unstack "
     "tile".split()
 )
-"""Operations that are linear in all of their operands, indices left out."""
+"""Operations that are linear in all of their operands, except indices."""
 
 _MOVES: Final = frozenset(
     "copy copy_p name reshape squeeze expand_dims broadcast_in_dim transpose slice "
@@ -83,10 +82,10 @@ _MOVES: Final = frozenset(
 """Operations that move elements, or round each to a type with fewer bits."""
 
 _RISES: Final = frozenset("add add_any exp tanh logistic floor ceil max min".split())
-"""Operations whose result never falls where one operand rises."""
+"""Operations whose result does not decrease when an operand increases."""
 
 _FIRST: Final = {"reduce_max": Kind.MOST, "reduce_min": Kind.LEAST}
-"""What takes samples together by the first or the last in order."""
+"""Reductions of samples to the greatest or the least."""
 
 _PRODUCTS: Final = frozenset(("mul", "dot_general", "conv_general_dilated"))
 
@@ -98,7 +97,7 @@ def mixed(forms: Iterable[ValueForm], *sources: int) -> ValueForm:
 
 
 def join_forms(forms: Sequence[ValueForm]) -> ValueForm:
-    """Returns the form of a value that is one of several, like a loop's carry."""
+    """Returns the form of a value that is one of several, such as a loop's carry."""
     if not forms:
         return SAME
     powers = {form.power for form in forms} - {None}
@@ -117,11 +116,11 @@ def join_forms(forms: Sequence[ValueForm]) -> ValueForm:
 
 
 def passed(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
-    """Returns the form of a result whose operation keeps samples apart.
+    """Returns the form of a result whose operation does not mix samples.
 
     Args:
         kind: Kind of the operation.
-        forms: Forms of its operands, scalars of the program included.
+        forms: Forms of its operands, scalar literals included.
     """
     kinds = {form.kind for form in forms}
     if Kind.MIXED in kinds or (Kind.PLACE in kinds and kinds - {Kind.PLACE, Kind.SAME}):
@@ -145,7 +144,7 @@ def passed(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
     if kinds & _TAKEN:
         return mixed(forms, *_behind(forms))
     if any(form.power not in (0, None) for form in forms):
-        # The larger of two is as they are, if both are multiples of the same.
+        # The larger of two keeps their power, if both powers are equal.
         same = kind in ("max", "min", "reduce_max", "reduce_min", "abs", "sign")
         return join_forms(forms) if same else mixed(forms)
     return ValueForm(kind=max(kinds, default=Kind.SAME))
@@ -163,7 +162,7 @@ def added(kind: str, forms: Sequence[ValueForm], index: int) -> ValueForm:
     if plain and kind in _FIRST and forms[0].power in (0, None):
         return ValueForm(kind=_FIRST[kind], sources=frozenset((index,)))
     if plain and kind == "scatter-add" and len(forms) == 3 and forms[0].power is None:
-        forms = forms[2:]  # Into zeros, at places of the samples' own.
+        forms = forms[2:]  # Added to zeros, at indices that each sample gives.
     elif not plain or kind not in ("reduce_sum", "dot_general"):
         return mixed(forms, index, *_behind(forms))
     product = _product(forms)

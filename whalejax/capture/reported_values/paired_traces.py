@@ -1,9 +1,9 @@
-"""Two traces of one loss, with fewer and with more samples, side by side.
+"""Two traces of one loss, with fewer and with more samples, compared.
 
-What a program says of the number of samples (a dimension that grows with it, a number
-that it is divided by) is seen by comparison alone. Programs of one loss differ where
-the loss asks for the number of samples, as a slice of the first four does; what cannot
-be paired there is told apart from the rest.
+Only comparison shows the effect of the number of samples: a dimension that grows with
+it, a number that is divided by it. Programs of one loss differ if the loss reads the
+number of samples, as a slice of the first four does; values that cannot be paired there
+are marked.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from whalejax.planner.model.graph import LOOPS, Graph, Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A program and what was read of it.
+    """A program and the results of reading it.
 
     Attributes:
-        program: Its jaxpr.
+        program: Jaxpr of the program.
         graph: Graph of the program.
         walk: Flattened program of the graph.
         results: Results of the program, as tensors of the graph.
@@ -47,11 +47,11 @@ class Pairing:
         small, large: The traces.
         times: Ratio of the second trace's samples to the first's.
         pairs: Tensor of the second trace for each tensor of the first.
-        torn: Tensors of the first that the second makes of others.
-        lost: Numbers of results that are other tensors in the second.
+        torn: Tensors of the first trace that the second computes from others.
+        lost: Indices of results that are different tensors in the second trace.
         grown: Dimensions that grow with the samples, by tensor of the first trace.
         makers: For each trace, the operations that make each tensor.
-        literals: For each trace, its results that are scalars in the program.
+        literals: For each trace, its results that are scalar literals.
     """
 
     small: Trace
@@ -66,10 +66,10 @@ class Pairing:
     _scalars: tuple[Mapping[Position, _BoundEquation], ...] = ()
 
     def run(self, wanted: Sequence[int]) -> None:
-        """Pair all that some results are made of.
+        """Pairs all values that some results depend on.
 
         Args:
-            wanted: Their numbers.
+            wanted: Indices of the results.
         """
         traces = self.small, self.large
         self.makers = tuple(_makers(trace.graph) for trace in traces)
@@ -86,7 +86,7 @@ class Pairing:
                 continue
             again = a in self.pairs and self.small.graph.tensors[a].kind != "const"
             if b in (None, UNKNOWN) or again or not self._has_equal_source(a, b):
-                # What else uses it may be alike: a slice of all is no operation.
+                # Only this user differs: a slice of everything is no operation.
                 torn.add(user)
                 continue
             self.pairs[a] = b
@@ -100,7 +100,7 @@ class Pairing:
             todo += [(x, y, self.torn, a) for x, y in behind]
 
     def operands(self, op: Op) -> list[int | tuple[Any, Any]]:
-        """Operands of an operation in order: tensors, and scalars of both programs."""
+        """Returns operands in order: tensors, and scalars of both programs."""
         here = self._scalars[0].get(op.position)
         large = self._made_like(op)
         there = None if large is None else self._scalars[1].get(large.position)
@@ -115,12 +115,12 @@ class Pairing:
         return operands
 
     def equation(self, op: Op) -> Any:
-        """The equation of an operation in the smaller program."""
+        """Returns the equation of an operation in the smaller program."""
         here = self._scalars[0].get(op.position)
         return None if here is None else here.equation
 
     def other_equation(self, op: Op) -> Any:
-        """The same in the larger."""
+        """Returns the equation of the same operation in the larger program."""
         large = self._made_like(op)
         there = None if large is None else self._scalars[1].get(large.position)
         return None if there is None else there.equation
@@ -154,7 +154,7 @@ class Pairing:
             return _values_equal(_constant(self.small, a), _constant(self.large, b))
         makers = self.makers[0][a], self.makers[1][b]
         if not makers[0] and not makers[1]:
-            return a == b  # Inputs, which come first.
+            return a == b  # Inputs, whose ids come first.
         return len(makers[0]) == len(makers[1]) and all(
             self._same_op(x, y, a, b) for x, y in zip(*makers, strict=True)
         )
@@ -170,17 +170,17 @@ class Pairing:
 
 
 def power_of(a: Any, b: Any, times: int) -> int | None:
-    """Returns the power of the number of samples that a scalar is a multiple of.
+    """Returns the power of the number of samples to which a scalar is proportional.
 
     Args:
-        a, b: With fewer and with more samples.
+        a, b: The scalar with fewer and with more samples.
         times: Ratio of the numbers of samples.
 
     Returns:
-        None of zero, which is a multiple of each.
+        The power; None for zero, which is proportional to every power.
 
     Raises:
-        ValueError: Of none.
+        ValueError: It is proportional to no power.
 
     >>> power_of(4, 16, 4), power_of(0.5, 0.25, 2), power_of(3, 3, 8)
     (1, -1, 0)
@@ -198,31 +198,31 @@ def power_of(a: Any, b: Any, times: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BoundEquation:
-    """An equation, and for each operand its value where the program holds that."""
+    """An equation, and each operand's value if it is a constant of the program."""
 
     equation: Any
     values: tuple[Any, ...]
 
 
 def scalars(program: Any) -> tuple[dict[Position, _BoundEquation], list[Any]]:
-    """Every equation by position, with the scalars that stand in its operands.
+    """Returns every equation by position, with the scalars among its operands.
 
     Returns:
-        These, and the results that are scalars in the program; None of the others.
+        These, and for each result its scalar; None for other results.
     """
     result: dict[Position, _BoundEquation] = {}
     return result, _scalars_of(program, (), {}, result)
 
 
 UNKNOWN: Final = -1
-"""In place of a tensor that was not found."""
+"""Replaces a tensor that was not found."""
 
 
 def decides(trace: Trace, op: Op) -> Value:
-    """The tensor by which a loop ends, or a branch is chosen.
+    """Returns the tensor that ends a loop or selects a branch.
 
     Returns:
-        None where the program itself says it, and ``UNKNOWN``.
+        The tensor; None if a literal of the program decides; ``UNKNOWN`` if not found.
     """
     if op.kind not in ("while", "cond"):
         return None
@@ -285,7 +285,7 @@ def _scalars_of(
 def _inner_inputs(
     equation: Any, values: tuple[Any, ...], place: int, count: int
 ) -> tuple[Any, ...]:
-    """Returns the inputs of an inner jaxpr; None for those that are no scalars."""
+    """Returns the inputs of an inner jaxpr; None for those not known as scalars."""
     kind = _compat.recursion(equation)
     if kind == "cond":
         return values[1:]
@@ -326,10 +326,10 @@ def _values_equal(a: Any, b: Any) -> bool:
         return True
     try:
         return bool(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=False))
-    except Exception:  # Of another process, or of no type that compares.
+    except Exception:  # On another process, or of a type that cannot be compared.
         return False
 
 
 def avals(trace: Trace) -> list[Any]:
-    """The type of every result of a program."""
+    """Returns the abstract value of every result of a program."""
     return [atom.aval for atom in _compat.open_jaxpr(trace.program)[0].outvars]

@@ -1,10 +1,10 @@
 """Finds the batch dimension of reported values.
 
-With several micro-batches a reported value with a row for each sample has to be put
-together in the order of the global batch, while any other is a mean or a sum. This
-module follows the samples of the batch forward through the graph's operations and says
-of each reported value where its rows stand, or why that cannot be told. It is apart
-from ``sample_following`` because that one asks what the loss mixes, not where rows are.
+With several micro-batches, a reported value with a row for each sample has to be put
+together in the order of the global batch, while other values are means or sums. This
+module follows the batch's samples forward through the graph's operations and finds the
+dimension of each reported value's rows, or why it is unknown. It is separate from
+``sample_following``, which finds what the loss mixes, not where rows are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SampleRows:
     """Position of the samples in one dimension.
 
     Attributes:
-        axis: The dimension.
+        axis: Index of the dimension.
         outer: Number of repeats of all samples in the dimension.
         inner: Number of consecutive elements of one sample.
     """
@@ -35,11 +35,11 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownCombination:
-    """A value of which it cannot be told how micro-batches are put together.
+    """A value for which the combination over micro-batches is unknown.
 
     Attributes:
         shape: Shape in one micro-batch.
-        why: Fact that is known of it.
+        why: Reason, as a clause.
     """
 
     shape: tuple[int, ...]
@@ -54,13 +54,13 @@ class _Mark(enum.Enum):
 
 
 _Where = SampleRows | _Mark | None
-"""None of a dimension that no operand has, such as that of a constant."""
+"""Meaning of a dimension; None for one that no operand has, as in a constant."""
 
 _FRESH = frozenset(("broadcast_in_dim", "iota", "zeros_like", "empty", "empty2"))
-"""Operations that make dimensions of their own."""
+"""Operations that create dimensions."""
 
 _CUTS = frozenset(("slice", "dynamic_slice"))
-"""Operations that take a piece of a dimension."""
+"""Operations that cut out part of a dimension."""
 
 
 def reported_rows(
@@ -70,10 +70,10 @@ def reported_rows(
 
     Args:
         graph: Graph of the loss, traced with more than one sample.
-        values: Ids of tensors that are no scalars.
+        values: Ids of tensors that are not scalars.
 
     Returns:
-        For each: its rows, why they cannot be told, or None where it has none.
+        For each: its rows, the reason why they are unknown, or None if it has none.
     """
     follow = _Follow(graph)
     follow.run()
@@ -81,7 +81,7 @@ def reported_rows(
 
 
 def rows_of(graph: Graph) -> set[int]:
-    """All tensors of which it is known in which one dimension the samples stand."""
+    """Returns all tensors for which the one dimension of the samples is known."""
     follow = _Follow(graph)
     follow.run()
     return {
@@ -104,7 +104,7 @@ class _Follow:
                     self.where[key] = SampleRows() if key in batch else _Mark.OTHER
 
     def run(self) -> None:
-        """Goes through the program until nothing changes, as carries of loops may."""
+        """Repeats passes over the program until nothing changes; loops need several."""
         loops = any(op.kind in LOOPS for op in self.graph.ops)
         before = -1, -1
         while before != (now := self._resolved_counts()):
@@ -157,7 +157,7 @@ class _Follow:
             self.single.update(op.results)
 
     def _samples(self, tensor: int) -> list[int]:
-        """The dimensions of a tensor that hold samples."""
+        """Returns the dimensions of a tensor that hold samples."""
         rank = len(self.graph.tensors[tensor].shape)
         samples = ((dim, self.where.get((tensor, dim))) for dim in range(rank))
         return [d for d, x in samples if isinstance(x, SampleRows) or x is _Mark.MIXED]
@@ -182,7 +182,7 @@ class _Follow:
             self._untied(op, tied)
 
     def _untied(self, op: Op, tied: set[tuple[int, int]]) -> None:
-        """Dimensions that are made of a piece of others, or of several of them."""
+        """Sets result dimensions that come from parts of others, or from several."""
         lost = [
             (slot, dim)
             for slot, tensor in enumerate(op.operands)
@@ -207,7 +207,7 @@ class _Follow:
             self.single.update(op.results)
 
     def _produced_rows(self, op: Op) -> _Where:
-        """Returns the meaning of an untied dimension where no samples are lost."""
+        """Returns the meaning of an untied dimension if no samples are lost."""
         known = any(
             isinstance(self.where.get((t, d)), (SampleRows, _Mark))
             for t in op.operands
@@ -233,8 +233,8 @@ def _rank(where: _Where) -> int:
 
 
 def _stronger(a: _Where, b: _Where) -> _Where:
-    """Returns the meaning of a dimension that two are tied to; unlike rows
-    are mixed.
+    """Returns the meaning of a dimension that two are linked to; different
+    rows are mixed.
     """
     if isinstance(a, SampleRows) and isinstance(b, SampleRows) and a != b:
         return _Mark.MIXED
@@ -248,7 +248,7 @@ def _regrouped(
 
     Args:
         given: Meanings of the other dimensions.
-        before, after: Sizes of the others, and of those.
+        before, after: Sizes of the other dimensions, and of the new ones.
     """
     rows = [dim for dim, x in enumerate(given) if isinstance(x, SampleRows)]
     if _Mark.MIXED in given or len(rows) > 1:

@@ -1,7 +1,7 @@
 """Finds the combination of each reported value from two traces of a loss.
 
-It asks ``samples`` where rows stand and ``parts`` what a value is made of, and knows
-which of the two answers for what.
+It uses ``sample_dims`` for the position of rows and ``batch_combination`` for the form
+of a value, and decides which of the two applies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from whalejax.capture.walk_records import Value
 
 
 Said = SampleRows | UnknownCombination | str | None
-"""Rows, how micro-batches are put together otherwise, or why that cannot be told."""
+"""Position of rows, another combination, or the reason why it is unknown."""
 
 
 def judged(
@@ -42,17 +42,17 @@ def judged(
     changing: Collection[int],
     state: Sequence[int],
 ) -> dict[int, Said]:
-    """Returns the combination of each of some results.
+    """Returns the combination of each wanted result.
 
     Args:
-        small, large: The loss with fewer and with more samples.
-        wanted: Numbers of the results.
+        small, large: Traces of the loss with fewer and with more samples.
+        wanted: Indices of the results.
         changing: Inputs that every micro-batch changes, and random keys.
-        state: Numbers of the results that are the model's new state.
+        state: Indices of the results that are the model's new state.
     """
     times = large.graph.batch_size // small.graph.batch_size
     pairing = Pairing(small=small, large=large, times=times)
-    pairing.run([*range(2), *wanted])  # Reported means may have the loss's weight.
+    pairing.run([*range(2), *wanted])  # Reported means may use the loss's weight.
     loss, after = (_tensors(small, numbers) for numbers in (range(2), state))
     parts = ValueForms(
         pairing=pairing,
@@ -87,8 +87,8 @@ def judged(
 def _with_row_axis(
     said: str, stands: SampleRows | UnknownCombination | None
 ) -> SampleRows | str:
-    """Returns the combination of a value, with the position of its rows where it has
-    some.
+    """Returns the combination of a value, with the position of its rows if it has
+    any.
     """
     if said == "rows" and isinstance(stands, SampleRows):
         return stands
@@ -101,7 +101,7 @@ def _with_row_axis(
 
 
 def _tensors(trace: Trace, numbers: Sequence[int]) -> dict[int, int]:
-    """Returns the tensors of some results by number; scalars are left out."""
+    """Returns the tensors of some results by index; scalars are left out."""
     tensors: dict[int, Value] = {n: trace.results[n] for n in numbers}
     return {n: t for n, t in tensors.items() if t is not None}
 

@@ -1,6 +1,6 @@
-"""The rule for attention as one operation: how it treats dimensions, and its work.
+"""The rule for attention as one operation: its dimensions and its work.
 
-Apart from the other rules because it looks at the equations inside a call.
+It is separate from the other rules because it reads the equations inside a call.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from whalejax.planner.model.graph import Factor, FactorKind
 def attention_behaviour(jaxpr: Any) -> Behaviour:
     """Returns the behaviour of an attention as one operation.
 
-    Queries, keys and values are sharded over the sequence alike: the keys go round.
+    Queries, keys and values have equal sequence shards; keys go round a ring.
 
     Args:
-        jaxpr: The body of the call, whose inputs are the operands.
+        jaxpr: Body of the call, whose inputs are the operands.
     """
     one = attention_of(jaxpr)
     places = {v: n for n, v in enumerate(_compat.open_jaxpr(jaxpr)[0].invars)}
-    # Keys may be values too, as one variable inside; outside they are two operands.
+    # Keys and values may be one variable inside; outside they are two operands.
     slots = [0, 1, 2, *(places[v] for v in one.outside)]
     result = len(slots)
     shapes = [v.aval.shape for v in (*one.inputs, one.output)]
@@ -62,7 +62,7 @@ def attention_behaviour(jaxpr: Any) -> Behaviour:
         factors=tuple(factors),
         flops=2 * count * rows * columns * (depth + width),
         matmul=(rows, depth, columns, count),
-        # The output too, but whoever reads it next keeps it.
+        # The output is saved too, but by the operation that reads it next.
         saves=tuple((slot, slots[wrt]) for slot in slots[:3] for wrt in range(3)),
         share=share,
         zigzag=zigzag,
@@ -70,13 +70,13 @@ def attention_behaviour(jaxpr: Any) -> Behaviour:
 
 
 _PARTS: Final = 64
-"""Parts into which a sequence is cut, at most, to see what a mask hides."""
+"""Maximum number of parts into which a sequence is cut to find hidden blocks."""
 
 
 def _visible_fraction(
     one: AttentionPattern, rows: int, columns: int
 ) -> tuple[float, bool]:
-    """The part of the scores that is not hidden, and whether all later ones are."""
+    """Returns the fraction of visible scores, and whether all later ones are hidden."""
     tag = next(t for q, t in one.rows if one.query.aval.shape[q] == rows)
     both = math.gcd(rows, columns)
     parts = max(n for n in range(1, _PARTS + 1) if both % n == 0)
@@ -87,10 +87,10 @@ def _visible_fraction(
 
 
 def _outside_members(one: AttentionPattern) -> dict[int | None, list[Member]]:
-    """Dimensions of the values from outside, by what they are in the scores.
+    """Returns dimensions of values from outside, by their dimension in the scores.
 
-    Under None stand those that every device needs whole: columns, and what is read in
-    two ways.
+    Under None are those that every device needs unsharded: columns, and dimensions that
+    are read in two ways.
     """
     outside_members: dict[int | None, list[Member]] = {}
     for number, ways in enumerate(one.scores.tags):
@@ -102,9 +102,9 @@ def _outside_members(one: AttentionPattern) -> dict[int | None, list[Member]]:
 
 
 def _sizes(one: AttentionPattern) -> tuple[int, int, int, int]:
-    """Rows, depth and columns of the first product, and how many there are.
+    """Returns rows, depth and columns of the first product, and the number of products.
 
-    The rows are of the longest dimension that queries alone have.
+    The rows are those of the longest dimension that only queries have.
     """
     query, key = one.query.aval.shape, one.key.aval.shape
     rows = [query[place] for place, _ in one.rows]

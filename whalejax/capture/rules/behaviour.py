@@ -1,9 +1,9 @@
-"""Behaviour of one primitive towards dimensions, as plain data, with helpers.
+"""Behaviour of a primitive for each dimension, as plain data, with helpers.
 
-Rules (``rules_*.py``) look at an ``Equation`` and return a ``Behaviour``. Slots count
-the equation's operands first, literals included, and then its results; the walk
-renumbers them once literals are left out. It is apart from the rules because all of
-them, and the walk, share it.
+Rules (``capture/rules/*.py``) read an ``Equation`` and return a ``Behaviour``. Slots
+count the equation's operands first, literals included, and then its results; the walk
+renumbers them after it leaves out literals. It is separate from the rules because all
+of them, and the walk, use it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Member = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equation:
-    """Facts of an equation that a rule may read.
+    """An equation as a rule may read it.
 
     Attributes:
-        name: The primitive's name.
-        params: Its parameters.
+        name: Name of the primitive.
+        params: Parameters of the primitive.
         inputs: Shapes of the operands.
         outputs: Shapes of the results.
     """
@@ -37,31 +37,31 @@ class Equation:
     outputs: tuple[Shape, ...]
 
     def shape(self, slot: int) -> Shape:
-        """Shape of an operand or result by its slot."""
+        """Returns the shape of an operand or result by its slot."""
         count = len(self.inputs)
         return self.inputs[slot] if slot < count else self.outputs[slot - count]
 
     def size(self, member: Member) -> int:
-        """Size of one dimension of one slot."""
+        """Returns the size of one dimension of one slot."""
         return self.shape(member[0])[member[1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behaviour:
-    """Behaviour of one equation towards dimensions.
+    """How one equation treats dimensions.
 
     Attributes:
-        factors: Index letters.
+        factors: Groups of dimensions with one index letter.
         reshape: See ``planner.model.graph.Op``.
         elementwise: See ``planner.model.graph.Op``.
         flops: See ``planner.model.graph.Op``.
         matmul: See ``planner.model.graph.Op``.
-        saves: (slot, operand) pairs: the backward pass reads the slot where that
+        saves: (slot, operand) pairs: the backward pass reads the slot if that
             operand is differentiable.
-        stops_gradient: No gradient passes it.
-        parts: (dimension, count) where the operation cuts or joins operand 0 or
+        stops_gradient: Whether it passes no gradient.
+        parts: (dimension, count) if the operation cuts or joins operand 0 or
             result 0 into equal parts; the walk writes it as a reshape and a split.
-        unknown: No rule is known.
+        unknown: Whether no rule is known.
         share, zigzag, windows: See ``planner.model.graph.Op``.
     """
 
@@ -90,28 +90,28 @@ class FactorBuilder:
         self._factors: list[Factor] = []
 
     def link(self, *members: Member, kind: FactorKind = "linked") -> None:
-        """Ties dimensions that are one and the same."""
+        """Links dimensions that have the same index."""
         above_one = tuple(m for m in members if self._equation.size(m) > 1)
         if above_one:
             self._factors.append(Factor(members=above_one, kind=kind))
 
     def require_whole(self, *members: Member) -> None:
-        """Ties dimensions that every device needs whole."""
+        """Links dimensions that every device needs unsharded."""
         self.link(*members, kind="unshardable")
 
     def each_whole(self, members: Iterable[Member]) -> None:
-        """Says of several unrelated dimensions that each is needed whole."""
+        """Adds a separate factor for each dimension that is needed unsharded."""
         for member in members:
             self.require_whole(member)
 
     @property
     def factors(self) -> tuple[Factor, ...]:
-        """The letters so far."""
+        """Factors so far."""
         return tuple(self._factors)
 
 
 def of_each(rule: Behaviour, flags: Sequence[bool], samples: int) -> Behaviour:
-    """Returns the behaviour of an operation on several samples from that on one.
+    """Returns the behaviour of an operation on several samples, given that on one.
 
     Args:
         rule: Behaviour on one sample.
@@ -119,7 +119,7 @@ def of_each(rule: Behaviour, flags: Sequence[bool], samples: int) -> Behaviour:
         samples: Number of samples.
     """
     if rule.reshape:
-        # Samples stay in front of what is regrouped.
+        # Samples stay in front of regrouped dimensions.
         return rule
     front = Factor(members=tuple((slot, 0) for slot, own in enumerate(flags) if own))
     moved = (
@@ -139,7 +139,7 @@ def of_each(rule: Behaviour, flags: Sequence[bool], samples: int) -> Behaviour:
 
 
 def unknown(equation: Equation) -> Behaviour:
-    """Every dimension of every operand and result stays whole."""
+    """Returns a behaviour with every dimension of operands and results unsharded."""
     letters = FactorBuilder(equation)
     slots = len(equation.inputs) + len(equation.outputs)
     letters.each_whole(

@@ -1,7 +1,7 @@
 """Rules for elementwise primitives: one pass, every dimension passes through.
 
-Most primitives are of this kind, so it is a table: the name, and which slots the
-backward pass reads. ``"x"`` stands for the operand and ``"y"`` for the result.
+Most primitives are elementwise, so this is a table of names and the slots that the
+backward pass reads. ``"x"`` is the operand and ``"y"`` the result.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _FLAT: Final = (
 
 
 def pass_through(equation: Equation) -> tuple[Factor, ...]:
-    """Link every dimension of the result with equal ones of the operands.
+    """Links every dimension of the result with equal ones of the operands.
 
-    Operands may be scalars, or hold size 1 where the result holds more.
+    Operands may be scalars, or have size 1 where the result has more.
     """
     out_slot = len(equation.inputs)
     out = equation.outputs[0]
@@ -69,7 +69,7 @@ def _linear(equation: Equation) -> Behaviour:
 
 
 def _flat(equation: Equation) -> Behaviour:
-    """Derivative zero everywhere, or a result that is no real number."""
+    """Returns the behaviour for a derivative of zero, or a non-real result."""
     return Behaviour(
         factors=pass_through(equation), elementwise=True, stops_gradient=True
     )
@@ -113,7 +113,7 @@ def _select(equation: Equation) -> Behaviour:
 
 
 def _side_by_side(equation: Equation) -> Behaviour:
-    """Result i is operand i, unchanged."""
+    """Returns the behaviour of an operation whose result i is operand i, unchanged."""
     letters = FactorBuilder(equation)
     count = len(equation.inputs)
     for slot, shape in enumerate(equation.outputs):
@@ -123,7 +123,7 @@ def _side_by_side(equation: Equation) -> Behaviour:
 
 
 def _bitcast(equation: Equation) -> Behaviour:
-    """Dimensions in front stay; a change of width adds or takes one at the end."""
+    """Keeps leading dimensions; a change of width adds or removes the last one."""
     letters = FactorBuilder(equation)
     for dim in range(min(len(equation.inputs[0]), len(equation.outputs[0]))):
         letters.link((0, dim), (1, dim))
@@ -156,4 +156,4 @@ SAME_SHAPE: Final = frozenset(RULES) - frozenset(
     ).split()
 )
 """Primitives with one result whose operands have its shape or are scalars, and whose
-parameters speak of no dimension."""
+parameters refer to no dimension."""

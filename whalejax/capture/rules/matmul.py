@@ -52,10 +52,10 @@ def _dot_general(equation: Equation) -> Behaviour:
 
 
 def _ragged_dot(equation: Equation) -> Behaviour:
-    """Rows sorted by group, each multiplied by its group's matrix.
+    """Returns the behaviour for rows sorted by group, each times its group's matrix.
 
-    Only the form with the groups among the left rows is known: the backward pass's
-    forms do not stand in a forward loss.
+    Only the form with the groups among the left rows is supported: the backward pass's
+    forms do not occur in a forward loss.
     """
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (left_in, right_in), (left_batch, _) = numbers.dot_dimension_numbers
@@ -125,7 +125,7 @@ def _conv(equation: Equation) -> Behaviour:
 
 
 def pointwise(params: Mapping[str, Any], number: int, taps: int) -> bool:
-    """One of a convolution's spatial dimensions, each point of it for itself."""
+    """Returns whether each point of a convolution's spatial dimension is separate."""
     return bool(
         taps == params["window_strides"][number] == 1
         and params["lhs_dilation"][number] == 1

@@ -16,7 +16,7 @@ from whalejax.capture.rules.window_geometry import pooled, windows_of_pooling
 
 
 def _reduce(equation: Equation, axes: tuple[int, ...], count: int) -> FactorBuilder:
-    """Kept dimensions pass, reduced ones are contracted, for ``count`` operands."""
+    """Links kept dimensions and contracts reduced ones, for ``count`` operands."""
     letters = FactorBuilder(equation)
     first = len(equation.inputs)
     kept = 0
@@ -38,7 +38,7 @@ def _reduction(*saves: tuple[int, int], flat: bool = False) -> Rule:
 
 
 def _general_reduce(equation: Equation) -> Behaviour:
-    """``lax.reduce``: as many operands as results, then the start values."""
+    """Returns the behaviour of ``lax.reduce``: operands, then as many start values."""
     count = len(equation.outputs)
     letters = _reduce(equation, tuple(equation.params["dimensions"]), count)
     slots = range(count)
@@ -48,9 +48,9 @@ def _general_reduce(equation: Equation) -> Behaviour:
 
 
 def _over_places(*saves: tuple[int, int]) -> Rule:
-    """A collective over dimensions, as ``vmap`` makes of one over its axis.
+    """Returns the rule for a collective over dimensions, as ``vmap`` makes it.
 
-    Each operand has a result of its own; over an axis by name nothing is known.
+    Each operand has a result of its own; a named axis has no rule.
     """
 
     def rule(equation: Equation) -> Behaviour:
@@ -73,7 +73,7 @@ def _over_places(*saves: tuple[int, int]) -> Rule:
 
 
 def _along(*saves: tuple[int, int]) -> Rule:
-    """A running sum, product or maximum: needs its dimension whole."""
+    """Returns the rule for running sums, products or maxima, unsharded on the axis."""
 
     def rule(equation: Equation) -> Behaviour:
         letters = FactorBuilder(equation)
@@ -115,7 +115,7 @@ def _top_k(equation: Equation) -> Behaviour:
 
 
 def _reduce_window(equation: Equation) -> Behaviour:
-    """Pooling: only dimensions with a window of one pass through."""
+    """Returns the behaviour of pooling; only dimensions with a window of one pass."""
     letters = FactorBuilder(equation)
     windows, strides, padding, dilation, _ = pooled(equation)
     result = len(equation.inputs)
@@ -135,7 +135,7 @@ def _reduce_window(equation: Equation) -> Behaviour:
 
 
 def _batched(last: int) -> Rule:
-    """Linear algebra on the last dimensions; what stands in front passes."""
+    """Returns the rule for linear algebra on the last dimensions; leading ones pass."""
 
     def rule(equation: Equation) -> Behaviour:
         letters = FactorBuilder(equation)

@@ -1,7 +1,7 @@
-"""One table of rules: from a primitive's name to how it treats dimensions.
+"""Table of all rules, by the primitive's name.
 
-A primitive that stands in no table is legal: its dimensions all stay whole, and its
-name is reported in ``Graph.unknown_primitives``.
+A primitive without a rule is allowed: its dimensions all stay unsharded, and its name
+is reported in ``Graph.unknown_primitives``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def behaviour(equation: Equation) -> Behaviour:
-    """Returns the behaviour of an equation; dimensions stay whole where no rule is
-    known.
+    """Returns the behaviour of an equation; all dimensions stay unsharded if no rule
+    is known.
 
     Args:
         equation: Primitive, parameters and shapes.

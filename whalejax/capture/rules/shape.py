@@ -34,7 +34,7 @@ def _reshape(equation: Equation) -> Behaviour:
 
 
 def _free(equation: Equation) -> Behaviour:
-    """Results that depend on no dimension of an operand: each device makes its own."""
+    """Returns the behaviour of results that each device makes by itself."""
     del equation
     return Behaviour(stops_gradient=True)
 
@@ -45,10 +45,10 @@ def _iota(equation: Equation) -> Behaviour:
 
 
 def _window(equation: Equation, sizes: tuple[int, ...]) -> Behaviour:
-    """A box of the operand: whole dimensions pass; cut ones are needed whole.
+    """Returns the behaviour of a slice: full dimensions pass, cut ones stay unsharded.
 
-    One row picked out of a dimension is found on one device and summed over the
-    others, as in a gather, so that dimension is contracted.
+    A single row of a dimension is on one device and summed over the others, as in a
+    gather, so that dimension is contracted.
     """
     letters = FactorBuilder(equation)
     result = len(equation.inputs)
@@ -103,7 +103,7 @@ def _concatenate(equation: Equation) -> Behaviour:
 
 
 def _split(equation: Equation) -> Behaviour:
-    """Equal parts are told apart by a new leading factor; unequal ones are whole."""
+    """Returns a split's behaviour: equal parts get a new factor, others do not."""
     axis = equation.params["axis"]
     sizes = equation.params["sizes"]
     if len(set(sizes)) == 1:
@@ -160,7 +160,7 @@ def _reverse(equation: Equation) -> Behaviour:
 
 
 def _gather(equation: Equation) -> Behaviour:
-    """Rows by index: picked dimensions are contracted, untouched ones pass."""
+    """Returns a gather's behaviour: indexed dimensions are contracted, others pass."""
     letters = FactorBuilder(equation)
     numbers = equation.params["dimension_numbers"]
     operand, indices = equation.inputs[0], equation.inputs[1]
@@ -196,7 +196,7 @@ def _gather(equation: Equation) -> Behaviour:
 
 
 def _scatter(equation: Equation) -> Behaviour:
-    """Rows written by index; only sums may be made in parts on several devices."""
+    """Returns a scatter's behaviour; only sums may be computed in parts on devices."""
     letters = FactorBuilder(equation)
     numbers = equation.params["dimension_numbers"]
     operand, indices, updates = equation.inputs
@@ -223,8 +223,8 @@ def _scatter(equation: Equation) -> Behaviour:
         if dim in numbers.operand_batching_dims:
             continue
         if dim in numbers.inserted_window_dims:
-            # XLA updates a slice for one index, and where a device has none of it
-            # writes what it reads from another device's part.
+            # XLA updates a slice for one index; a device without that index writes
+            # what it reads from another device's part.
             letters.link((0, dim), (3, dim), kind="unshardable" if one else "linked")
             continue
         window = windows.pop(0)

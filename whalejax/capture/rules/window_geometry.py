@@ -1,7 +1,7 @@
 """Geometry of convolution and pooling windows along spatial dimensions, as plain data.
 
-Rules of both read it, and so does the lowering, which tells from it what each device
-does. What devices cannot share says why.
+The rules of both read it, and so does the lowering, which derives from it what each
+device computes. Windows that devices cannot share carry the reason.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from whalejax.planner.model.windows import SPACES, Window
 
 
 def windows_of_convolution(equation: Equation) -> tuple[Window, ...]:
-    """One window for each spatial dimension of an image or a volume.
+    """Returns one window for each spatial dimension of an image or a volume.
 
-    A convolution of one spatial dimension runs along a sequence and has none.
+    A convolution with one spatial dimension runs along a sequence and has none.
 
     Args:
         equation: ``conv_general_dilated``.
@@ -66,10 +66,10 @@ def _refused_convolution(params: Any, number: int, taps: int) -> str:
 
 
 def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
-    """One window for each dimension that is pooled.
+    """Returns one window for each pooled dimension.
 
     Args:
-        equation: ``reduce_window`` or one of its kin.
+        equation: ``reduce_window`` or a similar primitive.
     """
     sizes, strides, padding, spread, dilation = pooled(equation)
     if len(equation.outputs) != 1:
@@ -101,10 +101,10 @@ def _refused_pooling(equation: Equation, spread: int) -> str:
 
 
 def pooled(equation: Equation) -> tuple[Sequence[Any], ...]:
-    """Sizes, strides, padding and dilation of operand and window, by dimension.
+    """Returns sizes, strides, padding and dilation of operand and window, by dimension.
 
     Args:
-        equation: A pooling.
+        equation: Equation of a pooling.
     """
     params = equation.params
     rank = len(equation.inputs[0])

@@ -1,13 +1,13 @@
-"""Proof that a loss is a mean of independent samples, or what couples them.
+"""Proof that a loss is a mean of independent samples, or the reason why it is not.
 
 Several micro-batches, unequal shares and pipelines compute a loss on parts of the batch
-and average the results. That is the loss of the whole batch only where it is a sum over
-samples with a coefficient that falls as their number grows. This folder proves that
-from two traces of the loss, with the samples of a part and with those of the whole.
+and average the results. The average is the loss of the whole batch only if the loss is
+a sum over samples with a coefficient that falls as their number grows. This folder
+proves that from two traces of the loss: with the samples of a part and of the whole.
 
-    values      what a value is known to be: fixed, per sample, a sum, or coupled
-    alignment   how dimensions of operands lie beside each other
+    values      what is known of a value: fixed, per sample, a sum, or coupled
+    alignment   how dimensions of operands match
     rules       by primitive, in several modules
-    interpret   goes through both traces, and into loops, branches and calls
-    proof       the verdict, and the text for what is not proven
+    interpret   follows both traces, and loops, branches and calls inside
+    proof       the verdict, and the text for an unproven loss
 """

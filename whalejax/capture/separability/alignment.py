@@ -1,8 +1,8 @@
 """Aligns the dimensions of operands and regroups them in reshapes.
 
-Both ask the same: two lists of atoms hold the same elements in the same order, so they
-are brought to atoms of equal sizes. Plain, equal and drawn atoms may be cut; the
-samples may not, because micro-batches would then hold other groups of them.
+Both need the same: two lists of atoms that hold the same elements in the same order are
+cut into atoms of equal sizes. Plain, equal and drawn atoms may be cut; the samples may
+not, because micro-batches would then hold other groups of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLACES: Final = "gives each place in the batch a number of its own"
 
 
 def merged_atoms(atoms: Sequence[Atom]) -> Dim:
-    """A dimension with neighbours of one kind as one atom, and no atom of size 1."""
+    """Merges neighbouring atoms of one kind, and drops atoms of size 1."""
     result: list[Atom] = []
     for atom in atoms:
         if atom.part == atom.whole == 1 and atom.along is not Along.SAMPLES:
@@ -42,13 +42,13 @@ def merged_atoms(atoms: Sequence[Atom]) -> Dim:
 
 
 def align_dims(dims: Sequence[Dims]) -> Dims:
-    """Dimensions of an elementwise result.
+    """Returns the dimensions of an elementwise result.
 
     Args:
-        dims: Dimensions of each operand, all of one rank.
+        dims: Dimensions of each operand, all of equal rank.
 
     Raises:
-        CoupledError: Samples meet places of the batch, or other samples.
+        CoupledError: Samples are combined with batch indices, or with other samples.
     """
     result = dims[0]
     for other in dims[1:]:
@@ -60,22 +60,22 @@ def align_dims(dims: Sequence[Dims]) -> Dims:
 
 
 def check_one_batch(dims: Dims) -> None:
-    """Refuses values in which samples run along two dimensions.
+    """Refuses values with samples along two dimensions.
 
     Raises:
-        CoupledError: They do.
+        CoupledError: Samples are along two dimensions.
     """
     if sum(a.along is Along.SAMPLES for dim in dims for a in dim) > 1:
         raise CoupledError("compares samples with each other")
 
 
 def align_dim(a: Dim, b: Dim) -> Dim:
-    """One dimension that two operands have in common.
+    """Returns the common form of one dimension of two operands.
 
     Raises:
-        CoupledError: Samples meet something that is not of these samples.
+        CoupledError: Samples are combined with values of other samples.
     """
-    if size_of(a) != size_of(b):  # One element, where an operation repeats it.
+    if size_of(a) != size_of(b):  # One side has one element, which is repeated.
         short, full = (a, b) if size_of(a) == (1, 1) else (b, a)
         if size_of(short) == (1, 1):
             return full
@@ -99,7 +99,7 @@ _Pair = tuple[Atom, Atom]
 
 
 def _cut(x: Atom, y: Atom, first: list[Atom], second: list[Atom]) -> _Pair | None:
-    """The inner part of ``x`` that is as large as ``y``; the rest is put back."""
+    """Cuts an inner part as large as ``y`` from ``x``; puts the rest back."""
     del second
     if x.along is Along.SAMPLES or x.part % y.part or x.whole % y.whole:
         return None
@@ -113,7 +113,7 @@ def _cut_reversed(x: Atom, y: Atom, first: list[Atom], second: list[Atom]) -> _P
         return result[1], result[0]
     if Along.SAMPLES in (x.along, y.along):
         raise CoupledError("regroups samples")
-    # Elements of one kind beside those of another: nothing is known along both.
+    # Atoms of different kinds overlap: their common dimension is plain.
     wide = [*first, x]
     other = [*second, y]
     first.clear()
@@ -125,14 +125,14 @@ def _cut_reversed(x: Atom, y: Atom, first: list[Atom], second: list[Atom]) -> _P
 
 
 def regroup_dims(dims: Dims, part: Sequence[int], whole: Sequence[int]) -> Dims:
-    """Dimensions after a reshape.
+    """Returns dimensions after a reshape.
 
     Args:
-        dims: Before it.
-        part, whole: Shape after it, in the trace of a part and of the whole.
+        dims: Dimensions before it.
+        part, whole: Shape after it, in the traces of the part and of the whole.
 
     Raises:
-        CoupledError: It parts or regroups the samples.
+        CoupledError: The reshape divides or regroups the samples.
     """
     atoms = [atom for dim in dims for atom in dim]
     result: list[Dim] = []
@@ -142,7 +142,7 @@ def regroup_dims(dims: Dims, part: Sequence[int], whole: Sequence[int]) -> Dims:
 
 
 def _take(atoms: list[Atom], part: int, whole: int) -> Dim:
-    """Takes atoms of so many elements off the inner end of a list."""
+    """Removes atoms with a number of elements from the inner end of a list."""
     taken: list[Atom] = []
     while part > 1 or whole > 1:
         atom = atoms.pop()
@@ -157,12 +157,12 @@ def _take(atoms: list[Atom], part: int, whole: int) -> Dim:
         atoms.append(atom.sized(atom.part // part, atom.whole // whole))
         taken.append(atom.sized(part, whole))
         part = whole = 1
-    # One sample, or one element of each kind, takes no room: leave it where it was.
+    # Atoms of one element need no dimension and stay in the list.
     return merged_atoms(taken[::-1])
 
 
 def _partial_dim_error(samples: Atom, part: int, whole: int) -> CoupledError:
-    """The error where a dimension of so many elements ends among the samples."""
+    """Returns the error for a dimension that ends within the samples."""
     if part == whole and samples.part % part == 0 and samples.whole % part == 0:
         why = f"parts the samples into groups of {part} neighbours"
         return CoupledError(why, group=part)
@@ -175,9 +175,9 @@ def _partial_dim_error(samples: Atom, part: int, whole: int) -> CoupledError:
 def _take_mixed(
     atoms: list[Atom], atom: Atom, taken: list[Atom], part: int, whole: int
 ) -> Dim:
-    """Takes elements where an atom ends inside the dimension: nothing is known of them.
+    """Removes elements if an atom ends inside the dimension; the result is plain.
 
-    The rest of all atoms becomes one of which nothing is known either.
+    The rest of all atoms becomes one plain dimension too.
     """
     every = [*atoms, atom]
     if is_samples(tuple(every)) or is_samples(tuple(taken)):

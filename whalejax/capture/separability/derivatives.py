@@ -1,9 +1,9 @@
 """Functions with a derivative of their own, whose rule may couple samples too.
 
-A loss that is a sum over samples has a gradient that is one, where derivatives are
-JAX's. A rule that a user wrote may do anything, as normalise what it is given over the
-batch. So the rule itself is traced, for a part and for the whole, and its results have
-to be what a mean over samples asks for.
+A loss that is a sum over samples has a gradient that is a sum too, if derivatives are
+JAX's. A user's rule may do anything, such as normalise its inputs over the batch. So
+the rule itself is traced, for a part and for the whole, and its results must be those
+that a mean over samples requires.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def check_derivative(
     """Refuses a derivative rule that is not that of a mean over samples.
 
     Args:
-        follower: Follows the traced rule.
+        follower: Follower of the traced rule.
         part, whole: The call, in both traces.
         given: Facts about its operands.
         found: Facts about its results.
 
     Returns:
-        What is known of its results; what is zero may have a gradient that is not.
+        Facts about its results; a zero result may have a gradient that is not zero.
 
     Raises:
         CoupledError: The rule couples samples.
     """
     if _compat.is_ruled_by_jax(part):
         return list(found)
-    if all(map(_is_lost, found)):  # A sum that a loop carries is none behind a rule.
+    if all(map(_is_lost, found)):  # The rule hides a loop's running sum.
         return [v.plain if fact_of(v, RunningSum) else v for v in found]
     found = [replace(v, ratio=1.0) if v.ratio is None else v for v in found]
     inputs = _compat.differentiable_operands(part)
@@ -88,12 +88,12 @@ def check_derivative(
 
 
 def _is_lost(value: Value) -> bool:
-    """Returns whether a value is coupled and no row of a sort either."""
+    """Returns whether a value is coupled and not a row of a sort."""
     return value.coupled and fact_of(value, Sorted) is None
 
 
 def _traced_rule(equation: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
-    """The jaxpr from a call's operands and cotangents to its results and gradients."""
+    """Traces a call from operands and cotangents to results and gradients."""
     avals = [atom.aval for atom in equation.invars]
     count = len(avals)
 
@@ -125,7 +125,7 @@ FORWARD: Final = (
 
 
 def _check_alike(value: Value, ruled: Value) -> None:
-    """Refuses results of a rule that combine samples where the function does not."""
+    """Refuses a rule's results that combine samples unlike the function's."""
     if fact_of(value, Sorted) and fact_of(ruled, Sorted):
         value, ruled = value.fact.base, ruled.fact.base
     if value.coupled or ruled.ratio is None:

@@ -1,8 +1,8 @@
 """Rules for operations on each element by itself.
 
-What counts is how a result grows where its operands do: a sum over the samples stays
-one only under linear operations, and a value that is a multiple of the number of
-samples stays one only under those that a factor passes through.
+The rules find how a result grows with its operands. A sum over the samples stays a sum
+only under linear operations. A value proportional to the number of samples stays so
+only under operations that a factor passes through.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DEGREES: Final[dict[str, float]] = {
     "ge": 0,
     "atan2": 0,
 }
-"""What happens to a positive factor that all operands have."""
+"""Exponent that the result has for a positive factor of all operands."""
 
 _OTHERS: Final = (
     "log log1p log2 one_minus_square sin cos tan asin acos atan sinh cosh tanh asinh "
@@ -71,7 +71,7 @@ _OTHERS: Final = (
 
 
 def result_dims(equation: PairedEquation, values: Sequence[Value]) -> Dims:
-    """Dimensions of an elementwise result; scalars may stand beside arrays."""
+    """Returns dimensions of an elementwise result; operands may include scalars."""
     rank = len(equation.shapes()[0])
     dims = [v.dims for v in values if len(v.dims) == rank]
     return align_dims(dims) if dims else ()
@@ -182,7 +182,7 @@ def _div(equation: PairedEquation) -> list[Value]:
 
 
 FINEST: Final = 7
-"""Bits of bfloat16's mantissa: what keeps fewer is no rounding of a sum any more."""
+"""Bits of bfloat16's mantissa; with fewer, a cast is more than rounding."""
 
 
 def _convert(equation: PairedEquation) -> list[Value]:
@@ -206,7 +206,7 @@ def _is_unsigned(dtype: Any) -> bool:
 
 
 def _is_widened(before: Any, after: Any) -> bool:
-    """Whether a cast gives narrow natural numbers a dtype that holds sums of many."""
+    """Returns whether a cast widens natural numbers so that large sums fit."""
     narrow = np.dtype(before) == np.bool_ or (
         _is_unsigned(before) and np.dtype(before).itemsize < 4
     )
@@ -214,11 +214,11 @@ def _is_widened(before: Any, after: Any) -> bool:
 
 
 def check_sum_dtype(dtype: Any) -> None:
-    """Refuses sums over the samples in a dtype that does not hold them.
+    """Refuses sums over the samples in a dtype that cannot hold them.
 
     Raises:
-        CoupledError: They are truth values, narrow whole numbers, or floating point of
-            a few bits, where each addition rounds.
+        CoupledError: The dtype is boolean, a narrow integer, or floating-point with few
+            bits, where each addition rounds.
     """
     narrow = not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize < 4
     if narrow or np.dtype(dtype) == np.bool_ or _is_coarse(dtype):
@@ -226,13 +226,13 @@ def check_sum_dtype(dtype: Any) -> None:
 
 
 def check_unsigned_sum(equation: PairedEquation) -> None:
-    """Refuses sums over the samples in unsigned dtypes where a number may wrap.
+    """Refuses sums over the samples in unsigned dtypes if a number may wrap.
 
-    What is below zero is a large number there, and a sum of such numbers wraps for the
-    whole where it does not for a part.
+    A negative value is a large number there, and a sum of such numbers may wrap for the
+    whole but not for a part.
 
     Raises:
-        CoupledError: Numbers may.
+        CoupledError: Numbers may wrap.
     """
     dtype = equation.result_dtype
     if not _is_unsigned(dtype):
@@ -281,7 +281,7 @@ _FOLDS: Final[dict[str, Callable[..., Any]]] = {
 
 
 def _fold_constants(equation: PairedEquation) -> list[Value] | None:
-    """The result where all operands are numbers that stand in the program."""
+    """Returns the result if all operands are numbers in the program."""
     numbers = [v.numbers for v in equation.values]
     if None in numbers or not numbers:
         return None

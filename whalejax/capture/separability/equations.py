@@ -1,4 +1,4 @@
-"""One equation of both traces, as the rules are given it."""
+"""One equation of both traces, as rules receive it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from whalejax.capture.separability.values import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedEquation:
-    """An equation in the trace of a part, and the same in that of the whole.
+    """An equation in the trace of a part, and the same equation in that of the whole.
 
     Attributes:
-        part, whole: The equations.
+        part, whole: Equation in each trace.
         values: Facts about the operands.
     """
 
@@ -45,10 +45,10 @@ class PairedEquation:
         return self.part.params
 
     def equal_params(self, *names: str) -> tuple[Any, ...]:
-        """Parameters that have to be the same in both traces.
+        """Returns parameters that must be the same in both traces.
 
         Raises:
-            CoupledError: One is not.
+            CoupledError: A parameter differs.
         """
         for name in names:
             if self.part.params.get(name) != self.whole.params.get(name):
@@ -56,17 +56,17 @@ class PairedEquation:
         return tuple(self.part.params.get(name) for name in names)
 
     def shapes(self, result: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape of a result in both traces."""
+        """Returns the shape of a result in both traces."""
         atoms = self.part.outvars[result], self.whole.outvars[result]
         return tuple(atoms[0].aval.shape), tuple(atoms[1].aval.shape)
 
     def operand_shapes(self, slot: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape of an operand in both traces."""
+        """Returns the shape of an operand in both traces."""
         atoms = self.part.invars[slot], self.whole.invars[slot]
         return tuple(atoms[0].aval.shape), tuple(atoms[1].aval.shape)
 
     def dtype(self, slot: int) -> Any:
-        """Dtype of an operand."""
+        """Returns the dtype of an operand."""
         return self.part.invars[slot].aval.dtype
 
     @property
@@ -76,15 +76,15 @@ class PairedEquation:
 
 
 Rule = Callable[[PairedEquation], list[Value]]
-"""What is known of an equation's results.
+"""Function from an equation to facts about its results.
 
 Raises:
-    CoupledError: it couples samples.
+    CoupledError: The equation couples samples.
 """
 
 
 def fixed(dims: Dims = (), ratio: float | None = 1.0) -> Value:
-    """A value that depends on no sample."""
+    """Returns a value that depends on no sample."""
     return Value(kind=Dependence.FIXED, dims=dims, ratio=ratio)
 
 
@@ -93,7 +93,7 @@ def combined_kind(values: Sequence[Value]) -> tuple[Dependence, bool]:
     loop over them.
 
     Raises:
-        CoupledError: Samples meet a sum over them, or other samples.
+        CoupledError: Samples are combined with a sum over them, or with other samples.
     """
     kinds = {v.kind for v in values}
     if Dependence.SAMPLE in kinds and Dependence.SUM in kinds:
@@ -105,16 +105,16 @@ def combined_kind(values: Sequence[Value]) -> tuple[Dependence, bool]:
 
 
 def number(part: Any, whole: Any) -> Value:
-    """A scalar that stands in the program."""
+    """Returns a scalar that is a literal of the program."""
     a, b = np.asarray(part), np.asarray(whole)
     return Value(kind=Dependence.FIXED, ratio=_ratio(a, b), numbers=(a, b))
 
 
 def constant(part: Any, whole: Any) -> Value:
-    """An array that stands in the program.
+    """Returns an array that is a constant of the program.
 
     Raises:
-        CoupledError: Its elements are others for more samples.
+        CoupledError: Its elements differ between the traces.
     """
     shapes = tuple(np.shape(part)), tuple(np.shape(whole))
     if shapes[0] == shapes[1] == ():
@@ -142,11 +142,11 @@ def _is_key(value: Any) -> bool:
 
 
 def _ratio(part: Any, whole: Any) -> float | None:
-    """Returns the ratio of two numbers; None of zeros."""
+    """Returns the ratio of two numbers; None for zeros."""
     a, b = np.asarray(part), np.asarray(whole)
     if a == b or (a != a and b != b):
         return None if a == 0 and a.dtype != bool else 1.0
     if a.dtype == bool or a == 0 or b == 0:
-        return float("nan")  # Equal to nothing, itself included.
+        return float("nan")  # Not equal to any number, nor to itself.
     ratio = complex(a) / complex(b)
     return ratio.real if ratio.imag == 0 else float("nan")

@@ -1,8 +1,8 @@
-"""Rules that look at facts: places in the batch, and experts' tokens sorted and back.
+"""Rules based on facts: batch indices, and experts' tokens sorted and put back.
 
-They are asked before the others and give None where no fact decides. Values in the
-order of a sort (``Sorted``) are followed by what they are in the samples' own order, as
-long as an operation treats each row by itself.
+They apply before the others and return None if no fact decides. Values in the order of
+a sort (``Sorted``) are followed by their form in the samples' own order, as long as an
+operation treats each row by itself.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from whalejax.capture.separability.values import (
 
 
 FactRule = Callable[[PairedEquation, Reason], list[Value] | None]
-"""What facts say of an equation's results, or None.
+"""Function that derives facts about an equation's results, or returns None.
 
-The reason is what couples samples where a result may be used in no other way than its
-fact allows.
+The reason is reported if a result that has only its fact is used in another way than
+the fact allows.
 """
 
 _ROW_WISE: Final = frozenset(ELEMENTWISE_RULES) | frozenset(
@@ -71,14 +71,14 @@ _ROW_WISE: Final = frozenset(ELEMENTWISE_RULES) | frozenset(
 
 
 def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Returns the facts about an equation's results; None where no rule applies.
+    """Returns the facts about an equation's results; None if no rule applies.
 
     Args:
         equation: The equation.
         reason: Reason to report if the results are used in another way.
 
     Raises:
-        CoupledError: It couples samples.
+        CoupledError: The equation couples samples.
     """
     facts = any(v.fact is not None for v in equation.values)
     if not facts and equation.name not in ("sort", "rev"):
@@ -94,15 +94,15 @@ def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | N
 
 
 def with_fact(value: Value, fact: Any, reason: Reason) -> Value:
-    """A value of which nothing but a fact may be used."""
+    """Returns a value of which only a fact may be used."""
     return Value(kind=Dependence.COUPLED, dims=value.dims, fact=fact, reason=reason)
 
 
-# Places, and indices that may count from the end.
+# Positions, and indices that may count from the end.
 
 
 def _literal(value: Value) -> Any:
-    """A number that is the same in both traces, or None."""
+    """Returns a number that is the same in both traces, or None."""
     if value.numbers is None or not np.array_equal(*value.numbers):
         return None
     return value.numbers[0]
@@ -119,7 +119,7 @@ def _is_natural(value: Value) -> bool:
 
 
 def _below_zero(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """``index < 0``, where an index is known to be none."""
+    """Follows ``index < 0`` of an index that is known not to be negative."""
     del reason
     index, zero = equation.values
     literal = _literal(zero)
@@ -135,14 +135,14 @@ def _unsorted(value: Value) -> Value:
 
 
 def _first_case(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """A choice that is always the same."""
+    """Follows a selection that always takes the first case."""
     del reason
     which, first = equation.values[:2]
     return [first] if fact_of(which, AlwaysFalse) else None
 
 
 def _pass_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """A fact that passes through what changes no number."""
+    """Passes a fact through an operation that changes no value."""
     value = equation.values[0]
     if not isinstance(value.fact, Places | Order | Numbered | ArithmeticSteps | Filled):
         return None
@@ -166,19 +166,19 @@ def _pass_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _is_wide(equation: PairedEquation) -> bool:
-    """Whether a cast is to whole numbers that hold any place."""
+    """Returns whether a cast is to integers that can hold any index."""
     dtype = equation.result_dtype
     return not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize >= 4
 
 
 def _as_they_are(equation: PairedEquation, reason: Reason) -> list[Value]:
-    """Operands that come out side by side."""
+    """Follows an operation that returns its operands unchanged."""
     del reason
     return list(equation.values)
 
 
 def _columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Indices beside each other, one of which is a place."""
+    """Follows a concatenation of indices, one of which is a position."""
     axis = equation.params["dimension"]
     values = equation.values
     last = len(equation.shapes()[0]) - 1
@@ -194,7 +194,7 @@ def _columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _by_columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """A lookup or a write at the samples' own places."""
+    """Follows a lookup or a write at the samples' own positions."""
     del reason
     values = equation.values
     known = fact_of(values[1], IndexColumns) is not None
@@ -203,11 +203,11 @@ def _by_columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return apply_rule(equation)
 
 
-# Numbers that are told from others.
+# Integers that are known by identity.
 
 
 def _new_ids(equation: PairedEquation) -> list[Value] | None:
-    """Numbers of experts, such as the place of the largest score."""
+    """Follows new numbers of experts, such as the index of the largest score."""
     if equation.name not in ("argmax", "top_k", "argmin"):
         return None
     new_ids = apply_rule(equation)
@@ -218,7 +218,7 @@ def _new_ids(equation: PairedEquation) -> list[Value] | None:
 
 
 def _wrapped(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """A number plus a constant, as for negative indices."""
+    """Follows a number plus a constant, as for negative indices."""
     del reason
     value, more = equation.values
     numbered = fact_of(value, Numbered)
@@ -229,7 +229,7 @@ def _wrapped(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _at_least(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Numbers that are at least 0, which natural ones are."""
+    """Follows a maximum with 0, which natural numbers pass unchanged."""
     del reason
     for value, least in (equation.values, equation.values[::-1]):
         numbered, literal = fact_of(value, Numbered), _literal(least)
@@ -242,7 +242,7 @@ def _at_least(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _one_hot(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """``numbers == 0, 1, 2 …`` along a last dimension of their own."""
+    """Follows ``numbers == 0, 1, 2 …`` along a separate last dimension."""
     del reason
     for value, other in (equation.values, equation.values[::-1]):
         numbered = fact_of(value, Numbered)
@@ -272,17 +272,16 @@ def _count_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _counts_exactly(equation: PairedEquation) -> bool:
-    """Whether a result is of a dtype in which many ones add up to their number."""
+    """Returns whether a result's dtype can count many ones exactly."""
     return bool(np.dtype(equation.result_dtype).itemsize >= 4)
 
 
 def _repeated(dims: Sequence[Dim]) -> bool:
-    """Whether numbers stand there several times."""
     return any(a.along is Along.EQUAL for dim in dims for a in dim)
 
 
 def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Counts ones at the places that numbers name."""
+    """Follows a histogram: ones counted at indices given by numbers."""
     del reason
     operand, indices, updates = equation.values
     numbered = fact_of(indices, Numbered)
@@ -313,7 +312,7 @@ def _cast_counts(equation: PairedEquation, reason: Reason) -> list[Value] | None
 
 
 def _counts_on(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """State to which each sample adds something, however many are in a part."""
+    """Follows a state to which each sample adds a value."""
     for state, more in (equation.values, equation.values[::-1]):
         counter = fact_of(state, Counter)
         if counter is None or more.coupled or more.batched:
@@ -324,11 +323,11 @@ def _counts_on(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return None
 
 
-# Sorted by expert, and back.
+# Sorted by expert, and put back.
 
 
 def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """A sort along the samples, or the one that undoes it."""
+    """Follows a sort along the samples, or the sort that inverts it."""
     axis, keys = equation.params["dimension"], equation.params["num_keys"]
     values = equation.values
     first = values[0]
@@ -363,12 +362,12 @@ def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 @functools.lru_cache(maxsize=64)
 def _backwards(dim: Dim) -> Sorting:
-    """The order from the last sample to the first, the same for all values."""
+    """Returns the order from the last sample to the first, the same for all values."""
     return Sorting(dim=dim)
 
 
 def _reversed(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Samples from the last to the first, which a sum over them does not tell."""
+    """Follows a reversal of the samples, which leaves sums over them unchanged."""
     value = equation.values[0]
     (turned,) = equation.equal_params("dimensions")
     if 0 not in turned or any(is_samples(value.dims[i]) for i in turned if i):
@@ -389,10 +388,10 @@ def _reversed(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 def divided_order(
     call: Any, values: Sequence[Value], reason: Reason
 ) -> list[Value] | None:
-    """A floor division of sorted places, by which choices become their tokens.
+    """Follows a floor division of sorted indices, which maps choices to their tokens.
 
     Args:
-        call: The call of a function, in either trace.
+        call: Call of a function, in either trace.
         values: Its operands.
         reason: Reason to report if the result is used in another way.
     """
@@ -408,14 +407,14 @@ def divided_order(
 
 
 def _inner_size(dim: Dim) -> int | None:
-    """Elements of one sample (or group) side by side; None if they are not."""
+    """Returns the elements of one sample or group; None if not adjacent."""
     if not dim or not is_samples(dim[:1]):
         return None
     return int(np.prod([a.part for a in dim[1:]]))
 
 
 def _taken_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Rows in the order of a sort, or back in their own."""
+    """Follows rows into the order of a sort, or back."""
     operand, indices = equation.values
     order = fact_of(indices, Order)
     numbers = equation.params["dimension_numbers"]
@@ -453,12 +452,12 @@ def _taken_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | N
 
 
 def _has_rows(ordered: Sorted, sorting: Sorting) -> bool:
-    """Whether the first dimension is that of a sort."""
+    """Returns whether the first dimension is that of a sort."""
     return ordered.sorting is sorting and ordered.base.dims[0] == sorting.dim
 
 
 def _merged_choices(tokens: Dim, choices: Dim, divided: int) -> bool:
-    """Whether so many choices in a row are of each token."""
+    """Returns whether each token has ``divided`` consecutive choices."""
     if size_of(choices) != tuple(n * divided for n in size_of(tokens)):
         return False
     first = [tokens[:1], choices[:1]]
@@ -466,7 +465,7 @@ def _merged_choices(tokens: Dim, choices: Dim, divided: int) -> bool:
 
 
 def _added_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Sorted rows, written or added up at the places that they came from."""
+    """Follows sorted rows that are written or added at their source positions."""
     del reason
     operand, indices, updates = equation.values
     order, ordered = fact_of(indices, Order), fact_of(updates, Sorted)
@@ -504,7 +503,7 @@ def _over_choices(base: Value, order: Order, tokens: tuple[int, int]) -> Value:
 
 
 def _ragged(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Rows sorted by their expert, times the matrix of each expert."""
+    """Follows rows sorted by expert, times the matrix of each expert."""
     left, right, sizes = equation.values[:3]
     ordered, counts = fact_of(left, Sorted), fact_of(sizes, IdCounts)
     if ordered is None or counts is None or ordered.sorting.ids is not counts.ids:
@@ -525,7 +524,7 @@ def _ragged(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """An operation on rows in one order, followed as if they were in their own."""
+    """Follows an operation on sorted rows as if they were in their own order."""
     facts = [fact_of(v, Sorted) for v in equation.values]
     orders = {id(f.sorting) for f in facts if f is not None}
     others = [v for v, f in zip(equation.values, facts, strict=True) if f is None]
@@ -563,7 +562,7 @@ _KEEPING: Final = (
     "sharding_constraint"
 ).split()
 _MOVING: Final = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
-"""Operations whose rules themselves know where a fact's dimension goes."""
+"""Operations whose own rules move a fact's dimension."""
 
 _RULES: Final[dict[str, tuple[FactRule, ...]]] = {
     **{name: (_pass_fact,) for name in _KEEPING},

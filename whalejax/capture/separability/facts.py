@@ -1,9 +1,8 @@
-"""Facts about a value beside its dependence on the samples.
+"""Facts about a value, in addition to its dependence on the samples.
 
 Positions, and the orders in which experts' tokens are sorted, are coupled to all
-samples by themselves. Programs use them to look something up in each sample, or to
-bring tokens back where they were, and then nothing is coupled. A fact carries what such
-a use needs.
+samples by themselves. Programs use them to look up values in each sample, or to put
+tokens back, and then they couple nothing. A fact carries what such a use needs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArithmeticSteps:
-    """Element i along the last dimension is i, of as many for a part as for all."""
+    """Element i along the last dimension is i; both traces have one length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,35 +34,35 @@ class Filled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Narrow:
-    """Natural numbers of a narrower dtype: sums of many in this one do not wrap."""
+    """Natural numbers cast from a narrower dtype, so that their sums do not wrap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysFalse:
-    """All elements are false, as of ``place < 0``."""
+    """All elements are false, as in ``index < 0``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexColumns:
-    """Index arrays beside each other along the last dimension."""
+    """Index arrays concatenated along the last dimension."""
 
     columns: tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ids:
-    """Whole numbers, known by identity: none is negative where ``natural``."""
+    """Integers, known by identity; none is negative if ``natural``."""
 
     natural: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbered:
-    """Whole numbers that are told from others.
+    """Integers that are known by identity.
 
     Attributes:
-        ids: Numbers of the distinct values.
-        wrapped: A constant was added, as to negative indices.
+        ids: Identity of the integers.
+        wrapped: Whether a constant was added, as to negative indices.
     """
 
     ids: Ids
@@ -89,8 +88,8 @@ class Sorting:
     """One sort along a dimension of samples.
 
     Attributes:
-        dim: The atoms of that dimension.
-        ids: Numbers that it sorts by, if they are told from others.
+        dim: Atoms of that dimension.
+        ids: Identity of the numbers that it sorts by, if known.
     """
 
     dim: Dim
@@ -103,7 +102,7 @@ class Order:
 
     Attributes:
         sorting: The sort.
-        divided: Divisor of the places: k gives the token of k choices.
+        divided: Divisor of the positions: k gives the token of k choices.
         inverse: Whether it holds the target positions instead.
     """
 
@@ -114,7 +113,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sorted:
-    """A value in the order of a sort; ``base`` is what it is in the samples' order."""
+    """A value in the order of a sort; ``base`` is the value in the samples' order."""
 
     sorting: Sorting
     base: Value
@@ -122,11 +121,11 @@ class Sorted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopPlace:
-    """The place at which a loop along the batch stands, or a multiple of it.
+    """The current index of a loop along the batch, or a multiple of it.
 
     Attributes:
         count: Iterations of the loop in both traces.
-        times: Factor of the place, as for chunks of so many.
+        times: Factor of the index, such as the size of chunks.
     """
 
     count: tuple[int, int]
@@ -135,7 +134,7 @@ class LoopPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carry:
-    """A value that a loop along the batch carries, known by identity."""
+    """A value that a loop along the batch carries, compared by identity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +152,11 @@ class RunningSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter:
-    """State that samples change: as it was given, or with a sum of them added.
+    """State that samples change: as given, or with a sum over samples added.
 
     Attributes:
         name: Name of the state.
-        share: Samples of a part over those of the whole.
+        share: Ratio of a part's samples to the whole batch's.
     """
 
     name: str
@@ -165,5 +164,5 @@ class Counter:
 
 
 def fact_of(value: Value, kind: type[Any]) -> Any:
-    """The fact that is known of a value if it is of some type, or None."""
+    """Returns the fact about a value if it has the given type, else None."""
     return value.fact if isinstance(value.fact, kind) else None

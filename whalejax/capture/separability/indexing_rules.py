@@ -1,7 +1,7 @@
 """Rules for lookups and scattered writes by index.
 
-An index that is computed from a sample's own data stays with that sample. One that
-names places among all samples does not, unless it is the sample's own place.
+An index that is computed from a sample's own data stays with that sample. An index
+among all samples does not, unless it is the sample's own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from whalejax.capture.separability.values import (
 
 
 def columns_of(indices: Value, count: int) -> list[Value] | None:
-    """Index arrays that stand beside each other in one, if they are known apart."""
+    """Returns the index arrays that were concatenated, if they are known."""
     columns = fact_of(indices, IndexColumns)
     if columns is not None:
         return list(columns.columns)
@@ -50,7 +50,7 @@ def columns_of(indices: Value, count: int) -> list[Value] | None:
 
 
 def _index_dims(indices: Value, columns: Sequence[Value] | None) -> list[Dim]:
-    """Dimensions of index arrays, in which a sample's own place asks for none."""
+    """Returns dimensions of index arrays; a sample's own position needs none."""
     if columns is None:
         return list(indices.dims[:-1])
     dims = []
@@ -124,8 +124,8 @@ def _gather(equation: PairedEquation) -> list[Value]:
 
 
 def _filler(equation: PairedEquation) -> Value:
-    """Returns facts about the fill value of a lookup; no number where it is none of the
-    program's.
+    """Returns facts about the fill value of a lookup; no ratio if the
+    program gives none.
     """
     value = equation.params.get("fill_value")
     filled = equation.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
@@ -187,7 +187,7 @@ def _scatter(equation: PairedEquation) -> list[Value]:
 
 
 def _check_applied(equation: PairedEquation) -> None:
-    """Refuses a function that is applied in place, but to what each sample has."""
+    """Refuses a function applied in place to a sum over samples."""
     combiner = equation.params.get("update_jaxpr")
     operand = equation.values[0]
     if equation.name != "scatter" or combiner is None:
@@ -207,7 +207,7 @@ def _scatter_value(
     gone: Sequence[Dim],
     dims: Sequence[Dim],
 ) -> Value:
-    """Returns facts about a scatter whose updates meet in one element along some
+    """Returns facts about a scatter that combines updates along some
     dimensions.
     """
     operand, indices, updates = values
@@ -229,7 +229,7 @@ def _scatter_value(
 
 
 def _check_combined(equation: PairedEquation, operand: Value, updates: Value) -> None:
-    """Refuses products and ends that are not those of a mean over samples."""
+    """Refuses products, maxima and minima that a mean over samples excludes."""
     sums = sum(v.kind is Dependence.SUM for v in (operand, updates))
     product = equation.name in ("scatter-mul", "scatter_mul")
     if sums > product:

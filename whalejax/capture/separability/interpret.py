@@ -1,4 +1,4 @@
-"""Goes through two traces of a loss side by side, and into what they call."""
+"""Follows two traces of a loss together, and the jaxprs that they call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _LOOKUPS: Final = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_s
 
 
 UNKNOWN_FACTOR: Final = 1.7
-"""What stands for a factor of gradients that no derivative rule may know."""
+"""Test value for a factor of gradients that no derivative rule may depend on."""
 
 
 @dataclass(slots=True)
@@ -57,18 +57,18 @@ class Interpreter:
     """Follows values of a part of the batch and of the whole through one program.
 
     Attributes:
-        share: Samples of the part over those of the whole.
-        group: Samples in a group of neighbours.
-        runs: Runs of samples, one behind the other.
-        scale: Any factor but 1 where a derivative rule has to give multiples of what it
-            is given: gradients are divided by the weights of a loss, or the rule is
-            called once for each sample.
-        line: The user's line that calls the program, for operations that have none.
-        differentiated: Whether derivatives of the program are taken, as they are not
-            of a traced derivative rule, which may call the function that it is of.
+        share: Ratio of the part's samples to the whole batch's.
+        group: Number of samples in a group of neighbours.
+        runs: Number of consecutive runs of samples.
+        scale: Test factor; not 1 if a derivative rule must be linear in its cotangent:
+            gradients are divided by the weights of a loss, or the rule is called once
+            for each sample.
+        line: The user's line that calls the program, for operations without one.
+        differentiated: Whether derivatives of the program are taken. They are not for a
+            traced derivative rule, which may call its own function.
         at: Position of the program in the outermost one.
-        seen: Facts about every variable, by the position of its jaxpr; of calls,
-            checkpointed regions and loops over layers. None where nobody asks.
+        seen: Facts about every variable, by the position of its jaxpr, in calls,
+            checkpointed regions and loops over layers; None if not needed.
     """
 
     share: float
@@ -84,7 +84,7 @@ class Interpreter:
         """Returns facts about a program's results.
 
         Args:
-            part, whole: Its jaxprs.
+            part, whole: Jaxprs of the program.
             inputs: Facts about its inputs.
         """
         (body, constants), (other, others) = map(_compat.open_jaxpr, (part, whole))
@@ -114,7 +114,7 @@ class Interpreter:
         ]
 
     def _within(self, equation: Any, index: int) -> Interpreter:
-        """The one that follows what an equation calls."""
+        """Returns an interpreter for a jaxpr that an equation calls."""
         if self.seen is None:
             return self
         followed = _compat.recursion(equation) in ("inline", "remat", "opaque", "scan")
@@ -129,7 +129,7 @@ class Interpreter:
         return known[part]
 
     def _different(self, body: Any, other: Any) -> list[Value]:
-        """The first operation that one of two programs does and the other does not."""
+        """Marks results as coupled by the first operation that only one program has."""
         pairs = zip_longest(body.eqns, other.eqns)
         apart = (
             a or b
@@ -165,7 +165,7 @@ class Interpreter:
             reason = replace(reason, why=error.why, group=group, runs=runs)
             if error.why == f"dimension_numbers {SIZE}":
                 reason = of_einsum(reason, part)
-        except Exception as error:  # What no rule foresees is not proven.
+        except Exception as error:  # Unforeseen cases are not proven.
             why = f"is used in a way that is not followed ({type(error).__name__})"
             reason = replace(reason, why=why)
         return [_coupled(atom, reason) for atom in part.outvars]
@@ -215,7 +215,7 @@ class Interpreter:
         return call
 
     def _solve(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
-        """A linear solve, by the function that solves it; others give its gradient."""
+        """Follows a linear solve by its solver; other functions give its gradient."""
         first = _compat.solve_parts(part)
         (inner, other) = (_compat.solve_jaxpr(e) for e in (part, whole))
         operands = [*given[first[0] : first[1]], *given[first[2] :]]
@@ -300,7 +300,7 @@ class Interpreter:
 
 
 def of_einsum(reason: Reason, equation: Any) -> Reason:
-    """The reason, where a product of an einsum is not the same in both traces."""
+    """Adapts the reason if a product of an einsum differs between the traces."""
     if not _compat.is_of_einsum(equation):
         return reason
     return replace(reason, operation="einsum", why=ORDER)
@@ -310,7 +310,7 @@ def _ended_by(decides: Value, value: Value) -> Value:
     """Returns facts about a value that a condition selects.
 
     Raises:
-        CoupledError: One sample decides on what is of all.
+        CoupledError: One sample's condition selects a value of all samples.
     """
     if value.coupled:
         return value.plain
@@ -341,7 +341,7 @@ def _coupled(atom: Any, reason: Reason) -> Value:
 
 
 def _with_sizes(value: Value, part: Any, whole: Any) -> Value:
-    """A value of which nothing is known, with its sizes in both traces."""
+    """Gives an unknown value its sizes in both traces."""
     shapes = part.aval.shape, whole.aval.shape
     if not value.coupled or value.fact is not None or len(set(map(len, shapes))) > 1:
         return value
@@ -349,8 +349,8 @@ def _with_sizes(value: Value, part: Any, whole: Any) -> Value:
 
 
 def _join(a: Value, b: Value) -> Value:
-    """Returns facts about a value that is one of two, like a carry before and after an
-    iteration.
+    """Returns facts about a value that is one of two, such as a carry before and
+    after an iteration.
     """
     a, b = replace(a, numbers=None), replace(b, numbers=None)
     if a == b:
@@ -370,13 +370,13 @@ def _join(a: Value, b: Value) -> Value:
 
 
 _KEYS: Final = ("", FIXED_KEY, "rng", "foreign")
-"""Whose keys a value may be of; what is of several is of the last."""
+"""Sources of random keys; a value of several sources has the last of them."""
 
 
 def _with_keys(
     part: Any, given: Sequence[Value], found: Sequence[Value]
 ) -> list[Value]:
-    """Results, with the key that they are made of where they are keys, or its words."""
+    """Adds the source of the key to results that are keys or their data."""
     key = max((v.key for v in given), key=_KEYS.index, default="")
     if not key or part.primitive.name in ("random_bits", "random_gamma"):
         return list(found)

@@ -1,8 +1,7 @@
-"""Rules for what a loop along the batch carries: sums, and the place where it stands.
+"""Rules for values that a loop along the batch carries: sums, and the loop's index.
 
-A loop that adds something of each sample to what it carries computes the sum over the
-samples. So a carry that is only added to may be carried; whatever else is done with it
-couples samples.
+A loop that adds a value of each sample to its carry computes the sum over the samples.
+So a carry may be used for additions only; any other use of it couples samples.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from whalejax.capture.separability.values import (
 
 
 def place_in_loop(count: tuple[int, int], reason: Reason, times: int = 1) -> Value:
-    """The place at which a loop stands, which may only look its sample up.
+    """Returns the index of a loop, which may only be used to look up its sample.
 
     Args:
         count: Iterations of the loop in both traces.
-        reason: Reason to report where it is used in another way.
-        times: Factor of the place.
+        reason: Reason to report if it is used in another way.
+        times: Factor of the index.
     """
     fact = LoopPlace(count=count, times=times)
     return Value(kind=Dependence.COUPLED, fact=fact, reason=reason)
 
 
-# The place.
+# The index.
 
 
 def _same_place(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """The place in another shape of one element, or as another whole number."""
+    """Follows the index in another shape of one element, or another integer type."""
     del reason
     value = equation.values[0]
     place = fact_of(value, LoopPlace)
@@ -60,12 +59,12 @@ def _same_place(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _is_wide(dtype: Any) -> bool:
-    """Whether whole numbers of a dtype hold any place."""
+    """Returns whether an integer dtype can hold any index."""
     return not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize >= 4
 
 
 def _multiple(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """The place where a chunk of so many samples begins."""
+    """Follows the first index of a chunk, a multiple of the loop's index."""
     del reason
     for value, more in (equation.values, equation.values[::-1]):
         place, numbers = fact_of(value, LoopPlace), more.numbers
@@ -76,7 +75,7 @@ def _multiple(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _key_of_place(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """A key for each place is each sample's own, where the key is the loss's rng."""
+    """Follows a key folded with the index: each sample's own, from the loss's rng."""
     del reason
     key, place = equation.values
     if key.key != "rng" or key.coupled or fact_of(place, LoopPlace) is None:
@@ -87,7 +86,7 @@ def _key_of_place(equation: PairedEquation, reason: Reason) -> list[Value] | Non
 
 
 def _own_slice(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """The sample, or the chunk of samples, at which a loop stands."""
+    """Follows a slice of the loop's current sample or chunk of samples."""
     del reason
     operand, *starts = equation.values
     along = [i for i, v in enumerate(starts) if fact_of(v, LoopPlace)]
@@ -104,7 +103,7 @@ def _own_slice(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _own_element(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """The same by a lookup."""
+    """Follows a lookup of the loop's current sample."""
     del reason
     operand, index = equation.values
     place = fact_of(index, LoopPlace)
@@ -126,7 +125,7 @@ def _own_element(equation: PairedEquation, reason: Reason) -> list[Value] | None
 
 
 def index_sizes(equation: PairedEquation) -> list[int]:
-    """Sizes of a lookup's indices in both traces."""
+    """Returns the sizes of a lookup's indices in both traces."""
     return [n for shape in equation.operand_shapes(1) for n in shape]
 
 
@@ -134,7 +133,7 @@ def _at_place(dim: Dim, place: LoopPlace, sizes: tuple[int, int]) -> Dim:
     """Returns the dimension that a loop's slice takes at its position.
 
     Raises:
-        CoupledError: It is not one sample, or one group of them, after the other.
+        CoupledError: The loop does not take one sample, or one group, after the other.
     """
     if all(a.along is Along.EQUAL for a in dim):
         return equal_dim(*sizes)
@@ -154,7 +153,7 @@ def _at_place(dim: Dim, place: LoopPlace, sizes: tuple[int, int]) -> Dim:
 
 
 def _looked_up(operand: Value, axis: int, dims: Sequence[Dim]) -> Value:
-    """One sample's part of a value."""
+    """Returns facts about one sample's part of a value."""
     looked_up = operand.shaped([*operand.dims[:axis], *dims, *operand.dims[axis + 1 :]])
     if all(a.along is Along.EQUAL for a in operand.dims[axis]):
         return looked_up
@@ -168,7 +167,7 @@ def _looked_up(operand: Value, axis: int, dims: Sequence[Dim]) -> Value:
 
 
 def _added_to(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """A running sum with something added."""
+    """Follows a running sum with a value added."""
     del reason
     state, more = equation.values
     if equation.name == "add" and fact_of(state, RunningSum) is None:
@@ -176,14 +175,14 @@ def _added_to(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     running = fact_of(state, RunningSum)
     if running is None or fact_of(more, RunningSum):
         return None
-    if more.coupled:  # It is what couples samples, and not the sum.
+    if more.coupled:  # The added value couples samples, not the sum.
         return [replace(more.plain, dims=state.dims)]
     added = fixed(more.dims, ratio=None) if running.added is None else running.added
     return [_with_added(state, _result(equation, [added, more]))]
 
 
 def _cast_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """A running sum in another precision."""
+    """Follows a running sum that is cast to another precision."""
     del reason
     state = equation.values[0]
     running = fact_of(state, RunningSum)
@@ -200,7 +199,7 @@ def _cast_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _chosen_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """A running sum to which something is added, or not."""
+    """Follows a selection between a running sum with and without an addition."""
     del reason
     which, *cases = equation.values
     sums = [fact_of(v, RunningSum) for v in cases]
@@ -216,7 +215,7 @@ def _chosen_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _scattered_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """A running sum to some elements of which something is added."""
+    """Follows a running sum with a value added to some elements."""
     del reason
     state, *more = equation.values
     running = fact_of(state, RunningSum)

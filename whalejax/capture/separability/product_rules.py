@@ -52,7 +52,7 @@ def _dot_general(equation: PairedEquation) -> list[Value]:
 
 
 def _ragged_dot(equation: PairedEquation) -> list[Value]:
-    """Rows by group; whose rows they are, ``facts`` knows. Here groups are fixed."""
+    """Follows rows by group with fixed groups; ``fact_rules`` handles others."""
     left, right, sizes = equation.values[:3]
     every = (*left.dims, *right.dims, *sizes.dims)
     if _grows(*every) or sizes.kind is not Dependence.FIXED or not is_one(sizes.ratio):
@@ -107,7 +107,7 @@ def _grows(*dims: Dim) -> bool:
 def _grouped_features(
     equation: PairedEquation, features: Dim, filters: Dim, shapes: Any
 ) -> Dim:
-    """Channels of samples side by side, each convolved with filters of its own."""
+    """Follows channels of several samples, each convolved with its own filters."""
     groups = [e.params["feature_group_count"] for e in (equation.part, equation.whole)]
     for dim in (features, filters):
         lead = dim[0] if dim else None
@@ -122,7 +122,7 @@ def _grouped_features(
 
 
 def _grouped_batch(equation: PairedEquation, left: Value, right: Value) -> Value:
-    """Groups filters' gradients alone: nothing may depend on samples."""
+    """Follows grouped gradients of filters; nothing may depend on samples."""
     if any(map(is_samples, (*left.dims, *right.dims))):
         raise CoupledError("convolves over the samples")
     return _plain_result(equation, (left, right))

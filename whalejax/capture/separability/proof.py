@@ -1,8 +1,8 @@
-"""The verdict on a loss: a mean of independent samples, or what couples them.
+"""The verdict on a loss: a mean of independent samples, or the reason why not.
 
-A part of the batch computes what the whole does if the loss is a sum over samples whose
-coefficient times the number of samples is the same for both. The program is traced with
-the samples of both and the two are compared, so no number in it needs a rule.
+A part of the batch computes the same as the whole if the loss is a sum over samples
+whose coefficient times the number of samples is the same for both. The program is
+traced with the samples of both and the two are compared, so its numbers need no rules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LossInput:
     """One flat input of a traced loss.
 
     Attributes:
-        axis: The dimension that holds the samples; None if it holds none.
+        axis: Dimension that holds the samples; None if there is none.
         key: Source of the random key: ``"rng"``, ``"foreign"``, or empty for none.
         state: Name of the state that samples change, or empty.
     """
@@ -48,11 +48,11 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossPrograms:
-    """Programs from which the independence of samples is proved.
+    """Programs from which the independence of samples is proven.
 
     Attributes:
-        at: Traces the loss with a number of samples; gives its jaxpr, whose results are
-            total, weight and then the state that samples may change.
+        at: Returns the loss's jaxpr for a number of samples, whose results are
+            total, weight and the state that samples may change.
         inputs: Every flat input.
         state: Names of the state, in the order of the results.
         weighted: Whether the loss is a ``WeightedLoss``.
@@ -66,15 +66,15 @@ class LossPrograms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Separability:
-    """Whether parts of a batch compute what the whole does.
+    """Verdict on whether parts of a batch compute the same as the whole.
 
     Attributes:
-        group: Neighbours that have to stay together; 1 if none do.
-        runs: Equal runs that the batch is made of, of which a part has to hold the same
-            places, as chosen samples and then rejected ones; 1 if it is not.
-        reason: Reason why the parts differ from the whole; None where they do not.
-        sums: The loss adds its samples up, and is no mean.
-        in_weight: The reason is about the weight of a ``WeightedLoss``.
+        group: Number of neighbours that must stay together; 1 if none.
+        runs: Number of equal runs of the batch; a part must hold the same indices of
+            each, as with chosen and then rejected samples; 1 if there are none.
+        reason: Reason why the parts differ from the whole; None if they do not.
+        sums: Whether the loss sums its samples and is no mean.
+        in_weight: Whether the reason is about the weight of a ``WeightedLoss``.
     """
 
     group: int = 1
@@ -85,28 +85,28 @@ class Separability:
 
     @property
     def proven(self) -> bool:
-        """Parts compute what the whole does."""
+        """Whether parts compute the same as the whole."""
         return self.reason is None
 
 
 MOST_GROUPS: Final = 4
-"""As often as a larger group is tried, where a reshape asks for one."""
+"""Maximum number of group sizes that are tried, if reshapes require larger groups."""
 
 
 def prove(
     programs: LossPrograms, part: int, whole: int, group: int | None = None
 ) -> Separability:
-    """Whether parts of a batch compute what the whole does.
+    """Decides whether parts of a batch compute the same as the whole.
 
     Args:
-        programs: The loss.
-        part, whole: Samples of a part, and of the whole batch.
-        group: Samples that stay together; None takes 1, or what reshapes of the batch
-            ask for.
+        programs: Programs of the loss.
+        part, whole: Number of samples of a part, and of the whole batch.
+        group: Number of samples that stay together; None takes 1, or what reshapes of
+            the batch require.
 
     Returns:
-        The verdict. Of a loss that cannot be traced with either number of samples, that
-        is the reason.
+        The verdict; its reason if the loss cannot be traced with either number of
+        samples.
     """
     if part == whole:
         return Separability(group=group or 1)
@@ -134,7 +134,7 @@ def _prove(
         why = f"{part} samples are no whole groups of {unit}"
         return _refuse(Reason(operation="", line="", why=why))
     small, large = part, whole
-    if part == unit:  # One group takes no dimension: what is proven is of more.
+    if part == unit:  # One group has no dimension; the proof needs more.
         small, large = 2 * unit, whole if whole > 2 * unit else 4 * unit
     try:
         pair = programs.at(small), programs.at(large)
@@ -143,7 +143,7 @@ def _prove(
             unlike = single_sample_reason(programs.at(part), pair, sizes)
             if unlike is not None:
                 return _refuse(unlike)
-    except Exception as error:  # Of the user's own loss.
+    except Exception as error:  # Raised by the user's loss.
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         why = f"cannot be traced with another number of samples ({text:.120})"
         return _refuse(Reason(operation="", line="", why=why))
@@ -171,8 +171,8 @@ def known_inputs(
 
     Args:
         inputs: Every flat input.
-        pair: The jaxprs, of fewer samples and of more.
-        share: Samples of the first over those of the second.
+        pair: Jaxprs with fewer and with more samples.
+        share: Ratio of the first one's samples to the second one's.
         group, runs: Fields of ``Separability``, unchanged.
     """
     bodies = [_compat.open_jaxpr(p)[0].invars for p in pair]

@@ -1,8 +1,8 @@
 """Rules for random numbers.
 
-What is drawn from the loss's own ``rng`` is each sample's by contract: a step is
-compared with one device's at the same number of micro-batches. Draws from any other key
-would be the same ones in every micro-batch.
+By contract, draws from the loss's own ``rng`` belong to each sample: a step is compared
+with one device's at the same number of micro-batches. Draws from any other key would be
+the same in every micro-batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from whalejax.capture.separability.values import (
 
 
 FIXED_KEY: Final = "fixed"
-"""What keys are of that the loss makes of a number of its own."""
+"""Source of keys that the loss makes from a constant."""
 
 FOREIGN: Final = "draws from a key that is not the loss's rng"
 
@@ -40,7 +40,7 @@ def _drawn_dim(part: int, whole: int) -> Dim:
 
 
 def _of_key(key: Value, dims: Sequence[Dim], *others: Value) -> Value:
-    """Returns facts about values drawn from a key, along dimensions of their own."""
+    """Returns facts about values drawn from a key, along new dimensions."""
     kind, within = combined_kind([key, *others])
     if kind is Dependence.SUM or not all(is_one(v.ratio) for v in (key, *others)):
         raise CoupledError("draws from a key that all samples decide")
@@ -49,10 +49,10 @@ def _of_key(key: Value, dims: Sequence[Dim], *others: Value) -> Value:
 
 
 def _fresh_dims(equation: PairedEquation) -> list[Dim]:
-    """Dimensions of a key's own, and then drawn ones.
+    """Returns the dimensions of a key, followed by those that are drawn.
 
     A key that is neither the loss's rng nor a sample's gives every part the same
-    numbers at the same places.
+    numbers at the same indices.
     """
     key, (part, whole) = equation.values[0], equation.shapes()
     behind = [*zip(part, whole, strict=True)][len(key.dims) :]
@@ -86,7 +86,7 @@ def _fold_in(equation: PairedEquation) -> list[Value]:
     key, data = equation.values
     own = key.key == "rng"
     numbers = data.dims
-    if own:  # A key for each place is each sample's own, by contract.
+    if own:  # By contract, a key for each index is each sample's own.
         numbers = tuple(
             tuple(
                 Atom(Along.DRAWN, a.part, a.whole)

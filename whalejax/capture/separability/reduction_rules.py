@@ -1,4 +1,4 @@
-"""Rules for operations that take elements along dimensions together."""
+"""Rules for operations that combine elements along dimensions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OWN_PLACES: Final = f"adds up values of places whose number {SIZE}"
 
 
 def summed(value: Value, axes: Sequence[int], dims: Sequence[Dim]) -> Value:
-    """A sum over some dimensions.
+    """Returns facts about a sum over some dimensions.
 
     Args:
         value: Facts about the operand.
@@ -39,14 +39,14 @@ def summed(value: Value, axes: Sequence[int], dims: Sequence[Dim]) -> Value:
         dims: Dimensions of the result.
 
     Raises:
-        CoupledError: The number of terms, or what they are, depends on more than the
-            samples.
+        CoupledError: The number of terms, or the terms themselves, depend on more than
+            the samples.
     """
     return with_sum(value, [value.dims[i] for i in axes], dims)
 
 
 def with_sum(value: Value, gone: Sequence[Dim], dims: Sequence[Dim]) -> Value:
-    """A value along other dimensions, of which some were summed over."""
+    """Returns facts about a value after a sum over some dimensions."""
     kind, ratio = value.kind, value.ratio
     atoms = [a for dim in gone for a in dim]
     over_samples = False
@@ -78,10 +78,10 @@ def _reduce_sum(equation: PairedEquation) -> list[Value]:
 
 
 def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) -> None:
-    """Refuses what is done along the samples, or to sums over them.
+    """Refuses an operation along the samples, or on sums over them.
 
     Raises:
-        CoupledError: It is.
+        CoupledError: The operation is such a one.
     """
     if value.kind is Dependence.SUM:
         raise CoupledError(f"applies {equation.name} to a sum over the samples")
@@ -93,7 +93,7 @@ def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) ->
 
 
 def _reduce_end(equation: PairedEquation) -> list[Value]:
-    """A maximum or a minimum, which a factor passes through."""
+    """Follows a maximum or a minimum, which a factor passes through."""
     (axes,) = equation.equal_params("axes")
     value = equation.values[0]
     _check_apart(equation, value, axes)
@@ -102,7 +102,7 @@ def _reduce_end(equation: PairedEquation) -> list[Value]:
 
 
 def _check_positive(value: Value) -> None:
-    """Refuses a factor of another sign, which makes the largest the smallest."""
+    """Refuses a factor that is not positive, as it would reverse the order."""
     if value.ratio is not None and not value.ratio > 0:
         raise CoupledError(SIZE)
 
@@ -128,7 +128,7 @@ def _reduce_truth(equation: PairedEquation) -> list[Value]:
 
 
 def _hardened(dim: Dim) -> Dim:
-    """A dimension whose elements differ from now on."""
+    """Returns a dimension as one whose elements may differ."""
     part = whole = 1
     for atom in dim:
         part, whole = part * atom.part, whole * atom.whole
@@ -136,7 +136,7 @@ def _hardened(dim: Dim) -> Dim:
 
 
 def _along_axis(name: str, *, linear: bool = False) -> Rule:
-    """A running operation along one dimension."""
+    """Returns the rule for a running operation along one dimension."""
 
     def rule(equation: PairedEquation) -> list[Value]:
         (axis,) = equation.equal_params(name)
@@ -187,7 +187,7 @@ def _top_k(equation: PairedEquation) -> list[Value]:
 
 
 def _windows(equation: PairedEquation) -> list[Value]:
-    """Operations on windows, which must not reach from one sample to another."""
+    """Follows operations on windows, which must not span several samples."""
     window, strides = equation.equal_params("window_dimensions", "window_strides")
     dilated = [
         equation.equal_params(name)[0] or [1] * len(window)
@@ -222,7 +222,7 @@ def _is_sum(value: Value | None) -> bool:
 
 
 def _select_and_scatter_add(equation: PairedEquation) -> list[Value]:
-    """The gradient of a maximum over windows."""
+    """Follows the gradient of a maximum over windows."""
     source, operand = equation.values
     _check_positive(operand)
     if _is_sum(operand):
@@ -242,7 +242,7 @@ def _select_and_scatter_add(equation: PairedEquation) -> list[Value]:
 
 
 def _matrices(equation: PairedEquation) -> list[Value]:
-    """Decompositions and solutions, of matrices in the last two dimensions."""
+    """Follows decompositions and solves of matrices in the last two dimensions."""
     values = [v for v in equation.values if len(v.dims) >= 2]
     front: list[Dims] = []
     for value in equation.values:
@@ -265,7 +265,7 @@ def _matrices(equation: PairedEquation) -> list[Value]:
 
 
 def _triangular_solve(equation: PairedEquation) -> list[Value]:
-    """Solutions for several right-hand sides, which may be samples."""
+    """Follows solves for several right-hand sides, which may be samples."""
     (left,) = equation.equal_params("left_side")
     matrix, sides = equation.values
     row = len(sides.dims) - (2 if left else 1)
@@ -293,7 +293,7 @@ def _fft(equation: PairedEquation) -> list[Value]:
 
 
 def _over_places(equation: PairedEquation) -> list[Value]:
-    """Collectives over an axis that the loss binds, which is a dimension here."""
+    """Follows collectives over an axis that the loss binds: here a dimension."""
     (axes,) = equation.equal_params("axes")
     if not all(isinstance(axis, int) for axis in axes):
         raise CoupledError(f"calls {equation.name} over {axes}")

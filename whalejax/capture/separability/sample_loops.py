@@ -1,8 +1,8 @@
 """Loops along the samples: maps, and sums that are carried from sample to sample.
 
-What an iteration gives may depend on its own sample alone. It may carry values that no
-iteration changes, sums to which each adds something, the number of its iteration, and
-random keys that are made of the loss's own.
+The results of an iteration may depend only on its own sample. It may carry values that
+no iteration changes, sums to which each adds a value, the iteration's index, and random
+keys made from the loss's own.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class SampleLoop:
     """A scan whose iterations are the samples, or groups of them, one by one.
 
     Attributes:
-        follower: Follows its body.
+        follower: Follower of the body.
         part, whole: The scan, in both traces.
         given: Facts about its operands.
         reason: Reason to report if a carry is used for more than a sum.
-        lead: The samples, as a dimension of what the iterations give.
-        drawn: An iteration may draw random numbers of its own.
+        lead: Samples, as a dimension of the stacked results.
+        drawn: Whether an iteration may draw its own random numbers.
     """
 
     follower: TraceFollower
@@ -75,7 +75,7 @@ class SampleLoop:
         """Returns facts about the results.
 
         Raises:
-            CoupledError: Samples do not stay apart.
+            CoupledError: The loop couples samples.
         """
         sizes = (_compat.scan_parts(self.part), _compat.scan_parts(self.whole))
         first = sizes[0].num_consts
@@ -102,13 +102,13 @@ class SampleLoop:
         return [*ends, *(self._stack_iterations(v) for v in results[len(start) :])]
 
     def _without_samples(self, inside: Sequence[Value]) -> list[Value]:
-        """Results of a map over nothing that is known to be of samples."""
+        """Returns coupled results of a map over no known samples."""
         coupled = next((v for v in inside if v.coupled), None)
         if coupled is None:
             raise CoupledError(f"loops as often as {SIZE}")
         return [replace(coupled, dims=()) for _ in self.part.outvars]
 
-    # What an iteration is given.
+    # Inputs of an iteration.
 
     def _slices(self, first: int, counts: tuple[int, int]) -> list[Value]:
         given = zip(self.given[first:], self.part.invars[first:], strict=True)
@@ -153,7 +153,7 @@ class SampleLoop:
         fact = RunningSum(carry=Carry())
         return Value(kind=Dependence.COUPLED, dims=start.dims, fact=fact, reason=why)
 
-    # What comes of it.
+    # Results of the loop.
 
     def _end(
         self,
@@ -184,7 +184,7 @@ class SampleLoop:
         kind, _ = combined_kind([start, total])
         if kind is Dependence.SUM:
             check_sum_dtype(dtype)
-            if np.dtype(dtype).kind == "u":  # Where differences wrap.
+            if np.dtype(dtype).kind == "u":  # Differences wrap.
                 raise CoupledError(f"adds samples up in {dtype}, one after the other")
         dims = align_dims([start.dims, total.dims])
         return Value(kind=kind, dims=dims, ratio=same_ratio([start, total]))
@@ -204,7 +204,7 @@ class SampleLoop:
 
 
 def _of_outside(value: Value, reason: Reason) -> Value:
-    """A value from outside a loop; one of a loop around it is of another sample."""
+    """Returns an outer value; one of an outer loop belongs to another sample."""
     around = value.within or isinstance(value.fact, LoopPlace | RunningSum)
     if not around:
         return value
@@ -222,9 +222,9 @@ def _starts_at_zero(value: Value) -> bool:
 
 
 def _counts(body: Any, before: Any, after: Any) -> bool:
-    """Whether a carry grows by one in every iteration."""
+    """Returns whether a carry grows by one in every iteration."""
     dtype = before.aval.dtype
-    if _compat.is_inexact(dtype) or np.dtype(dtype).itemsize < 4:  # It wraps.
+    if _compat.is_inexact(dtype) or np.dtype(dtype).itemsize < 4:  # The count may wrap.
         return False
     made = [e for e in body.eqns if after in e.outvars]
     if len(made) != 1 or made[0].primitive.name != "add":

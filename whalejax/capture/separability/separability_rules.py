@@ -1,4 +1,4 @@
-"""One table of rules, by primitive."""
+"""Table of all rules, by primitive."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def apply_rule(equation: PairedEquation) -> list[Value]:
     """Returns facts about an equation's results.
 
     Raises:
-        CoupledError: It couples samples, or there is no rule for it and it reads some.
+        CoupledError: The equation couples samples, or reads some and has no rule.
     """
     _check_switches(equation)
     rule = RULES.get(equation.name)
@@ -57,7 +57,7 @@ def apply_rule(equation: PairedEquation) -> list[Value]:
 
 
 def _check_switches(equation: PairedEquation) -> None:
-    """Refuses an operation that is done in another way for more samples."""
+    """Refuses an operation that has other options for more samples."""
     for name, value in equation.part.params.items():
         kind = isinstance(value, bool | str | enum.Enum | np.dtype)
         if kind and value != equation.whole.params.get(name):
@@ -65,7 +65,7 @@ def _check_switches(equation: PairedEquation) -> None:
 
 
 def _opaque(equation: PairedEquation) -> list[Value]:
-    """Results of an operation of which nothing is known."""
+    """Follows an operation without a rule."""
     if equation.part.effects:
         raise CoupledError(f"calls {equation.name}, which may keep samples for later")
     if any(

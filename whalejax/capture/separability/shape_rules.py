@@ -55,7 +55,7 @@ def _iota(equation: PairedEquation) -> list[Value]:
     fact: Any = ArithmeticSteps() if along == len(pairs) - 1 else None
     if pairs[along][0] != pairs[along][1]:
         fact = Places(dim=along)
-    if np.dtype(equation.result_dtype).itemsize < 4:  # Which count no further.
+    if np.dtype(equation.result_dtype).itemsize < 4:  # Its range may be too small.
         fact = None
     return [Value(kind=Dependence.FIXED, dims=tuple(dims), fact=fact)]
 
@@ -162,15 +162,15 @@ def _slice(equation: PairedEquation) -> list[Value]:
 def cut_dim(
     dim: Dim, sizes: tuple[int, int], cuts: Sequence[tuple[int, int, int]]
 ) -> Dim:
-    """A dimension of which a piece is taken.
+    """Returns a dimension after a slice.
 
     Args:
-        dim: The dimension.
+        dim: Dimension that is cut.
         sizes: Its sizes in both traces.
         cuts: Start, end and stride in both traces.
 
     Raises:
-        CoupledError: The piece holds some of the samples.
+        CoupledError: The slice takes only some of the samples.
     """
     if all(cut == (0, n, 1) for cut, n in zip(cuts, sizes, strict=True)):
         return dim
@@ -185,7 +185,7 @@ def cut_dim(
     if cuts[0][2] > 1 and all(
         (n % cut[2], cut[0] // cut[2], len(range(*cut))) == (0, 0, n // cut[2])
         for n, cut in zip(sizes, cuts, strict=True)
-    ):  # One element of each so many neighbours.
+    ):  # One element of every few neighbours.
         stride = cuts[0][2]
         if cuts[0][2] != cuts[1][2] or cuts[0][0] != cuts[1][0]:
             raise CoupledError(TAKES)
@@ -196,7 +196,7 @@ def cut_dim(
             return merged_atoms([*dim[:-1], inner.sized(per, per)])
         if inner.along is Along.SAMPLES:
             raise CoupledError(TAKES, group=stride)
-    # Whole runs of all samples, of several that were joined.
+    # Complete runs of all samples, out of several that were concatenated.
     outer = dim[0]
     run = [n // a for n, a in zip(sizes, (outer.part, outer.whole), strict=True)]
     if outer.along is Along.PLAIN and not outer.grows and is_samples(dim[1:]):
@@ -213,7 +213,7 @@ def cut_dim(
 def _runs(
     dim: Dim, sizes: tuple[int, int], cuts: Sequence[tuple[int, int, int]]
 ) -> int:
-    """Runs of samples, one of which is taken: 2 of a half. 0 if it is none."""
+    """Returns the number of equal runs, if a slice takes some: 2 for a half; else 0."""
     if not (dim and is_samples(dim[:1])) or any(cut[2] != 1 for cut in cuts):
         return 0
     pairs = [*zip(sizes, cuts, strict=True)]
@@ -244,7 +244,7 @@ def _dynamic_slice(equation: PairedEquation) -> list[Value]:
     value, *starts = equation.values
     pieces = (equation.part.params["slice_sizes"], equation.whole.params["slice_sizes"])
     shapes, dims = equation.operand_shapes(0), []
-    deciding = []  # Where all of a dimension is taken, it begins at 0 at any rate.
+    deciding = []  # A full slice always begins at 0.
     for i, (dim, start) in enumerate(zip(value.dims, starts, strict=True)):
         sizes, taken = (shapes[0][i], shapes[1][i]), (pieces[0][i], pieces[1][i])
         if taken == sizes:
@@ -326,7 +326,7 @@ def _concatenate(equation: PairedEquation) -> list[Value]:
 def _concatenated_dim(
     dims: Sequence[Dim], shapes: tuple[tuple[int, ...], tuple[int, ...]], axis: int
 ) -> Dim:
-    """A dimension of several, one behind the other."""
+    """Returns the dimension of several concatenated ones."""
     sizes = shapes[0][axis], shapes[1][axis]
     if any(a.grows for d in dims for a in d):
         each = dims[0]

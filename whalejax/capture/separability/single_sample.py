@@ -1,10 +1,10 @@
-"""Whether the program for one sample is the one that was proven for more.
+"""Compares the program for one sample with the proven program for more.
 
-A dimension of one element is often dropped or repeated by another rule than one of
-more, as ``jnp.squeeze`` does, and a loss may ask for it. So a proof is made of parts of
-two samples and more, and the program of one has to be the same, operation by operation:
-the same operands, parameters, and shapes that follow the number of samples as they do
-for more. What only adds or drops dimensions of one element does not count.
+A dimension of one element is often dropped or repeated by another rule than a longer
+one, as in ``jnp.squeeze``, and a loss may branch on it. So a proof uses parts of two or
+more samples, and the program for one must be the same, operation by operation: the same
+operands, parameters, and shapes that follow the number of samples as they do for more.
+Operations that only add or drop dimensions of one element do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHER_ARRAY: Final = "has an array that is another for one sample"
 
 Shape = tuple[int, ...]
 Three = tuple[Any, Any, Any]
-"""What stands at one place of the three traces: of one sample, and of more."""
+"""Items at one position of the three traces: for one sample, and for more."""
 
 _MOVING: Final = (
     "squeeze",
@@ -68,9 +68,9 @@ def single_sample_reason(
     it is.
 
     Args:
-        single: The program for one sample, or one group.
+        single: Program for one sample, or one group.
         pair: Traces with more samples.
-        sizes: Samples of the three.
+        sizes: Number of samples of each program.
     """
     try:
         _Comparison(sizes=sizes).compare((single, *pair))
@@ -91,16 +91,16 @@ class _UnlikeError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class _Comparison:
-    """Goes through three traces, in which each array has a name where it is the same.
+    """Compares three traces; equal arrays of both sides get one name.
 
     Attributes:
-        sizes: Samples of the traces.
+        sizes: Number of samples of each trace.
     """
 
     sizes: tuple[int, int, int]
 
     def compare(self, programs: Three) -> None:
-        """Raises an error at the first operation that one sample has otherwise."""
+        """Raises an error at the first operation that differs for one sample."""
         opened = [_compat.open_jaxpr(p) for p in programs]
         bodies = [body for body, _ in opened]
         self._compare_arrays([constants for _, constants in opened])
@@ -142,7 +142,7 @@ class _Comparison:
     # Shapes.
 
     def _shape(self, atoms: Sequence[Any]) -> Shape:
-        """Shape of an array of one sample, in its own trace or as two others say."""
+        """Returns an array's shape for one sample, from its trace or two others."""
         shapes = [tuple(a.aval.shape) for a in atoms]
         if len(shapes) == 1:
             return shapes[0]
@@ -150,8 +150,8 @@ class _Comparison:
         return tuple(round(self._expected(*pair)) for pair in pairs)
 
     def _expected(self, small: Any, large: Any) -> Any:
-        """Returns a number for one sample from those for two other counts: some power
-        of them.
+        """Returns a number for one sample from those for two larger counts, assuming
+        a power law.
         """
         if small == large or not (small and large):
             return small
@@ -159,9 +159,9 @@ class _Comparison:
         return small * (self.sizes[0] / self.sizes[1]) ** power
 
     def _is_left_out(self, same: dict[Any, Any], *equations: Any) -> bool:
-        """Whether an operation adds or drops dimensions of one element and no more.
+        """Returns whether an operation only adds or drops dimensions of one element.
 
-        Its result is then the same as its operand.
+        Its result is then equal to its operand.
         """
         first = equations[0]
         if first.primitive.name not in _MOVING:
@@ -204,7 +204,7 @@ class _Comparison:
         return all(self._follow([e.params.get(key) for e in three]) for key in compared)
 
     def _is_one(self, names: _Names, atoms: Three) -> bool:
-        """Whether an atom of one sample is the same as that of more."""
+        """Returns whether an atom for one sample equals that for more."""
         atoms = (*(names.source(i, a) for i, a in enumerate(atoms[:2])), atoms[2])
         literal = [_compat.is_literal(a) for a in atoms[:2]]
         if not any(literal):
@@ -216,7 +216,7 @@ class _Comparison:
         return self._follow([_values(a.val) for a in atoms[:2]] + [_values(third)])
 
     def _follow(self, three: Sequence[Any]) -> bool:
-        """Whether a parameter of one sample is what those of more ask for."""
+        """Returns whether a parameter for one sample follows from those for more."""
         one, small, large = three
         if one is None or isinstance(one, _SWITCHES):
             return bool(one == small == large)
@@ -247,7 +247,7 @@ class _Names:
     """Names of arrays, in the trace of one sample and in that of more.
 
     Attributes:
-        given: The names.
+        given: Number of each array, for both traces.
         same: Arrays that operations left unchanged.
     """
 
@@ -267,12 +267,12 @@ class _Names:
 
 
 def _wide(shape: Shape) -> list[int]:
-    """Sizes of the dimensions of more than one element."""
+    """Returns the sizes of the dimensions of more than one element."""
     return [n for n in shape if n != 1]
 
 
 def _numbers(shape: Shape) -> dict[int, int]:
-    """The dimensions of more than one element, counted among themselves."""
+    """Numbers the dimensions of more than one element among themselves."""
     return {d: i for i, d in enumerate(d for d, n in enumerate(shape) if n != 1)}
 
 
@@ -280,12 +280,12 @@ def _dim_treatment(equation: Any, shapes: Sequence[Shape]) -> Any:
     """Returns the treatment of dimensions of more than one element.
 
     Args:
-        equation: The operation.
+        equation: Equation of the operation.
         shapes: Shapes of the operands and results.
 
     Returns:
-        What is the same for one sample and for more where the operation is; None where
-        all dimensions have to be.
+        A value that is equal for one sample and for more if the operation is the same;
+        None if all dimensions must be equal.
     """
     name, params = equation.primitive.name, equation.params
     if name in _MOVING:
@@ -327,7 +327,7 @@ def _dim_positions(equation: Any, before: Shape, after: Shape) -> list[int]:
 
 
 def _paired(numbers: Any, shapes: Sequence[Shape]) -> Any:
-    """Dimensions of both operands that a product takes together."""
+    """Returns the contracted and batch dimensions of a product's operands."""
     left, right = map(_numbers, shapes[:2])
     contracted, batch = (
         [(left[i], right[j]) for i, j in zip(*both, strict=True) if i in left]
@@ -337,7 +337,7 @@ def _paired(numbers: Any, shapes: Sequence[Shape]) -> Any:
 
 
 def _looked_up(params: Any, shapes: Sequence[Shape]) -> Any:
-    """Returns the indexing of a lookup; None where it looks up along one element."""
+    """Returns the indexing of a lookup; None if it looks up one element."""
     numbers = params["dimension_numbers"]
     operand, indices, result = map(_numbers, shapes)
     if any(d not in operand for d in numbers.start_index_map):
@@ -355,7 +355,7 @@ def _looked_up(params: Any, shapes: Sequence[Shape]) -> Any:
 
 
 def _values(array: Any) -> list[complex]:
-    """Numbers of an array; one, where all are equal."""
+    """Returns the numbers of an array; one number if all are equal."""
     result = np.asarray(array)
     if not np.issubdtype(result.dtype, np.number):
         result = result.astype(np.float64)

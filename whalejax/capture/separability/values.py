@@ -1,8 +1,8 @@
-"""Facts about values of a traced loss, of few and of many samples at once.
+"""Facts about values of a traced loss, for few and for many samples at once.
 
-Two traces of one loss are followed side by side: of a part of the batch, and of the
-whole. A value is described once for both. Its dimensions are lists of atoms, outermost
-first, and an atom has a size in each trace. What is not known to be anything better is
+Two traces of one loss are followed together: of a part of the batch, and of the whole.
+A value is described once for both. Its dimensions are lists of atoms, outermost first,
+and an atom has a size in each trace. A value without a better description is
 ``COUPLED``, with the equation that made it so.
 """
 
@@ -19,13 +19,13 @@ class Dependence(enum.IntEnum):
     """Dependence of a value on the samples."""
 
     FIXED = 0
-    """On none of them."""
+    """Depends on no sample."""
     SAMPLE = 1
     """Element i along the samples depends on sample i alone."""
     SUM = 2
-    """A fixed value plus a sum over the samples of a value of each."""
+    """A fixed value plus a sum of one value for each sample."""
     COUPLED = 3
-    """In another way, or in one that is not known."""
+    """Depends on samples in another or an unknown way."""
 
 
 class Along(enum.Enum):
@@ -38,7 +38,7 @@ class Along(enum.Enum):
     EQUAL = "equal"
     """Copies: all elements along it are equal."""
     DRAWN = "drawn"
-    """Random numbers, each drawn for itself."""
+    """Random numbers, drawn independently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,16 @@ class Atom:
 
     @property
     def grows(self) -> bool:
-        """Returns whether it has more elements where the batch has more samples."""
+        """Whether it has more elements if the batch has more samples."""
         return self.part != self.whole
 
     def sized(self, part: int, whole: int) -> Atom:
-        """The same with other sizes."""
+        """Returns the atom with other sizes."""
         return Atom(self.along, part, whole)
 
 
 Dim = tuple[Atom, ...]
-"""A dimension: its atoms, outermost first; empty where it has one element."""
+"""A dimension: its atoms, outermost first; empty if it has one element."""
 
 Dims = tuple[Dim, ...]
 
@@ -73,10 +73,10 @@ class Reason:
         operation: Name of the primitive, or empty.
         line: The user's source line, such as ``"model.py:12"``.
         why: Effect of the operation on the samples.
-        group: Samples in a group of neighbours that the batch is parted into; 0 if it
-            is not.
-        runs: Equal runs, one behind the other, that the batch is parted into; 0 if it
-            is not.
+        group: Number of samples in the groups of neighbours that the operation forms; 0
+            if it forms none.
+        runs: Number of equal consecutive runs into which the operation divides the
+            batch; 0 if it does not.
     """
 
     operation: str
@@ -92,16 +92,16 @@ class Value:
 
     Attributes:
         kind: Dependence on the samples.
-        dims: Its dimensions.
+        dims: Dimensions of the value.
         ratio: Factor by which elements are larger in the trace of a part than in that
-            of the whole, where both see the same samples. For a sum the mean over the
+            of the whole, if both read the same samples. For a sum, the mean over the
             parts is compared with the whole. None for zero, where any factor is right.
-        within: Whether it is of the one sample at which a loop over samples stands,
-            and so has no dimension of samples.
-        key: Source of its random key: ``"rng"``, the loss's own, ``"fixed"``, one that
-            it makes of a number, or ``"foreign"``; empty where there is none.
+        within: Whether it belongs to the current sample of a loop over samples, and so
+            has no dimension of samples.
+        key: Source of its random key: ``"rng"`` for the loss's own, ``"fixed"`` for one
+            made from a constant, or ``"foreign"``; empty if there is none.
         fact: Further fact; see ``facts``.
-        numbers: Its value in both traces where it is a scalar of the program.
+        numbers: Its value in both traces if it is a scalar literal.
         reason: Reason for the coupling.
     """
 
@@ -121,33 +121,33 @@ class Value:
 
     @property
     def batched(self) -> bool:
-        """Whether it is of samples."""
+        """Whether it has a value for each sample."""
         return self.kind is Dependence.SAMPLE
 
     @property
     def plain(self) -> Value:
-        """The same without what else is known of it."""
+        """Same value without further facts."""
         if self.fact is None and self.numbers is None:
             return self
         return replace(self, fact=None, numbers=None)
 
     def shaped(self, dims: Sequence[Dim]) -> Value:
-        """The same elements along other dimensions."""
+        """Returns the same elements along other dimensions."""
         return replace(self, dims=tuple(dims), fact=None, numbers=None)
 
     def scale_by(self, by: float | None) -> Value:
-        """Returns its multiple by a number of known ratio; 1 leaves it unchanged."""
+        """Returns the value times a number with a ratio; 1 changes nothing."""
         ratio = None if self.ratio is None or by is None else self.ratio * by
         return replace(self, ratio=ratio, fact=None, numbers=None)
 
 
 class CoupledError(Exception):
-    """Raised by a rule for what couples samples.
+    """An operation couples samples.
 
     Args:
         why: Effect of the operation on the samples.
-        group: Samples in a group of neighbours that it parts the batch into.
-        runs: Equal runs that it parts the batch into.
+        group: Number of samples in the groups of neighbours that it forms.
+        runs: Number of equal runs into which it divides the batch.
     """
 
     def __init__(self, why: str, group: int = 0, runs: int = 0) -> None:
@@ -158,18 +158,18 @@ class CoupledError(Exception):
 
 
 SIZE: Final = "depends on the number of samples"
-"""Why a value is coupled that is another multiple for a part than for the whole."""
+"""Reason for a value whose factor differs between a part and the whole."""
 
 
 OTHER_RATIO: Final = f"adds or compares values one of which {SIZE}"
-"""Why a sum is coupled of what grows with the samples and of what does not."""
+"""Reason for a sum of terms that grow with the samples and terms that do not."""
 
 
 def same_ratio(values: Sequence[Value]) -> float | None:
-    """The ratio that all of some values have; zeros have any.
+    """Returns the common ratio of some values; zeros have any.
 
     Raises:
-        CoupledError: Two have different ones.
+        CoupledError: Two values have different ratios.
     """
     known = [v.ratio for v in values if v.ratio is not None]
     if not known:
@@ -180,44 +180,44 @@ def same_ratio(values: Sequence[Value]) -> float | None:
 
 
 def is_one(ratio: float | None) -> bool:
-    """A value is the same for a part and for the whole."""
+    """Returns whether a ratio is 1, or None for zero."""
     return ratio is None or math.isclose(ratio, 1.0, rel_tol=1e-5)
 
 
 def product_ratio(values: Sequence[Value]) -> float | None:
-    """The ratio of a product."""
+    """Returns the ratio of a product."""
     if any(v.ratio is None for v in values):
         return None
     return math.prod(v.ratio for v in values if v.ratio is not None)
 
 
 def is_samples(dim: Dim) -> bool:
-    """Whether samples run along a dimension, among other things."""
+    """Returns whether a dimension contains samples."""
     return any(a.along is Along.SAMPLES for a in dim)
 
 
 def size_of(dim: Dim) -> tuple[int, int]:
-    """Elements along a dimension, in the trace of a part and of the whole."""
+    """Returns the size of a dimension in the traces of part and whole."""
     return math.prod(a.part for a in dim), math.prod(a.whole for a in dim)
 
 
 def sample_dims(value: Value) -> list[int]:
-    """Dimensions along which samples run."""
+    """Returns the dimensions that contain samples."""
     return [i for i, dim in enumerate(value.dims) if is_samples(dim)]
 
 
 def plain_dim(part: int, whole: int) -> Dim:
-    """A dimension of which nothing is known."""
+    """Returns a dimension of which nothing is known."""
     return () if part == whole == 1 else (Atom(Along.PLAIN, part, whole),)
 
 
 def equal_dim(part: int, whole: int) -> Dim:
-    """A dimension of copies."""
+    """Returns a dimension of copies."""
     return () if part == whole == 1 else (Atom(Along.EQUAL, part, whole),)
 
 
 def has_own_places(dim: Dim) -> bool:
-    """Whether it matters which of many samples an element along it belongs to."""
+    """Returns whether elements along a dimension belong to different samples."""
     return any(
         a.along is Along.SAMPLES or (a.along is Along.PLAIN and a.grows) for a in dim
     )

@@ -1,1 +1,1 @@
-"""Dimensions made of several, taken apart."""
+"""Splits dimensions that consist of several."""

@@ -1,13 +1,12 @@
-"""Dimensions made of several taken apart: `[embed, 3 · heads]` as `[embed, 3, heads]`.
+"""Splits fused dimensions: ``[embed, 3 · heads]`` becomes ``[embed, 3, heads]``.
 
-A kernel that makes query, key and value in one product holds the heads as the minor
-part of a dimension, and so does every value on the way to where the three part. Where a
-program reshapes ``[batch, heads, ...]`` into ``[batch · heads, ...]``, or rows of a
-time-major batch into one dimension, what it does next holds a minor part too. No
-``PartitionSpec`` can name it there. The program is run again with such parameters
-reshaped and such reshapes put off, and every operation that can carries the parts along
-as dimensions of their own; what cannot gets the value as it was. Nothing is computed
-that was not before.
+A kernel that makes query, key and value in one product has the heads as the minor part
+of a dimension, and so has every value until the three are separated. If a program
+reshapes ``[batch, heads, ...]`` into ``[batch · heads, ...]``, or rows of a time-major
+batch into one dimension, the next values have a minor part too. No ``PartitionSpec``
+can name a minor part. So the program is evaluated again with such parameters reshaped
+and such reshapes postponed. Every operation that can carries the parts along as
+separate dimensions; others read the original value. The computation stays the same.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from whalejax.jaxpr import rebuild
 Position = tuple[int, ...]
 
 _PLACING: Final = ("sharding", "out_sharding")
-"""Parameters by which the user places a result, in the dimensions that it has."""
+"""Parameters with which the user shards a result, by its original dimensions."""
 
 
 def taken_apart(
@@ -43,16 +42,16 @@ def taken_apart(
     fused: Mapping[int, Mapping[int, int]],
     merges: frozenset[Position] = frozenset(),
 ) -> Any:
-    """A program whose fused parameters are reshaped first, and some reshapes put off.
+    """Returns a program that first reshapes fused parameters and postpones reshapes.
 
     Args:
-        jaxpr: Closed, as traced.
-        fused: Number of an input to its cuts: dimension to the number of parts.
-        merges: Positions of reshapes whose results keep apart what they merge.
+        jaxpr: Closed jaxpr, as traced.
+        fused: Cuts by index of the input: dimension to the number of parts.
+        merges: Positions of reshapes whose results keep the merged dimensions separate.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
     avals = [v.aval for v in body.invars]
-    # What a step leaves as it is has to be seen to be so.
+    # Inputs that are returned unchanged must stay recognisable.
     numbers = {v: i for i, v in enumerate(body.invars)}
     own = [None if _compat.is_literal(v) else numbers.get(v) for v in body.outvars]
     runner = _Runner(merges)
@@ -77,16 +76,16 @@ def _cut(value: Any, parts: Mapping[int, int]) -> View:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """Runs a program with views for some of its values.
+    """Evaluates a program with views for some of its values.
 
     Attributes:
-        merges: Positions of the reshapes that are put off.
+        merges: Positions of the reshapes that are postponed.
     """
 
     merges: frozenset[Position]
 
     def run(self, jaxpr: Any, values: Sequence[Any], prefix: Position) -> list[Any]:
-        """One jaxpr, whose equations have positions behind a prefix."""
+        """Evaluates one jaxpr, whose equations' positions follow a prefix."""
         body, constants = _compat.open_jaxpr(jaxpr)
         env: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
         env.update(zip(body.invars, values, strict=True))
@@ -181,7 +180,7 @@ class _Runner:
         return turned
 
     def _with_rule(self, equation: Any, operands: list[Any]) -> list[Any]:
-        """A call with a rule of its own for tangents, which runs with views too."""
+        """Evaluates a call with its own tangent rule, which runs with views too."""
         if not all(_compat.is_inexact(v.aval.dtype) for v in equation.invars):
             return _compat.bind(equation, [flat_of(v) for v in operands])
         inner = _compat.inner_jaxprs(equation)[0]
@@ -216,7 +215,7 @@ class _Runner:
 
 
 def _as_carried(value: Any, pattern: Any) -> Any:
-    """The array of a value in the form of a pattern."""
+    """Returns the array of a value in the form of a pattern."""
     if not isinstance(pattern, View):
         return flat_of(value)
     if isinstance(value, View) and value.cuts == pattern.cuts:

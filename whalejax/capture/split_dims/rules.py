@@ -1,7 +1,7 @@
 """Rules that carry split dimensions along, primitive by primitive.
 
-Each rule is given an equation and operands some of which are views, and gives the
-results, or None where it cannot: then the equation gets values as the program has them.
+Each rule receives an equation and operands, some of which are views, and returns the
+results, or None if it cannot: then the equation reads the original values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _views(operands: Sequence[Any]) -> list[View]:
 
 
 def _view(value: Any) -> View:
-    """Returns any value as a view, without cuts where it has none."""
+    """Returns any value as a view, without cuts if it has none."""
     if isinstance(value, View):
         return value
     return View(flat_of(value), tuple(np.shape(flat_of(value))), {})
@@ -52,7 +52,7 @@ def _shape_of(value: Any) -> Shape:
 
 
 def _together(operands: Sequence[Any]) -> dict[int, Shape] | None:
-    """The cuts of values of one shape, or None where they contradict each other."""
+    """Returns the cuts of values of one shape, or None if they conflict."""
     cuts: dict[int, Shape] = {}
     for view in _views(operands):
         if any(cuts.get(d, c) != c for d, c in view.cuts.items()):
@@ -62,7 +62,7 @@ def _together(operands: Sequence[Any]) -> dict[int, Shape] | None:
 
 
 def spread(equation: Any, operands: list[Any]) -> list[Any] | None:
-    """Remembers of a value that is repeated what it is made of."""
+    """Evaluates a broadcast, and records its operand."""
     if equation.primitive.name != "broadcast_in_dim" or len(operands) != 1:
         return None
     operand = flat_of(operands[0])
@@ -72,9 +72,9 @@ def spread(equation: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def merge_dims(equation: Any, operands: list[Any]) -> list[Any] | None:
-    """A reshape whose result keeps apart what it merges; None for anything else."""
+    """Evaluates a reshape with merged dimensions kept separate, else None."""
     if equation.primitive.name not in ("reshape", "squeeze"):
-        return None  # An operation that is read as one between reshapes.
+        return None  # An operation that is read as part of a reshape.
     return _regrouped(equation, [_view(operands[0])], merges=True)
 
 
@@ -150,11 +150,11 @@ def _reshape(equation: Any, operands: list[Any]) -> list[Any] | None:
 def _regrouped(
     equation: Any, operands: list[Any], *, merges: bool = False
 ) -> list[Any]:
-    """Regroups in any way; what was one dimension stays in its parts.
+    """Evaluates any reshape; a dimension that was cut stays in parts.
 
     Args:
-        equation: The reshape.
-        operands: A view.
+        equation: Equation of the reshape.
+        operands: One view.
         merges: Whether merged dimensions stay split too.
     """
     (view,) = operands
@@ -229,7 +229,7 @@ def _reduce(equation: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def _along(name: str) -> Rule:
-    """Operations along one dimension, which a parameter names and none cuts."""
+    """Returns the rule for operations along one dimension, which must be uncut."""
 
     def rule(equation: Any, operands: list[Any]) -> list[Any] | None:
         cuts = _together(operands)

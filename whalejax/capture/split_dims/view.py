@@ -1,6 +1,6 @@
-"""A value some of whose dimensions are kept in parts, and how to get at it.
+"""A value some of whose dimensions are kept in parts, and access to it.
 
-It is apart from the runner and the rules because both make and read views.
+It is separate from the runner and the rules because both make and read views.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax import lax
 
 Shape = tuple[int, ...]
 Cuts = Mapping[int, Shape]
-"""Dimension to the sizes of the parts that it is made of, major first."""
+"""Sizes of the parts of each cut dimension, major first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class View:
     """A value with some of its dimensions cut.
 
     Attributes:
-        value: The array; a cut dimension of it is several, its parts.
+        value: Array, with one dimension for each part of a cut one.
         shape: Shape in the program.
         cuts: Cuts of the dimensions of ``shape``.
     """
@@ -33,7 +33,7 @@ class View:
 
     @property
     def flat(self) -> Any:
-        """The array as the program has it."""
+        """Array in the program's own shape."""
         return lax.reshape(self.value, self.shape)
 
     @property
@@ -54,7 +54,7 @@ class View:
         return View(None, self.shape[1:], {d - 1: c for d, c in self.cuts.items()})
 
     def outside(self, stack: Any) -> View:
-        """A stack of such values, one of each turn of a loop."""
+        """Returns a stack of such values, one for each turn of a loop."""
         cuts = {d + 1: c for d, c in self.cuts.items()}
         return View(stack, (stack.shape[0], *self.shape), cuts)
 
@@ -64,9 +64,9 @@ class BroadcastView:
     """A value that is repeated along some dimensions, as one array.
 
     Attributes:
-        value: The array.
+        value: Array with the repeats.
         operand: Value that is repeated.
-        dims: For each of its dimensions, the one of ``value``.
+        dims: For each of its dimensions, that of ``value``.
     """
 
     value: Any
@@ -74,7 +74,7 @@ class BroadcastView:
     dims: Shape
 
     def cut(self, cuts: Cuts) -> Any:
-        """The array with dimensions cut; what is repeated is repeated in parts."""
+        """Returns the array with cut dimensions; repeats the operand by parts."""
         shape = tuple(self.value.shape)
         target = View(None, shape, cuts)
         given = {d: size for d, size in zip(self.dims, self.operand.shape, strict=True)}
@@ -92,7 +92,7 @@ class BroadcastView:
 
 
 def expanded(shape: Shape, cuts: Cuts) -> Shape:
-    """A shape with its cut dimensions in parts; those of size 1 are in ones."""
+    """Returns a shape with cut dimensions in parts; size 1 becomes ones."""
     result: list[int] = []
     for dim, size in enumerate(shape):
         parts = cuts.get(dim, (size,))
@@ -101,7 +101,7 @@ def expanded(shape: Shape, cuts: Cuts) -> Shape:
 
 
 def recut(value: Any, shape: Shape, cuts: Cuts) -> View:
-    """An array as a view with these cuts."""
+    """Returns an array as a view with these cuts."""
     if isinstance(value, View) and value.cuts == cuts:
         return value
     if isinstance(value, BroadcastView):
@@ -110,14 +110,14 @@ def recut(value: Any, shape: Shape, cuts: Cuts) -> View:
 
 
 def flat_of(value: Any) -> Any:
-    """The array of a value as the program has it."""
+    """Returns a value's array in the program's own shape."""
     if isinstance(value, BroadcastView):
         return value.value
     return value.flat if isinstance(value, View) else value
 
 
 def array_of(value: Any) -> Any:
-    """The array of a value as it is kept."""
+    """Returns a value's array as stored."""
     return value.value if isinstance(value, View | BroadcastView) else value
 
 
@@ -129,7 +129,7 @@ def pattern_of(value: Any) -> Any:
 
 
 def like(value: Any, pattern: Any) -> Any:
-    """An array as the view that a pattern says it is."""
+    """Returns an array as a view with a pattern's cuts."""
     if not isinstance(pattern, View):
         return value
     return View(value, pattern.shape, pattern.cuts)

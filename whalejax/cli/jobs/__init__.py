@@ -1,1 +1,1 @@
-"""``whalejax jobs``: its options and what it prints."""
+"""``whalejax jobs``: options and output."""

@@ -52,7 +52,7 @@ from whalejax.scheduler.live.requests import (
 _PLANNING_SECONDS: Final = 900.0
 _AGAIN_SECONDS: Final = 0.5
 _SERVE_SECONDS: Final = 15.0
-"""For a scheduler that was started just now to listen."""
+"""Time for a new scheduler to begin to listen."""
 
 _NAME: Final = re.compile(NAME_PATTERN)
 _SERVE_DEFAULTS: Final = JobsServeCommand(cluster="")
@@ -63,7 +63,7 @@ def serve(command: JobsServeCommand) -> int:
     """Runs the scheduler until it is asked to end.
 
     Args:
-        command: The options.
+        command: Options of the command.
     """
     for name in ("every", "resize", "horizon"):
         value = getattr(command, name)
@@ -86,7 +86,7 @@ def serve(command: JobsServeCommand) -> int:
 
 
 def _hosts_of(command: JobsServeCommand) -> JobHosts | None:
-    """Returns the hosts of jobs; None for this machine."""
+    """Returns the hosts of jobs; None for this machine only."""
     hosts = () if command.hosts is None else tuple(command.hosts.split(","))
     shell = shell_words(command.remote_shell)
     given = {name: getattr(command, name) for name in ("hosts", "slurm", "ray")}
@@ -121,7 +121,7 @@ def add(command: JobsAddCommand) -> int:
     """Adds a job, and waits until it is planned.
 
     Args:
-        command: The options.
+        command: Options of the command.
     """
     ask(command.save, ShowJobs(), patience=_SERVE_SECONDS)
     request = request_of(command, Path.cwd())
@@ -148,14 +148,14 @@ def add(command: JobsAddCommand) -> int:
 
 
 def request_of(command: JobsAddCommand, folder: Path) -> Add:
-    """The job that a command adds.
+    """Returns the job that a command adds.
 
     Args:
-        command: The options.
-        folder: Folder in which the job is to run.
+        command: Options of the command.
+        folder: Folder in which the job will run.
 
     Raises:
-        WhaleError: An option cannot be used; all that are.
+        WhaleError: Some options cannot be used; lists all.
     """
     model = lasting_name(command.model)
     name = command.name or _default_name(command)
@@ -203,7 +203,7 @@ def request_of(command: JobsAddCommand, folder: Path) -> Add:
 
 
 def _default_name(command: JobsAddCommand) -> str:
-    """The model's name, with a number behind it where a job has that."""
+    """Returns the model's name, with a number if another job has that name."""
     path, _, function = command.model.rpartition(":")
     stem = Path(path or function).stem
     base = re.sub(r"[^0-9A-Za-z_.-]+", "-", stem).strip("-._")[:56] or "job"
@@ -215,7 +215,7 @@ def _default_name(command: JobsAddCommand) -> str:
 def _batches(
     command: JobsAddCommand, problems: Problems
 ) -> tuple[int | None, int | None]:
-    """Returns a job's own batch and the largest one; None where not given."""
+    """Returns a job's own batch and the largest one; None if not given."""
     text, rule = command.batch, command.rate_rule
     most: int | None = None
     least: int | None = None
@@ -251,7 +251,7 @@ def _batches(
 
 
 def _span(option: str, text: str, most: int, problems: Problems) -> tuple[int, int]:
-    """``N``, or ``MIN:MAX``."""
+    """Parses ``N``, or ``MIN:MAX``."""
     low, colon, high = text.partition(":")
     parts = [int(t) if t.isdecimal() and t.isascii() else 0 for t in (low, high)]
     least, largest = parts if colon else (parts[0], parts[0])
@@ -265,7 +265,7 @@ def _span(option: str, text: str, most: int, problems: Problems) -> tuple[int, i
 
 
 def change(save: Path, name: str, what: What) -> int:
-    """Cancel, pause or resume a job.
+    """Cancels, pauses or resumes a job.
 
     Args:
         save: Folder of the scheduler.
@@ -289,7 +289,7 @@ def show(command: JobsShowCommand) -> int:
     """Shows all jobs.
 
     Args:
-        command: The options.
+        command: Options of the command.
     """
     from whalejax.cli.jobs.jobs_table import live_table, print_table
 
@@ -307,7 +307,7 @@ def logs(command: JobsLogsCommand) -> int:
     """Prints the ends of a job's logs.
 
     Args:
-        command: The options.
+        command: Options of the command.
     """
     if command.lines < 1:
         raise JobError(f"--lines is {command.lines}; expected 1 or more")

@@ -1,4 +1,4 @@
-"""Options of ``whalejax jobs``: simulate, serve and the commands to jobs that run."""
+"""Options of ``whalejax jobs``: simulate, serve and commands for running jobs."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ RateRule = Literal["linear", "sqrt"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsSimulateCommand:
-    """Play a trace of jobs through, and say when each would start, change and end.
+    """Simulate a trace of jobs, and print when each would start, change and end.
 
-    Every job is planned on the numbers of devices that it may take; nothing is run.
+    Plans every job for each number of devices that it may have; runs nothing.
     """
 
     trace: Annotated[conf.Positional[Path], conf.arg(metavar="TRACE.csv")]
-    """columns name, arrival (seconds), model, batch (64, or 64:1024 where it may grow),
-    steps, devices (4, or 1:8), and if you like priority and noise_scale"""
+    """columns name, arrival (seconds), model, batch (64, or 64:1024 if it may grow),
+    steps, devices (4, or 1:8), and optionally priority and noise_scale"""
     cluster: Annotated[str, conf.arg(metavar="CLUSTER")]
-    """such as h100:2x8, or a file"""
+    """cluster, such as h100:2x8, or a file"""
     policy: Policy = "throughput"
-    """what is most: throughputs over those on the fewest devices; completion, which
-    ends short jobs first; fairness or sia, a fair sum of speeds; static gives each job
-    the most devices that it asks for, in the order of arrival"""
+    """what to maximise: throughput, the sum of throughputs relative to the fewest
+    devices; completion, which ends short jobs first; fairness or sia, a fair sum of
+    speeds; static gives each job its most devices, in the order of arrival"""
     every: Annotated[float, conf.arg(metavar="SECONDS")] = 60.0
-    """seconds between decisions where no job comes or ends"""
+    """time between decisions if no job arrives or ends"""
     resize: Annotated[float, conf.arg(metavar="SECONDS")] = 31.0
-    """without progress where a job starts or its devices change"""
+    """time without progress when a job starts or its devices change"""
     horizon: Annotated[float, conf.arg(metavar="SECONDS")] = 600.0
-    """seconds in which a change must gain what it costs"""
+    """time in which the gain of a change must exceed its cost"""
     precision: Literal["f32", "bf16"] = "bf16"
-    """in which the jobs compute"""
+    """precision of the jobs"""
     json: bool = False
     """print the result as one line of JSON and nothing else"""
 
@@ -51,10 +51,10 @@ Save = Annotated[Path, conf.arg(metavar="DIR")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsServeCommand:
-    """Divide the devices of this host, or of several, among jobs as they come and end.
+    """Divide the devices of this host, or of several, among jobs that come and end.
 
-    Jobs are elastic runs under supervisors of their own: they go on where this command
-    ends, and are taken back where it is started again with the same --save.
+    Each job is an elastic run with its own supervisor: it continues if this command
+    ends, and is managed again once the command starts with the same --save.
     """
 
     cluster: Annotated[str, conf.arg(metavar="CLUSTER")]
@@ -63,17 +63,17 @@ class JobsServeCommand:
     save: Save = Path("jobs")
     """folder of the journal, the socket, and of each job; for you alone"""
     policy: Literal["throughput", "completion", "fairness", "sia"] = "throughput"
-    """what is maximised, as for jobs simulate"""
+    """what to maximise, as for jobs simulate"""
     every: Annotated[float, conf.arg(metavar="SECONDS")] = 60.0
-    """seconds between decisions where no job comes or ends"""
+    """time between decisions if no job arrives or ends"""
     resize: Annotated[float, conf.arg(metavar="SECONDS")] = 31.0
-    """seconds that a start takes, or further devices until they take part; replaced by
-    what is measured"""
+    """time that a start takes, or that further devices need to take part; replaced by
+    measured times"""
     horizon: Annotated[float, conf.arg(metavar="SECONDS")] = 600.0
-    """seconds in which a change must gain what it costs"""
+    """time in which the gain of a change must exceed its cost"""
     hosts: Annotated[str | None, option(metavar="A,B")] = None
-    """hosts of the cluster's nodes, in their order: jobs run there, on others than this
-    one by ssh, in the folder of the job, with this Python; --save is on all of them"""
+    """hosts of the cluster's nodes, in their order: jobs run there, by ssh except on
+    this one, in the folder of the job, with this Python; --save is on all of them"""
     slurm: Annotated[str | None, option(metavar="OPTIONS")] = None
     """in place of --hosts: each node of the cluster is an allocation by srun with these
     options while a job holds it; {kind} and {devices} stand for those of the node"""
@@ -81,10 +81,10 @@ class JobsServeCommand:
     """in place of --hosts: each node of the cluster is an actor of this Ray cluster, or
     of auto, with the node's CPUs or GPUs, while a job holds the node"""
     host: Annotated[str | None, option(metavar="ADDRESS")] = None
-    """of --hosts, --slurm, --ray: address of this machine at which they reach the jobs'
-    supervisors"""
+    """with --hosts, --slurm or --ray: address of this machine at which they reach the
+    jobs' supervisors"""
     remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = SSH
-    """what is given a host and a command"""
+    """command that receives a host and a command for it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,31 +98,31 @@ class JobsAddCommand:
     set: Settings = ()
     """options of the model, or of your function: layers=6 embed=128"""
     name: Annotated[str | None, option(metavar="NAME")] = None
-    """unlike that of any other job; made from the model's name if left out"""
+    """name that no other job has; made from the model's name if left out"""
     batch: Annotated[str | None, option(metavar="N|MIN:MAX")] = None
-    """samples in a global batch; the job's own number if left out. Of a range larger
-    ones are taken where the measured noise of the gradient makes them worth it"""
+    """samples in a global batch; the job's own number if left out. In a range, larger
+    ones are used if the measured noise of the gradient makes them worth it"""
     rate_rule: Annotated[Literal["linear", "sqrt"] | None, option(metavar="RULE")] = (
         None
     )
     """learning rate of larger batches, linear or sqrt"""
     steps: Annotated[int, conf.arg(metavar="N")] = 100
-    """steps to be done in all"""
+    """total number of steps"""
     priority: Annotated[int, conf.arg(metavar="N")] = 0
-    """jobs of a higher one are admitted first, and weigh as much more"""
+    """jobs with a higher one are admitted first, and weigh as much more"""
     micro_batches: OptionalNumber = None
-    """of a step, which the job's processes share; if left out the largest number up to
-    16 that divides the batch"""
+    """micro-batches of a step, which the job's processes share; if left out,
+    the largest number up to 16 that divides the batch"""
     precision: Precision = ()
     mesh: Mesh = ()
     save_every: Annotated[int, conf.arg(metavar="N")] = 100
     """steps between checkpoints; there is one after the last step too"""
     seed: int = 0
-    """of the model's initial values and of dropout"""
+    """random seed of the initial values and of dropout"""
     save: Save = Path("jobs")
-    """that of jobs serve"""
+    """folder of jobs serve"""
     wait: bool = True
-    """until it is planned, as if left out; with --no-wait it is added and no more"""
+    """wait until it is planned, the default; with --no-wait only add it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class JobsShowCommand:
     """Show the jobs that share the devices, until Ctrl-C."""
 
     save: Save = Path("jobs")
-    """that of jobs serve"""
+    """folder of jobs serve"""
     once: bool = False
     """print the table once"""
     json: bool = False
@@ -139,44 +139,44 @@ class JobsShowCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsLogsCommand:
-    """Print what a job's processes and its supervisor wrote last."""
+    """Print the last lines of the logs of a job's processes and its supervisor."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
-    """of the job"""
+    """id of the job"""
     save: Save = Path("jobs")
-    """that of jobs serve"""
+    """folder of jobs serve"""
     lines: Annotated[int, conf.arg(metavar="N")] = 20
-    """of each log, from its end"""
+    """number of lines of each log, from its end"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsCancelCommand:
-    """End a job behind a step, with a checkpoint."""
+    """End a job after a step, with a checkpoint."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
-    """of the job"""
+    """id of the job"""
     save: Save = Path("jobs")
-    """that of jobs serve"""
+    """folder of jobs serve"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsPauseCommand:
-    """Take the devices of a job behind a step, with a checkpoint."""
+    """Take the devices of a job away after a step, with a checkpoint."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
-    """of the job"""
+    """id of the job"""
     save: Save = Path("jobs")
-    """that of jobs serve"""
+    """folder of jobs serve"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsResumeCommand:
-    """Let a job that was paused go on from its checkpoint."""
+    """Continue a paused job from its checkpoint."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
-    """of the job"""
+    """id of the job"""
     save: Save = Path("jobs")
-    """that of jobs serve"""
+    """folder of jobs serve"""
 
 
 JobsCommand = (

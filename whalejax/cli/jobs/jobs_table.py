@@ -36,7 +36,7 @@ def live_table(find: Callable[[], Jobs]) -> None:
     """Shows the table as it changes, until Ctrl-C.
 
     Args:
-        find: Asks for the jobs.
+        find: Returns the current jobs.
     """
     jobs = find()
     with contextlib.suppress(KeyboardInterrupt), Live(_rendered(jobs)) as live:
@@ -45,7 +45,7 @@ def live_table(find: Callable[[], Jobs]) -> None:
             try:
                 jobs = find()
                 live.update(_rendered(jobs))
-            except JobError as error:  # The jobs go on, and it may be started again.
+            except JobError as error:  # The jobs continue; it may be restarted.
                 text = Text(str(error), style="red")
                 live.update(Group(_rendered(jobs), text))
 
@@ -81,14 +81,14 @@ def _devices(one: JobReport) -> str:
 
 
 def _speed(one: JobReport) -> str:
-    """Measured, else predicted."""
+    """Returns the text of the measured speed, else of the predicted one."""
     if one.measured is not None:
         return f"{one.measured:.4g}"
     return "" if one.predicted is None else f"~{one.predicted:.4g}"
 
 
 def clock(seconds: float) -> str:
-    """Seconds as hours, minutes and seconds.
+    """Formats seconds as hours, minutes and seconds.
 
     >>> clock(75.4), clock(3700)
     ('1:15', '1:01:40')

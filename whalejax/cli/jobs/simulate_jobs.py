@@ -28,11 +28,11 @@ from whalejax.user_code.losses import Job
 
 
 def simulated(command: JobsSimulateCommand, find_job: Callable[[str], Job]) -> int:
-    """Plays a trace through.
+    """Simulates a trace.
 
     Args:
-        command: The options.
-        find_job: Makes the job of a model's name.
+        command: Options of the command.
+        find_job: Returns the job for a model's name.
 
     Returns:
         The exit status.
@@ -67,7 +67,7 @@ def _scheduled(
     find_job: Callable[[str], Job],
     command: JobsSimulateCommand,
 ) -> list[ScheduledJob]:
-    """The jobs with their tables; jobs of one model share one."""
+    """Returns the jobs with their tables; jobs of one model share one."""
     tables: dict[object, list[JobOption]] = {}
     result = []
     for one in traced:
@@ -158,7 +158,7 @@ def _course(record: JobRecord) -> str:
     before = record.intervals[0].begin
     for one in record.intervals:
         kind, number = one.place
-        places += ["0"] * (one.begin > before)  # It stands still for others.
+        places += ["0"] * (one.begin > before)  # It waits while others run.
         places.append(f"{number} {kind}".strip())
         before = one.end
     more = f" … {len(places) - 8} more" if len(places) > 8 else ""
