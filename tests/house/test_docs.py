@@ -29,6 +29,7 @@ import pytest
 from tests.flags import QUICK
 from whalejax.cli import main
 from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from whalejax.meshes import cluster
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -199,6 +200,21 @@ def test_commands_of_the_documents_exist(help_of: HelpOf) -> None:
     assert not unknown, "\n".join(unknown)
 
 
+def test_clusters_of_the_documents_exist() -> None:
+    """The texts behind --cluster and --on, except files and ``local``."""
+    texts = set()
+    for block in blocks(*SHELL_LANGUAGES):
+        for words in commands_of(block):
+            takes = False
+            for word in words:
+                takes = word in ("--cluster", "--on") or (takes and word[:1] != "-")
+                if takes and re.match(r"[a-z][\w-]*:\d", word):
+                    texts.add(word)
+    assert len(texts) > 5
+    for text in texts:
+        assert cluster(text).num_devices
+
+
 def run_command(words: Sequence[str], folder: Path) -> str:
     """What ``whalejax`` prints in a folder, each of its processes with one device."""
     environment = {
@@ -225,6 +241,23 @@ def test_example_of_many_processes_trains(tmp_path: Path) -> None:
     out = run_command(words, tmp_path)
     said = re.search(r"^2 processes, .*: loss (\d\.\d+)$", out, re.MULTILINE)
     assert said and float(said[1]) < 0.5  # it is 1 where nothing is learned
+
+
+@pytest.mark.full
+def test_planning_commands_of_the_readme_run(tmp_path: Path) -> None:
+    (block,) = (
+        block
+        for block in blocks("bash")
+        if block.path.name == "README.md" and "whalejax diff" in block.text
+    )
+    ran = []
+    for words in commands_of(block):
+        if words[1] == "diff":
+            (tmp_path / words[3]).write_bytes((tmp_path / words[2]).read_bytes())
+        if words[1] in "plan show why diff search batch export".split():
+            run_command(words[1:], tmp_path)
+            ran.append(words[1])
+    assert ran == "plan show why diff search batch export".split()
 
 
 @pytest.mark.full
