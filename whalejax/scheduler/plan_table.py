@@ -68,6 +68,9 @@ def plans_by_number(
 ) -> dict[int, Plan]:
     """Returns the best plan of a job for each number of devices, or that of fewer.
 
+    A number is not planned if it is twice another one, no power of two, and the other
+    one gains nothing over fewer devices: its odd factor divides no dimension.
+
     Args:
         job: Job with its model, batches and optimizer.
         cluster: Devices of one kind.
@@ -81,9 +84,14 @@ def plans_by_number(
     plans: dict[int, Plan] = {}
     best: Plan | None = None
     (kind,) = cluster.kinds
+    gains_nothing: set[int] = set()
     for number in sorted({n for n in numbers if n <= cluster.num_devices}):
-        part = devices_of_kind(cluster, kind, number)
-        best = _plan_on(job, part, batch, best, settings)
+        fewer, is_odd = best, bool(number & (number - 1))
+        if not (is_odd and number / 2 in gains_nothing):
+            part = devices_of_kind(cluster, kind, number)
+            best = _plan_on(job, part, batch, fewer, settings)
+        if best is fewer is not None:
+            gains_nothing.add(number)
         if best is not None:
             plans[number] = best
     return plans
@@ -124,7 +132,8 @@ def _plan_on(
     """Returns the best plan on some devices, or that of fewer if it is no slower."""
     if fewer is not None and fewer.question is not None:
         try:
-            plan = fewer.what_if(cluster=part, allow_idle=True)
+            # Plans that leave devices idle are those on fewer.
+            plan = fewer.what_if(cluster=part, allow_idle=False)
         except PlanError:
             return fewer
     else:

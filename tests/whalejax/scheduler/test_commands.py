@@ -133,3 +133,20 @@ def test_a_job_that_no_devices_hold_is_named(
     assert main(["jobs", "simulate", str(path), "--cluster", "v100-16:2"]) == 2
     said = capsys.readouterr().err
     assert "job 'large': no plan of llama-70b with 8 samples on 1 to 2 devices" in said
+
+
+def test_numbers_whose_odd_factor_gains_nothing_are_not_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[int] = []
+
+    def plan_on(_: Any, part: Any, batch: Any, fewer: Any, settings: Any) -> Any:
+        planned.append(part.num_devices)
+        is_power = not part.num_devices & (part.num_devices - 1)
+        return object() if is_power else fewer
+
+    monkeypatch.setattr("whalejax.scheduler.plan_table._plan_on", plan_on)
+    job: Any = None
+    plans = plans_by_number(job, cluster("h100:16"), [1, 2, 3, 4, 6, 8, 12, 16])
+    assert planned == [1, 2, 3, 4, 8, 16]
+    assert plans[6] is plans[4] and plans[12] is plans[8]
