@@ -1,4 +1,4 @@
-"""The hardware: device kinds, clusters, links, and what was measured of them.
+"""The hardware: device kinds, clusters, links, and their measurements.
 
 Importing this package imports no JAX. The modules that touch JAX are imported by name:
 ``whalejax.meshes.jax_mesh`` makes a ``jax.sharding.Mesh``,

@@ -1,9 +1,8 @@
 """The catalogue of device kinds, read from ``device_kinds.toml``.
 
-The numbers stand in a file and not in code, so that they can be checked against their
-sources by someone who reads no Python. This module finds a kind by its name in a
-cluster's text or by the name that JAX shows for a device, and knows what a node and a
-network of that kind look like where the user does not say.
+The numbers are in a file and not in code, so that someone who reads no Python can check
+them against their sources. This module finds a kind by its name in a cluster's text or
+by JAX's name of a device. It has the default node and network of each kind.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class Link:
 
     Attributes:
         name: Name such as ``"nvlink"``.
-        bandwidth_bytes_per_second: Rate of one device; of one link of a torus.
+        bandwidth_bytes_per_second: Rate of one device, or of one link of a torus.
         hop_seconds: Latency of one step of a collective.
         base_seconds: Cost of starting a collective.
-        peers: Number of other devices to which each has a link of its own, the
-            bandwidth being that of all these links; 0 where a switch gives it all to
-            any of them.
+        peers: Number of other devices to which each has a direct link, with the
+            bandwidth of all these links together; 0 if a switch gives the full
+            bandwidth to any of them.
     """
 
     name: str
@@ -45,13 +44,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torus:
-    """The torus that one kind's chips form.
+    """Torus of the chips of one kind.
 
     Attributes:
-        link: One of its links.
+        link: One link of the torus.
         dims: Number of dimensions.
-        wrap_multiple: An axis wraps where its length is a multiple of this.
-        wrap_needs_all: No axis wraps unless all do.
+        wrap_multiple: Divisor of an axis's length for which the axis wraps.
+        wrap_needs_all: Whether no axis wraps unless all do.
         max_chips: Largest number of chips in one slice.
     """
 
@@ -62,8 +61,8 @@ class Torus:
     max_chips: int
 
     def wraps(self, lengths: tuple[int, ...]) -> tuple[bool, ...]:
-        """Returns which axes of a slice of these lengths are rings rather
-        than lines.
+        """Returns whether each axis of a slice of these lengths is a ring rather than a
+        line.
         """
         each = tuple(length % self.wrap_multiple == 0 for length in lengths)
         if self.wrap_needs_all:
@@ -73,23 +72,22 @@ class Torus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
-    """One kind of the catalogue and what it is built into by default.
+    """One kind of the catalogue, with its default node and network.
 
     Attributes:
-        kind: The device.
-        aliases: Other names for it in a cluster's text.
-        jax_names: Values of ``jax.Device.device_kind`` for it.
+        kind: Kind of device.
+        aliases: Other names of the kind in a cluster's text.
+        jax_names: Values of ``jax.Device.device_kind`` for the kind.
         node: Link inside a node, None for a torus.
         node_devices: Largest number of devices of a node.
-        chip: Link between the devices of one chip, where a chip is several.
+        chip: Link between the devices of one chip, for chips of several devices.
         chip_devices: Number of devices of a chip.
-        torus: None for kinds that are joined in nodes.
-        network: Link between nodes or slices; None where nothing is known.
-        domain: Link between the nodes that one switch joins, where there is one beyond
-            a node.
-        domain_devices: Number of devices that such nodes hold together.
-        sources: Sources of every number of this entry; ``kind.sources`` has the
-            device's.
+        torus: Torus of the chips; None for kinds in nodes.
+        network: Link between nodes or slices; None if unknown.
+        domain: Link between nodes that one switch joins, if there is such a switch.
+        domain_devices: Total number of devices of such nodes.
+        sources: Sources of every number of this entry; ``kind.sources`` has those of
+            the device.
     """
 
     kind: DeviceKind
@@ -107,7 +105,7 @@ class CatalogueEntry:
 
 
 def kind_names() -> tuple[str, ...]:
-    """The names of all kinds, without their aliases.
+    """Returns the names of all kinds, without their aliases.
 
     Example:
         >>> "h100" in kind_names()
@@ -117,10 +115,10 @@ def kind_names() -> tuple[str, ...]:
 
 
 def device_kind(name: str) -> DeviceKind:
-    """One kind by its name or alias, in any case of letters.
+    """Returns one kind by its name or alias, ignoring case.
 
     Raises:
-        WhaleError: An unknown name; the message gives the nearest ones.
+        WhaleError: The name is unknown; lists the nearest names.
 
     Example:
         >>> device_kind("A100").name
@@ -130,10 +128,10 @@ def device_kind(name: str) -> DeviceKind:
 
 
 def entry(name: str) -> CatalogueEntry:
-    """One entry by its kind's name or alias, in any case of letters.
+    """Returns one entry by its kind's name or alias, ignoring case.
 
     Raises:
-        WhaleError: An unknown name; the message gives the nearest ones.
+        WhaleError: The name is unknown; lists the nearest names.
     """
     known = _by_name() if isinstance(name, str) else {}
     result = known.get(name.strip().lower()) if known else None
@@ -153,7 +151,7 @@ def is_kind(name: str) -> bool:
 
 
 def unknown_kind(name: str) -> str:
-    """Returns the hint on an unknown kind: the nearest names, with a space last."""
+    """Returns the hint on an unknown kind: the nearest names, with a trailing space."""
     known = tuple(_by_name())
     near = difflib.get_close_matches(name.strip().lower(), known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
@@ -161,7 +159,7 @@ def unknown_kind(name: str) -> str:
 
 
 def entry_of_device(device_kind_text: str) -> CatalogueEntry | None:
-    """The entry for a device by what JAX calls it; None if the catalogue lacks it.
+    """Returns the entry of a device by its name in JAX; None if there is none.
 
     Example:
         >>> entry_of_device("TPU v5 lite").kind.name
@@ -176,7 +174,7 @@ def entry_of_device(device_kind_text: str) -> CatalogueEntry | None:
 
 @functools.cache
 def entries() -> Mapping[str, CatalogueEntry]:
-    """Every entry by its kind's name, in the order of the file."""
+    """Returns every entry by its kind's name, in the order of the file."""
     data = catalogue_data()
     return {
         name: _entry(name, table, data["sources"])
@@ -263,7 +261,7 @@ def _link(table: dict[str, Any]) -> Link:
 
 
 def number_paths(table: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The dotted path of every number in a kind's table."""
+    """Returns the dotted path of every number in a kind's table."""
     paths: list[str] = []
     for key, value in table.items():
         if isinstance(value, dict):
@@ -274,7 +272,7 @@ def number_paths(table: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _sources(table: dict[str, Any], documents: dict[str, Any]) -> tuple[Source, ...]:
-    """One source for every number: that of the longest path which contains it."""
+    """Returns the source of every number: that of the longest path that contains it."""
     given: dict[str, str] = table["sources"]
     numbers = number_paths({k: v for k, v in table.items() if k != "sources"})
     sources = []

@@ -1,9 +1,9 @@
 """Reads tables from TOML or JSON with a check of every key, and writes TOML.
 
-``FileTable`` takes a dict that came from TOML or JSON apart: a value of the wrong type,
-a missing one and a key that nobody asked for are each recorded with their path, so that
-one error names them all. The standard library reads TOML but does not write it;
-``toml_text`` writes the few shapes that a cluster needs.
+``FileTable`` reads a dict that came from TOML or JSON: wrong types, missing values and
+unknown keys are each recorded with their path, so that one error lists them all. The
+standard library reads TOML but does not write it; ``toml_text`` writes the few forms
+that a cluster needs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MISSING: Any = object()
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _LONGEST_KEY = 60
 _HINTS = 20
-"""Unknown keys for which the nearest known one is looked up."""
+"""Number of unknown keys for which the nearest known one is looked up."""
 
 
 class FileTable:
     """One table of a file, read key by key.
 
-    Every method takes a default; without one the key must be there. After an unfit
-    value the default, or a harmless stand-in, is returned, so that reading goes on.
+    Every method takes a default; without one the key is required. After a wrong value,
+    the default or a harmless stand-in is returned, so that reading continues.
 
     Args:
         data: Parsed data.
@@ -56,7 +56,7 @@ class FileTable:
             self.problem("", data, "a table")
 
     def at(self, key: str) -> str:
-        """The path of one key, as errors show it."""
+        """Returns the path of one key in error messages."""
         key = clipped(visible(key), _LONGEST_KEY)
         return f"{self.path}.{key}" if self.path and key else self.path or key
 
@@ -80,7 +80,7 @@ class FileTable:
     @overload
     def integer(self, key: str, default: T) -> int | T: ...
     def integer(self, key: str, default: Any = _MISSING) -> Any:
-        """A whole number."""
+        """Returns an integer."""
         value = self._get(key, "a whole number", default)
         if value is _MISSING:
             return 1 if default is _MISSING else default
@@ -96,7 +96,7 @@ class FileTable:
     @overload
     def number(self, key: str, default: T) -> float | T: ...
     def number(self, key: str, default: Any = _MISSING) -> Any:
-        """A number."""
+        """Returns a number."""
         value = self._get(key, "a number", default)
         if value is _MISSING:
             return 1.0 if default is _MISSING else default
@@ -113,7 +113,7 @@ class FileTable:
     @overload
     def text(self, key: str, default: T) -> str | T: ...
     def text(self, key: str, default: Any = _MISSING) -> Any:
-        """A string."""
+        """Returns a string."""
         value = self._get(key, "a string", default)
         if value is _MISSING:
             return "" if default is _MISSING else default
@@ -131,7 +131,7 @@ class FileTable:
     @overload
     def boolean(self, key: str, default: T) -> bool | T: ...
     def boolean(self, key: str, default: Any = _MISSING) -> Any:
-        """``true`` or ``false``."""
+        """Returns ``true`` or ``false``."""
         value = self._get(key, "true or false", default)
         if value is _MISSING:
             return False if default is _MISSING else default
@@ -141,14 +141,14 @@ class FileTable:
         return False
 
     def table(self, key: str) -> FileTable:
-        """A table; an empty one where the key is missing."""
+        """Returns a table; an empty one if the key is missing."""
         value = self._get(key, "a table", {})
         return FileTable(
             {} if value is _MISSING else value, self.at(key), self.problems
         )
 
     def tables(self, key: str) -> list[FileTable]:
-        """A list of tables; an empty one where the key is missing."""
+        """Returns a list of tables; an empty one if the key is missing."""
         value = self._get(key, "a list of tables", [])
         if value is _MISSING:
             return []
@@ -159,13 +159,11 @@ class FileTable:
         return [FileTable(v, f"{path}.{i}", self.problems) for i, v in enumerate(value)]
 
     def numbers(self) -> tuple[tuple[str, float], ...]:
-        """The whole table as (key, number) pairs, in order."""
+        """Returns the full table as (key, number) pairs, in order."""
         return tuple((key, self.number(key)) for key in self.data)
 
     def report_unknown_keys(self) -> None:
-        """Records every key that nothing asked for, with the nearest one that
-        exists.
-        """
+        """Records every key that was never read, with the nearest existing one."""
         known = ", ".join(self.asked)
         for place, key in enumerate(k for k in self.data if k not in self.asked):
             looked_up = place < _HINTS and len(key) <= _LONGEST_KEY
@@ -175,11 +173,11 @@ class FileTable:
 
 
 def toml_text(data: Mapping[str, Any]) -> str:
-    """A TOML document; ``None`` values are left out.
+    """Returns a TOML document without ``None`` values.
 
     Args:
-        data: Strings, numbers, booleans, tables, and lists of tables. Tables that hold
-            only numbers are written in one line.
+        data: Strings, numbers, booleans, tables, and lists of tables. Tables with only
+            numbers are written in one line.
 
     Example:
         >>> print(toml_text({"a": 1, "b": {"c": "x", "d": {"e": 0.5}}}), end="")
@@ -201,7 +199,7 @@ def _toml_lines(data: Mapping[str, Any], prefix: str) -> list[str]:
             continue
         if isinstance(value, Mapping) and not _is_inline(value):
             inner = _toml_lines(value, f"{path}.")
-            # A table of tables alone needs no header of its own.
+            # A table of only tables needs no header.
             head = [] if inner and inner[0] == "" else ["", f"[{path}]"]
             below += head + inner
         elif isinstance(value, list | tuple):
@@ -221,7 +219,7 @@ def _key(key: str) -> str:
 
 
 def _string(text: str) -> str:
-    # JSON's escapes are TOML's; only DEL, legal in JSON, must be escaped as well.
+    # JSON's escapes are also TOML's; only DEL, legal in JSON, must be escaped, too.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,12 +1,12 @@
 """Checks of arguments of public functions, and of fields of dataclasses.
 
-A wrong argument is best refused where it was given: ten calls further in it is a
-message of Python's or JAX's that names none of the user's words. ``Arguments`` collects
-what is wrong with the arguments of one call and raises once; ``check_fields`` holds the
-fields of a frozen dataclass to their annotations. Values are shown shortened, escaped,
-and without trusting their own ``repr``.
+A wrong argument is best refused at the call: ten calls deeper it causes a message of
+    Python's or JAX's in terms that the user never wrote. ``Arguments`` collects the
+    problems of one call and raises once; ``check_fields`` checks the fields of a frozen
+    dataclass against their annotations. Values are shown shortened, escaped, and
+    without trust in their ``repr``.
 
-It stands beside ``errors`` at the bottom of the import order, and imports no JAX.
+It is next to ``errors`` at the bottom of the import order, and imports no JAX.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from whalejax.meshes.texts import is_shown_as_written, visible
 F = TypeVar("F")
 
 LARGEST: Final = 2**63 - 1
-"""The largest whole number that is taken where nothing else limits it: int64's."""
+"""Largest accepted integer without another limit: int64's."""
 
 MOST_SAMPLES: Final = 2**40
-"""Of a global batch: more than any data set has, and what can still be divided up."""
+"""Most samples of a global batch: more than any data set has, but still divisible."""
 
 _LARGEST_NUMBER: Final = sys.float_info.max
 
 _LONGEST: Final = 60
-"""Characters of a value that a message shows."""
+"""Characters of a value in a message."""
 
 _WHOLE: Final = (int, np.integer)
 _REAL: Final = (int, float, np.integer, np.floating)
@@ -48,10 +48,10 @@ _short.maxstring = _short.maxother = 2 * _LONGEST
 
 
 def short_repr(value: object) -> str:
-    """A value as a message shows it: short, on one line, escaped.
+    """Returns a value as text for messages: short, on one line, escaped.
 
     Args:
-        value: Anything, also what has a ``repr`` that fails.
+        value: Any value, even one whose ``repr`` fails.
 
     >>> short_repr("a\\x1b[2J"), short_repr(10**5000)
     ("'a\\\\x1b[2J'", 'a whole number of 16610 bits')
@@ -60,14 +60,14 @@ def short_repr(value: object) -> str:
         return f"a whole number of {value.bit_length()} bits"
     try:
         text = _short.repr(value)
-    except Exception:  # a repr of somebody else's, which may do anything
+    except Exception:  # a foreign repr, which may do anything
         text = f"a {type(value).__name__}"
     text = visible(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def is_whole(value: object, least: int = -LARGEST, most: int = LARGEST) -> bool:
-    """Whether it is a whole number within limits, and no truth value.
+    """Whether it is an integer within limits, and no bool.
 
     >>> is_whole(3, 1), is_whole(True), is_whole(10**30)
     (True, False, False)
@@ -78,7 +78,7 @@ def is_whole(value: object, least: int = -LARGEST, most: int = LARGEST) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite real number, and no truth value.
+    """Whether it is a finite real number, and no bool.
 
     >>> is_number(1.5), is_number(float("nan")), is_number("1")
     (True, False, False)
@@ -90,7 +90,7 @@ def is_number(value: object) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Whether it is an array or the shape of one: no class, and no module of arrays.
+    """Whether it is an array or the shape of one, but no class or module of arrays.
 
     >>> is_array(np.zeros(3)), is_array(np), is_array(np.ndarray), is_array(3.0)
     (True, False, False, False)
@@ -100,13 +100,13 @@ def is_array(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A value with Python's own numbers in place of NumPy's.
+    """Returns a value with Python numbers in place of NumPy numbers.
 
-    JSON and the types of options know Python's alone. Tables and sequences are looked
-    through; what is neither is returned as it is.
+    JSON and the types of options accept only Python's. Tables and sequences are
+    converted recursively; other values are returned unchanged.
 
     Args:
-        value: Value of an option or a field that was checked, or will be.
+        value: Value of an option or a field, before or after its checks.
 
     >>> plain({"data": np.int64(2)}), plain(np.array([5, 3])), plain((np.int32(1), "a"))
     ({'data': 2}, [5, 3], (1, 'a'))
@@ -124,19 +124,19 @@ def plain(value: Any) -> Any:
 
 
 def is_printable(value: object) -> bool:
-    """Whether it is a text that a terminal shows as it is, and not empty."""
+    """Whether it is a text, not empty, that a terminal shows unchanged."""
     return isinstance(value, str) and is_shown_as_written(value) and bool(value.strip())
 
 
 class Arguments(Problems):
-    """Collects what is wrong with the arguments of one call.
+    """Collects the problems of one call's arguments.
 
-    Every check takes the name and the value of an argument, says whether it will do,
-    and records it if not. ``none=True`` lets None pass.
+    Every check takes the name and the value of an argument, returns whether the value
+    is valid, and records it if not. ``none=True`` allows None.
 
     Args:
-        title: The function that is called, such as ``"wh.plan"``.
-        kind: The exception to raise.
+        title: Called function, such as ``"wh.plan"``.
+        kind: Exception to raise.
 
     Example:
         >>> given = Arguments("Feed")
@@ -162,7 +162,7 @@ class Arguments(Problems):
         none: bool = False,
         what: str = "a whole number",
     ) -> bool:
-        """A whole number within limits."""
+        """Checks for an integer within limits."""
         if (none and value is None) or is_whole(value, least, most):
             return True
         limits = f"{least} or more" if most == LARGEST else f"{least} to {most}"
@@ -180,7 +180,7 @@ class Arguments(Problems):
         none: bool = False,
         what: str = "a number",
     ) -> bool:
-        """A finite number within limits."""
+        """Checks for a finite number within limits."""
         if none and value is None:
             return True
         known: Any = value
@@ -192,7 +192,7 @@ class Arguments(Problems):
         return self.refuse(name, value, f"{what}{limit}{_or_none(none)}")
 
     def switch(self, name: str, value: object, *, none: bool = False) -> bool:
-        """True or False."""
+        """Checks for True or False."""
         if isinstance(value, bool) or (none and value is None):
             return True
         return self.refuse(name, value, f"True or False{_or_none(none)}")
@@ -200,7 +200,7 @@ class Arguments(Problems):
     def words(
         self, name: str, value: object, what: str = "a text", *, none: bool = False
     ) -> bool:
-        """A text that is not empty and holds no control characters."""
+        """Checks for a text, not empty, without control characters."""
         if is_printable(value) or (none and value is None):
             return True
         hint = ""
@@ -209,7 +209,7 @@ class Arguments(Problems):
         return self.refuse(name, value, f"{what}{hint}{_or_none(none)}")
 
     def path(self, name: str, value: object, what: str = "the path of a file") -> bool:
-        """A path, as text or ``os.PathLike``."""
+        """Checks for a path, as text or ``os.PathLike``."""
         text: object = None
         if isinstance(value, str | os.PathLike):
             text = os.fspath(value)
@@ -220,7 +220,7 @@ class Arguments(Problems):
     def function(
         self, name: str, value: object, what: str, *, none: bool = False
     ) -> bool:
-        """Checks that a value can be called."""
+        """Checks for a callable."""
         if callable(value) or (none and value is None):
             return True
         return self.refuse(name, value, f"{what}{_or_none(none)}")
@@ -228,7 +228,7 @@ class Arguments(Problems):
     def choice(
         self, name: str, value: object, known: Collection[str], *, none: bool = False
     ) -> bool:
-        """One of several words."""
+        """Checks for one of several texts."""
         if (none and value is None) or (isinstance(value, str) and value in known):
             return True
         words = ", ".join(map(repr, known))
@@ -243,7 +243,7 @@ class Arguments(Problems):
         *,
         none: bool = False,
     ) -> bool:
-        """An instance of some types."""
+        """Checks for an instance of some types."""
         if isinstance(value, kinds) or (none and value is None):
             return True
         return self.refuse(name, value, f"{what}{_or_none(none)}")
@@ -256,19 +256,18 @@ def _or_none(none: bool) -> str:
 def check_fields(
     instance: Any, title: str, kind: type[WhaleError] = WhaleError
 ) -> None:
-    """Refuses a dataclass whose fields are not of the types that it declares.
+    """Refuses a dataclass with fields of other types than declared.
 
-    Numbers of NumPy's are taken, and are Python's from then on.
-    Sequences are checked one level deep, and by the types of what they hold, so that
-    large ones cost little.
+    NumPy numbers are accepted and converted to Python's. Sequences are checked one
+    level deep, and by the types of their items, so that large ones cost little.
 
     Args:
         instance: Instance of a dataclass with annotations that can be resolved.
-        title: For the message.
-        kind: The exception to raise.
+        title: Title of the message.
+        kind: Exception to raise.
 
     Raises:
-        WhaleError: Or ``kind``; every field that is wrong is listed.
+        WhaleError: Or ``kind``; lists every wrong field.
     """
     problems = Arguments(title, kind)
     known: Any = type(instance)
@@ -282,10 +281,10 @@ def check_fields(
 
 
 def _holds_numpy(value: Any) -> bool:
-    """Whether it is a number of NumPy's, or a tuple with one in it."""
+    """Whether it is a NumPy number, or a tuple with one in it."""
     if not isinstance(value, tuple):
         return isinstance(value, np.generic)
-    kinds = set(map(type, value))  # by their types alone: there may be a million
+    kinds = set(map(type, value))  # only by their types: there may be a million
     return any(issubclass(kind, np.generic) for kind in kinds) or (
         tuple in kinds and any(map(_holds_numpy, value))
     )
@@ -293,7 +292,7 @@ def _holds_numpy(value: Any) -> bool:
 
 @functools.cache
 def _hints(kind: Any) -> tuple[tuple[str, Any, str], ...]:
-    """Name, type and its words of every field that is checked."""
+    """Returns name, type and type text of every checked field."""
     hints = typing.get_type_hints(kind)
     return tuple(
         (field.name, hints[field.name], _words(hints[field.name]))
@@ -318,7 +317,7 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, argument) for argument in arguments)
-    if origin is Literal:  # which of them, its class says among its other problems
+    if origin is Literal:  # the class itself checks the value
         return any(type(value) is type(argument) for argument in arguments)
     if origin is tuple:
         return isinstance(value, tuple) and _all_fit(value, arguments)
@@ -330,7 +329,7 @@ def _fits(value: Any, hint: Any) -> bool:
 def _all_fit(value: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         inner = arguments[0]
-        if inner in (int, float):  # by their types alone: there may be a million
+        if inner in (int, float):  # only by their types: there may be a million
             allowed = _WHOLE if inner is int else _REAL
             kinds = set(map(type, value))
             return all(issubclass(k, allowed) and k is not bool for k in kinds)
@@ -341,7 +340,7 @@ def _all_fit(value: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """Returns the name of a type in a message."""
+    """Returns the name of a type for messages."""
     if hint is type(None):
         return "None"
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -1,7 +1,7 @@
-"""The cluster that users name: its data, and how it is read, written and detected.
+"""The cluster that users name: its data, and its forms as text and in files.
 
-How it is written as text, in files, and read off the running devices stands in
-``cluster_text``, ``cluster_toml``, ``paddle_json`` and ``detect``.
+``cluster_text``, ``cluster_toml``, ``paddle_json`` and ``detect`` have the forms: text,
+files, and the running devices.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from whalejax.meshes.topology import Node as Node
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cluster(ClusterData):
-    """Devices and how they are joined, in the order that meshes number them.
+    """Devices and their links, in the order of meshes.
 
     Attributes:
         nodes: Nodes in order; devices are numbered node by node.
-        levels: Levels of links, innermost first; their sizes multiply to the devices.
+        levels: Levels of links, innermost first; the product of their sizes is the
+            number of devices.
         compiler: Effect of the platform's compiler on collectives.
-        links: ``[from][to]``, bytes per second between each two devices, where they
-            are known one by one; empty where the levels say all.
+        links: ``[from][to]``, bytes per second between each two devices, if they are
+            known individually; empty if the levels describe all.
 
     Raises:
-        WhaleError: Sizes that do not multiply to the devices, kinds of several
-            platforms, numbers that are none; all problems at once.
+        WhaleError: Sizes whose product is not the number of devices, kinds of several
+            platforms, invalid numbers; lists all problems.
 
     Example:
         >>> from whalejax.meshes import cluster
@@ -48,10 +49,10 @@ class Cluster(ClusterData):
 
     @classmethod
     def of(cls, data: ClusterData) -> Cluster:
-        """The cluster with this data.
+        """Returns the cluster with this data.
 
         Raises:
-            WhaleError: It is no cluster's.
+            WhaleError: The data describe no cluster.
         """
         problems = Arguments("Cluster.of")
         problems.of("data", data, ClusterData, "the data of a cluster")
@@ -66,15 +67,15 @@ class Cluster(ClusterData):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers that ``from_json`` reads back."""
+        """Returns plain dicts, lists, strings and numbers that ``from_json`` reads."""
         return cluster_toml.to_data(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cluster:
-        """The cluster that ``to_json`` described.
+        """Returns the cluster that ``to_json`` described.
 
         Raises:
-            WhaleError: Unknown keys, wrong types, missing values; all at once.
+            WhaleError: Unknown keys, wrong types, missing values; lists all problems.
         """
         problems = Arguments("Cluster.from_json")
         problems.of("data", data, Mapping, "what Cluster.to_json gave")
@@ -82,7 +83,7 @@ class Cluster(ClusterData):
         return cls.of(cluster_toml.from_data(data, "cluster"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a TOML file that ``load`` reads back."""
+        """Writes a TOML file that ``load`` reads."""
         _check_path("Cluster.save", path)
         cluster_toml.save(self, path)
 
@@ -108,14 +109,15 @@ class Cluster(ClusterData):
 
     @classmethod
     def detect(cls, calibrate: bool = True) -> Cluster:
-        """The devices of this process, as JAX sees them. Starts JAX.
+        """Returns the devices of this process, as JAX sees them. Starts JAX.
 
         Args:
-            calibrate: Measure them (at most 20 s, once; the result is cached). False
-                takes the catalogue's numbers, and for CPUs those of its reference.
+            calibrate: Whether to measure them (at most 20 s, once; the result is
+                cached). False takes the catalogue's numbers, and for CPUs those of its
+                reference.
 
         Raises:
-            WhaleError: A device that the catalogue lacks and that is not measured.
+            WhaleError: A device is neither in the catalogue nor measured.
         """
         from whalejax.meshes.detect import detect
 
@@ -134,14 +136,14 @@ class Cluster(ClusterData):
 
 
 def cluster(text: str) -> Cluster:
-    """The cluster that a short text describes; see ``cluster_text``.
+    """Returns the cluster that a short text describes; see ``cluster_text``.
 
-    ``h100:8`` one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU torus,
-    ``v100-32:8+p100-16:8`` several kinds, ``mixed.toml`` a file, ``paddle.json`` one of
-    PaddlePaddle's, ``local`` the devices of this process.
+    ``h100:8`` is one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU
+    torus, ``v100-32:8+p100-16:8`` several kinds, ``mixed.toml`` a file, ``paddle.json``
+    one of PaddlePaddle's, ``local`` the devices of this process.
 
     Raises:
-        WhaleError: A text that is none of these; the message shows the grammar.
+        WhaleError: The text is none of these; the message shows the grammar.
 
     Example:
         >>> cluster("v5p:4x4x4").describe()

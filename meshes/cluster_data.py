@@ -1,7 +1,7 @@
-"""A cluster as plain data: its nodes, the levels of links that join them, its compiler.
+"""A cluster as plain data: its nodes, their levels of links, its compiler.
 
-This is the one description of the hardware that a plan is made for. ``cluster.Cluster``
-adds how it is read and written: as text, in files, and off the running devices.
+This is the only description of a plan's hardware. ``cluster.Cluster`` adds reading and
+writing: as text, in files, and from the running devices.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from whalejax.meshes.topology import Node as Node
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClusterData:
-    """Devices and how they are joined; ``cluster.Cluster`` says what each field is."""
+    """Devices and their links; ``cluster.Cluster`` documents the fields."""
 
     nodes: tuple[Node, ...]
     levels: tuple[Level, ...]
     compiler: CompilerProfile
     links: tuple[tuple[float, ...], ...] = ()
-    # Computed once: the search asks for them with every row that it prices.
+    # Computed once: the search reads them for every row that it evaluates.
     _kinds: tuple[DeviceKind, ...] = field(init=False, repr=False, compare=False)
     _slowest: dict[str, DeviceKind] = field(init=False, repr=False, compare=False)
 
@@ -62,12 +62,12 @@ class ClusterData:
 
     @property
     def num_devices(self) -> int:
-        """Returns the number of devices in all."""
+        """Total number of devices."""
         return sum(node.count for node in self.nodes)
 
     @property
     def kinds(self) -> tuple[DeviceKind, ...]:
-        """The kinds of device, each once, in order of first appearance."""
+        """Distinct kinds of device, in order of first appearance."""
         return self._kinds
 
     @property
@@ -77,16 +77,16 @@ class ClusterData:
 
     @property
     def slowest(self) -> DeviceKind:
-        """The kind that an even share of work waits for, by products in bfloat16."""
+        """Kind that an even share of work waits for, by products in bfloat16."""
         return self.slowest_for("bfloat16")
 
     def slowest_for(self, dtype: str) -> DeviceKind:
-        """The kind that an even share of products waits for.
+        """Returns the kind that an even share of products waits for.
 
-        By FLOP/s of a large one in that type, then by memory speed.
+        The order is by FLOP/s of a large product in that type, then by memory speed.
 
         Args:
-            dtype: Type of their operands, as numpy names it.
+            dtype: NumPy name of the operands' type.
 
         Example:
             >>> from whalejax.meshes import cluster
@@ -96,14 +96,14 @@ class ClusterData:
         """
         slowest = self._slowest.get(dtype) if isinstance(dtype, str) else None
         if slowest is None:
-            dtype_name(dtype)  # says what is wrong with it
+            dtype_name(dtype)  # raises for unknown types
             slowest = min(self._kinds, key=lambda kind: _speed(kind, dtype))
             self._slowest[dtype] = slowest
         return slowest
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the device that has least."""
+        """Memory of the device with least."""
         return min(kind.memory_bytes for kind in self.kinds)
 
     @property
@@ -113,11 +113,11 @@ class ClusterData:
 
     @property
     def hash(self) -> str:
-        """Twelve hexadecimal digits that name this hardware.
+        """Twelve hexadecimal digits that identify this hardware.
 
-        Over the names, platforms and numbers of the kinds, the sizes of the levels and
-        the compiler: what a plan cannot survive a change of. Rates and memory are left
-        out, because they differ a little each time the same machine is measured.
+        The hash covers names, platforms and numbers of the kinds, sizes of the levels,
+        and the compiler: changes that invalidate a plan. Rates and memory are excluded,
+        because they differ slightly each time the same machine is measured.
         """
         identity = {
             "nodes": [
@@ -134,9 +134,7 @@ class ClusterData:
 
     @property
     def price_per_hour(self) -> float | None:
-        """Returns the hourly price of all devices, used or not; None where some kind
-        has no price.
-        """
+        """Hourly price of all devices, used or not; None if some kind has no price."""
         total = 0.0
         for node in self.nodes:
             if node.kind.price_per_hour is None:
@@ -145,14 +143,14 @@ class ClusterData:
         return total
 
     def with_prices(self, prices: Mapping[str, float]) -> Self:
-        """The same cluster with prices.
+        """Returns the same cluster with prices.
 
         Args:
             prices: Hourly price of one device, by the name of its kind, in one
                 currency; kinds that the cluster lacks are ignored.
 
         Raises:
-            WhaleError: A price that is no number above zero.
+            WhaleError: A price is no number above zero.
 
         Example:
             >>> from whalejax.meshes import cluster
@@ -174,7 +172,7 @@ class ClusterData:
         return dataclasses.replace(self, nodes=tuple(nodes))
 
     def under(self, options: Mapping[str, Any]) -> Self:
-        """The same with what its compiler does under some options.
+        """Returns the same cluster with its compiler's behaviour under some options.
 
         Args:
             options: XLA options of the compiler; see ``CompilerProfile.under``.
@@ -183,11 +181,11 @@ class ClusterData:
         return dataclasses.replace(self, compiler=compiler)
 
     def part(self, num_devices: int, first: int = 0) -> Self:
-        """Devices that follow each other, as one of the equal parts it is cut into.
+        """Returns consecutive devices, as one of the equal parts of the cluster.
 
         Args:
-            num_devices: Number of devices of a part; divides the devices, or those that
-                are used.
+            num_devices: Number of devices of a part; a divisor of the number of all, or
+                of used, devices.
             first: Number of the first device.
 
         Raises:
@@ -207,7 +205,7 @@ class ClusterData:
         for place, level in enumerate(self.levels):
             size = math.gcd(level.size, left)
             last = all(outer.size == 1 for outer in self.levels[place + 1 :])
-            if last and not level.torus:  # any of them are joined as all are
+            if last and not level.torus:  # any subset is joined in the same way
                 size = left
             levels.append(dataclasses.replace(level, size=size))
             left //= size
@@ -223,7 +221,7 @@ class ClusterData:
         )
 
     def describe(self) -> str:
-        """One line: the devices, the nodes or torus, and the links."""
+        """Describes the devices, the nodes or torus, and the links, in one line."""
         groups = groupby(self.nodes, key=lambda node: node.kind)
         totals = [(kind, sum(n.count for n in nodes)) for kind, nodes in groups]
         devices = " + ".join(f"{n}×{kind.display_name()}" for kind, n in totals)
@@ -244,7 +242,7 @@ class ClusterData:
         return self.describe()
 
     def with_memory(self, memory_bytes: int) -> Self:
-        """The same cluster with this much memory on every device.
+        """Returns the same cluster with this much memory on every device.
 
         Example:
             >>> from whalejax.meshes import cluster
@@ -258,11 +256,11 @@ class ClusterData:
         return self.with_memory_of({kind.name: memory_bytes for kind in self.kinds})
 
     def with_memory_of(self, memory_bytes: Mapping[str, int]) -> Self:
-        """The same cluster with other memory on devices of some kinds.
+        """Returns the same cluster with other memory on devices of some kinds.
 
         Args:
-            memory_bytes: Memory of one device, by the name of its kind; others stay as
-                they are.
+            memory_bytes: Memory of one device, by the name of its kind; other kinds
+                stay unchanged.
 
         Example:
             >>> from whalejax.meshes import cluster
@@ -316,10 +314,10 @@ def _check_nodes(nodes: tuple[Node, ...], problems: Problems) -> None:
 
 
 def check_level(index: int, level: Level, problems: Problems) -> None:
-    """Records what is wrong with one level's numbers.
+    """Records errors in one level's numbers.
 
     Args:
-        index: Its place, innermost first.
+        index: Index of the level, innermost first.
         level: The level.
         problems: Collector of the errors.
     """

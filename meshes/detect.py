@@ -1,8 +1,8 @@
-"""The running devices as a cluster: groups, torus and kinds read off JAX. Starts JAX.
+"""The running devices as a cluster: groups, torus and kinds from JAX. Starts JAX.
 
-What JAX tells is the kind of each device, which devices share a host, and on TPUs the
-coordinates; the catalogue adds how such devices are joined, and calibration replaces
-what it measured. ``assemble`` works on anything that looks like a device.
+JAX gives the kind of each device, the devices that share a host, and on TPUs the
+coordinates. The catalogue adds how such devices are joined, and calibration replaces
+numbers by measurements. ``assemble`` works on any device-like objects.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from whalejax.meshes.formats.cluster_text import near_cube, node_levels, torus_l
 
 
 def detect(calibrate: bool = True) -> ClusterData:
-    """The devices of this process and of those it is joined with.
+    """Returns the devices of this process and of all connected processes.
 
     Args:
-        calibrate: Measure the local ones, or take the cached measurement.
+        calibrate: Whether to measure the local devices, or use the cached measurement.
     """
     devices = jax.devices()
     if devices[0].platform == "cpu" and jax.process_count() > 1:
@@ -41,15 +41,15 @@ def detect(calibrate: bool = True) -> ClusterData:
 
 
 def assemble(devices: Sequence[Any], measured: ClusterData | None) -> ClusterData:
-    """A cluster from devices, in their order.
+    """Returns a cluster of some devices, in their order.
 
     Args:
-        devices: With ``platform``, ``device_kind``, ``process_index``, and where there
-            are such ``slice_index`` and ``coords``.
-        measured: The local devices, one node; its kind replaces the catalogue's.
+        devices: Objects with ``platform``, ``device_kind``, ``process_index``, and, if
+            they exist, ``slice_index`` and ``coords``.
+        measured: Local devices as one node; its kind replaces the catalogue's.
 
     Raises:
-        WhaleError: A kind that is neither measured nor in the catalogue.
+        WhaleError: A kind is neither measured nor in the catalogue.
     """
     groups = _groups(devices)
     if measured is not None and len(groups) == 1 and devices[0].platform != "tpu":
@@ -71,9 +71,9 @@ def assemble(devices: Sequence[Any], measured: ClusterData | None) -> ClusterDat
 
 
 def _groups(devices: Sequence[Any]) -> list[list[Any]]:
-    """Devices that share a host (GPU, CPU) or a slice (TPU), in order.
+    """Groups devices that share a host (GPU, CPU) or a slice (TPU), in order.
 
-    XLA numbers both as ``slice_index``; where a backend does not, processes stand in.
+    XLA numbers both as ``slice_index``; for backends without it, processes count.
     """
     groups: dict[int, list[Any]] = {}
     for device in devices:
@@ -104,7 +104,7 @@ def _entries(devices: Sequence[Any]) -> list[CatalogueEntry]:
 
 
 def _local_memory(kind: DeviceKind, devices: Sequence[Any]) -> DeviceKind:
-    """CPU devices have a share of this host's memory, not of the reference's."""
+    """Returns a CPU kind with a share of this host's memory, not the reference's."""
     if kind.platform != "cpu":
         return kind
     share = host_facts.host_memory_bytes() // len(devices)
@@ -114,7 +114,9 @@ def _local_memory(kind: DeviceKind, devices: Sequence[Any]) -> DeviceKind:
 def _with_measured_inside(
     levels: tuple[Level, ...], measured: ClusterData | None
 ) -> tuple[Level, ...]:
-    """The measured link in place of the catalogue's, where it joins as many devices."""
+    """Returns levels with the measured link, if it joins as many devices as the
+    catalogue's.
+    """
     if measured is None or measured.levels[0].size != levels[0].size:
         return levels
     return (measured.levels[0], *levels[1:])
@@ -123,9 +125,9 @@ def _with_measured_inside(
 def _torus(
     groups: list[list[Any]], found: CatalogueEntry, torus: Torus
 ) -> tuple[Level, ...]:
-    """Levels from the coordinates of the chips; the first coordinate is innermost.
+    """Returns levels from the chips' coordinates; the first coordinate is innermost.
 
-    Chips that do not fill a box, as when a user picked some, are taken for the box
+    Chips that do not fill a box, for instance if a user picked some, count as the box
     nearest a cube.
     """
     chips = len(groups[0]) // found.chip_devices

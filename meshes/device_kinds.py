@@ -1,9 +1,9 @@
 """Capabilities of one device: memory, bandwidth and FLOP/s, from a datasheet or
 measured.
 
-``DeviceKind`` is the only description of a device that the planner reads. It answers in
-seconds, so that no other module decides how a peak becomes a time: measured points
-where there are any, otherwise the peak of the datasheet times one efficiency.
+``DeviceKind`` is the only description of a device that the planner reads. It returns
+seconds, so that no other module converts a peak to a time: by measured points if there
+are any, otherwise by the peak of the datasheet times one efficiency.
 """
 
 from __future__ import annotations
@@ -45,61 +45,63 @@ PLATFORMS: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
 
 
 VOLTA = 7
-"""The last generation of GPUs for which no attention kernel is written."""
+"""Last generation of GPUs without an attention kernel."""
 
 MOST_MEMORY_BYTES = 2**50
-"""Of one device and of its share of a host; the largest hosts have a thirtieth."""
+"""Most memory of one device, or of its share of a host; the largest hosts have a
+thirtieth.
+"""
 
 MOST_NUMBER = 1e24
-"""Of a rate, a time or a price: beyond it products of them are no numbers."""
+"""Largest rate, time or price: products of larger ones would overflow."""
 
 MOST_CORES = 10**6
 
 KEPT_BYTES = 2**25
-"""Largest block of memory that glibc's malloc may keep when it is freed, where the
-default limits stand (DEFAULT_MMAP_THRESHOLD_MAX, 64 bits)."""
+"""Largest block of memory that glibc's malloc may keep when it is freed, with its
+default limits (DEFAULT_MMAP_THRESHOLD_MAX, 64 bits)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """One kind of device, as the planner sees it.
+    """One kind of device, for the planner.
 
     Attributes:
         name: Name in a cluster's text, such as ``"h100"``.
-        label: Name for displays; ``name`` where empty.
+        label: Name for displays; ``name`` if empty.
         platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
         memory_bytes: Capacity of one device.
-        memory_bytes_per_second: Between its memory and its cores.
-        flops_per_second: (dtype, dense peak) pairs; types it lacks are left out.
-        host_memory_bytes: The share of the host's memory that belongs to one device.
-        host_link_bytes_per_second: From device to host, one direction.
+        memory_bytes_per_second: Bandwidth between its memory and its cores.
+        flops_per_second: (dtype, dense peak) pairs, without types that it lacks.
+        host_memory_bytes: One device's share of the host's memory.
+        host_link_bytes_per_second: Bandwidth from device to host, in one direction.
         op_overhead_seconds: Fixed cost of launching one operation of a program.
-        efficiency: Fraction of the peak that large matrix products reach where nothing
-            was measured.
-        curve: The platform of ``fitted_constants`` whose constants say what it
-            delivers, for kinds of the catalogue and those based on them; a file that
-            gives ``efficiency`` takes its place.
+        efficiency: Fraction of the peak that large matrix products reach, if there are
+            no measurements.
+        curve: Platform of ``fitted_constants`` whose constants determine its speed, for
+            kinds of the catalogue and those based on them; ``efficiency`` in a file
+            replaces it.
         matmul_half_size: Effective size at which half of that is reached; 0, the
-            default, is no penalty for small shapes, for want of a fit.
+            default, means no penalty for small shapes, for lack of a fit.
         matmul_points: Measured products; they replace peak and efficiency.
         memory_points: Measured bandwidths by bytes moved, for devices whose caches
             matter; empty means ``memory_bytes_per_second`` at every size.
-        transcendentals_per_second: Exp, tanh and the like; None where the memory
-            hides them.
-        fresh_bytes_per_second: First writes to memory that a program gets anew from
-            its host, one page fault after another; None where a device keeps its own.
-        turned_bytes_per_second: Arrays turned round in memory, as convolutions need
-            them on CPUs; None where it takes no longer than to read and write them.
+        transcendentals_per_second: Rate of exp, tanh and the like; None if memory hides
+            them.
+            fresh_bytes_per_second: Rate of first writes to newly allocated host memory,
+            with one page fault after another; None if a device keeps its own memory.
+        turned_bytes_per_second: Rate of transposes in memory, as convolutions need them
+            on CPUs; None if they take no longer than reads and writes.
         convolution_share: Rate of convolutions, forward and backward, over that of
-            products of the same sizes; None where they are alike.
-        cores: Number of cores that take the tiles of a product one by one (a GPU's
-            streaming multiprocessors); 0 where tiles do not matter.
-        generation: Generation of the design, such as ``"ampere"``: measured kinds of
-            one give the speed of the others.
+            products of the same sizes; None if they are equal.
+        cores: Number of cores that compute the tiles of a product in turn (a GPU's
+            streaming multiprocessors); 0 if tiles do not matter.
+        generation: Generation of the design, such as ``"ampere"``: its measured kinds
+            determine the speed of the others.
         watts: Power of the board; see ``ratings.POWER``.
         timed_models: Models whose micro-batches were measured on this kind.
-        price_per_hour: Price of one device for an hour, in any currency; None where
-            none was given. The catalogue has none: prices are the user's.
+        price_per_hour: Price of one device for an hour, in any currency; None without
+            one. The catalogue has none: prices come from the user.
         sources: Source of each number.
     """
 
@@ -153,7 +155,7 @@ class DeviceKind:
         object.__setattr__(self, "_wide", {t: Curve(p) for t, p in wide.items()})
         moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
         if self._measured_gpu:
-            # Between two uses of an array a step moves more than a cache holds.
+            # Between two uses of an array, a step moves more than a cache stores.
             most = self.memory_bytes_per_second
             moved = [(nbytes, min(rate, most)) for nbytes, rate in moved]
         object.__setattr__(self, "_memory", Curve(moved) if moved else None)
@@ -161,35 +163,32 @@ class DeviceKind:
 
     @property
     def family(self) -> str:
-        """The name without the size of the memory: ``"a100"`` of ``"a100-80"``."""
+        """Name without the size of the memory: ``"a100"`` of ``"a100-80"``."""
         return self.name.partition("-")[0]
 
     @property
     def attention_generation(self) -> int:
-        """Returns the generation of attention kernels that are written for it; see
-        ``Framework``.
-        """
+        """Generation of the attention kernels for this kind; see ``Framework``."""
         if self.family in ("p100", "v100"):
             return VOLTA
         return 9 if self.family in ("h100", "h200", "b200", "gh200") else 8
 
     def display_name(self) -> str:
-        """The label, or the name where there is none."""
+        """Returns the label, or the name if it is empty."""
         return self.label or self.name
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense peak in FLOP/s.
+        """Returns the dense peak in FLOP/s.
 
-        A type without a peak of its own takes the first one present of ``FALLBACKS``:
-        bf16 that of f16, then f32 (products may run in another type: see
-        ``multiplies_in``). Where a kind was measured and has no datasheet, the
-        peak is the best rate that was seen.
+        A type without its own peak takes the first one present of ``FALLBACKS``: bf16
+        that of f16, then f32 (products may run in another type: see ``multiplies_in``).
+        For a measured kind without a datasheet, the peak is the best observed rate.
 
         Args:
             dtype: One of ``DTYPES`` or a numpy name.
 
         Raises:
-            WhaleError: No entry and no stand-in.
+            WhaleError: The kind has no entry and no fallback.
 
         Example:
             >>> from whalejax.meshes import device_kind
@@ -208,21 +207,22 @@ class DeviceKind:
         )
 
     def was_measured(self, dtype: str) -> bool:
-        """Whether products in a type were timed on this very device."""
+        """Whether products in a type were timed on this kind itself."""
         name = dtype_name(dtype)
         return (name, False) in self._matmul or (name, True) in self._matmul
 
     def multiplies_in(self, dtype: str, *, exact: bool = False) -> str:
-        """The type that a product runs in, where a kind has no units for its own.
+        """Returns the type in which a product runs, if the kind has no units for its
+        own.
 
-        JAX's default precision takes TensorFloat-32 for float32 where there is any.
-        GPUs without units for bfloat16 (compute capabilities below 8) or float16
-        convert to float32 to multiply, as the CUDA compiler and cuBLAS have it. What
-        was measured in a type was measured so.
+        JAX's default precision takes TensorFloat-32 for float32 if available. GPUs
+        without units for bfloat16 (compute capabilities below 8) or float16 convert to
+        float32 to multiply, as the CUDA compiler and cuBLAS do. A measured type stays
+        itself.
 
         Args:
             dtype: One of ``DTYPES`` or a numpy name.
-            exact: float32 stays as it is.
+            exact: Whether float32 stays unchanged.
 
         >>> from whalejax.meshes import device_kind
         >>> [device_kind("v100-32").multiplies_in(d) for d in ("bf16", "f16", "f32")]
@@ -243,7 +243,7 @@ class DeviceKind:
 
     @property
     def widens_bfloat16(self) -> bool:
-        """Products in bfloat16 run in float32.
+        """Whether products in bfloat16 run in float32.
 
         >>> from whalejax.meshes import device_kind
         >>> [device_kind(name).widens_bfloat16 for name in ("v100-32", "a100-80")]
@@ -252,8 +252,8 @@ class DeviceKind:
         return self.multiplies_in("bf16") == "f32"
 
     def efficiency_in(self, dtype: str) -> Efficiency:
-        """Returns this kind's fraction of its peak in a type, and whose measurement it
-        is.
+        """Returns this kind's fraction of its peak in a type, and the kinds measured
+        for it.
 
         Args:
             dtype: Type in which it multiplies.
@@ -267,7 +267,7 @@ class DeviceKind:
     def matmul_flops_per_second(
         self, dtype: str, m: Any, k: Any, n: Any, *, batch: Any = 1
     ) -> Any:
-        """FLOP/s that a product of this shape reaches on one device.
+        """Returns the FLOP/s of a product of this shape on one device.
 
         Args:
             dtype: One of ``DTYPES`` or a numpy name.
@@ -293,10 +293,10 @@ class DeviceKind:
         )
 
     def _least_and_roof(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
-        """FLOP/s by what any product takes, and its bytes or its FLOPs.
+        """Returns FLOP/s by the least time of a product, and its bytes or FLOPs.
 
-        A short product that was measured says what any takes, and no rate, and a narrow
-        one says what memory does: rates are those of the others.
+        A measured short product gives the least time, but no rate; a narrow one gives
+        the speed of memory. Rates come from the other products.
         """
         flops = 2.0 * m * k * n * batch
         size = ITEM_BYTES.get(dtype, 4)
@@ -309,11 +309,13 @@ class DeviceKind:
         return flops / (self._product_seconds + np.maximum(moved, flops / rate))
 
     def _filled(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
-        """FLOP/s of a product by its size, narrow ones filled up with zeros."""
+        """Returns FLOP/s of a product by its size; narrow ones are padded
+        with zeros.
+        """
         if all(np.min(side) >= FILLED[-1] for side in (m, k, n)):
             result = self._flops_per_second(dtype, m, k, n, batch)
             return result if np.ndim(result) else float(result)
-        # A narrow one takes no longer than if it were filled up with zeros.
+        # A narrow product takes no longer than its zero-padded form.
         fills = np.array((0, *FILLED)).reshape(-1, *np.ndim(m * k * n * batch) * (1,))
         rows, depth, columns = (np.maximum(side, fills) for side in (m, k, n))
         part = (m * k * n) / (rows * depth * columns)
@@ -322,7 +324,9 @@ class DeviceKind:
         return result if np.ndim(result) else float(result)
 
     def _flops_per_second(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
-        """FLOP/s of a product whose sides are within what was measured or fitted."""
+        """Returns FLOP/s of a product whose sides are in the measured or
+        fitted range.
+        """
         size = effective_size(m, k, n)
         peaks = dict(self.flops_per_second)
         for candidate in FALLBACKS[dtype_name(dtype)]:
@@ -345,12 +349,12 @@ class DeviceKind:
         return peak * self.efficiency * size / (size + self.matmul_half_size)
 
     def matmul_seconds(self, dtype: str, m: Any, k: Any, n: Any, count: Any = 1) -> Any:
-        """Seconds for ``count`` products of an (m, k) with a (k, n) matrix.
+        """Returns the seconds for ``count`` products of an (m, k) with a (k, n) matrix.
 
-        The bound by memory is not in it: take the larger of this and
-        ``elementwise_seconds`` of the bytes. Nor is ``op_overhead_seconds``. On a GPU
-        that was measured it is the time within a step: longer than that of a product
-        alone, which ``matmul_flops_per_second`` gives.
+        The memory bound is not included: take the larger of this and
+            ``elementwise_seconds`` of the bytes. ``op_overhead_seconds`` is not
+            included either. On a measured GPU this is the time within a step, which is
+            longer than that of a product alone (``matmul_flops_per_second``).
 
         Example:
             >>> from whalejax.meshes import device_kind
@@ -365,7 +369,7 @@ class DeviceKind:
 
     @property
     def _longer(self) -> float:
-        """Times as long as it was measured alone that a kernel takes in a step."""
+        """Factor by which a kernel takes longer in a step than when measured alone."""
         return IN_A_STEP if self._measured_gpu else 1.0
 
     @property
@@ -374,14 +378,12 @@ class DeviceKind:
 
     @property
     def least_product_seconds(self) -> float:
-        """Returns the least seconds of any product beyond ``op_overhead_seconds``; 0 if
-        unknown.
-        """
+        """Least seconds of any product beyond ``op_overhead_seconds``; 0 if unknown."""
         return self._product_seconds
 
     @property
     def achieved_bytes_per_second(self) -> float:
-        """Bandwidth of memory that operations reach where none was measured by size."""
+        """Memory bandwidth that operations reach, without measurements by size."""
         if not self.curve:
             return self.memory_bytes_per_second
         share = constants().memory_of(self)
@@ -389,10 +391,10 @@ class DeviceKind:
 
     @property
     def launch_seconds(self) -> float:
-        """Fixed cost of one operation of a compiled program.
+        """Fixed seconds of one operation of a compiled program.
 
-        Of a GPU that was measured, at least what kernels of training steps were fitted
-        to cost: one after another of its own kind starts sooner.
+        For a measured GPU, at least the fitted cost of a kernel in training steps:
+        consecutive kernels of one kind start sooner.
         """
         if self.curve:
             return constants().platforms[self.curve].kernel_seconds
@@ -402,9 +404,9 @@ class DeviceKind:
         return self.op_overhead_seconds
 
     def fresh_seconds(self, nbytes: float) -> float:
-        """Seconds that the first touch of so many newly allocated bytes costs.
+        """Returns the seconds of the first touch of newly allocated bytes.
 
-        Blocks of up to ``KEPT_BYTES`` cost nothing: they are had from what was freed.
+        Blocks of up to ``KEPT_BYTES`` are free: they reuse freed memory.
         """
         if isinstance(nbytes, np.ndarray):
             raise WhaleError("nbytes is an array; expected one number of bytes")
@@ -414,7 +416,7 @@ class DeviceKind:
         return nbytes / self.fresh_bytes_per_second
 
     def turned_seconds(self, nbytes: Any) -> Any:
-        """Seconds to turn an array of so many bytes round in memory.
+        """Returns the seconds to transpose an array of some bytes in memory.
 
         >>> from whalejax.meshes import device_kind
         >>> kind = device_kind("cpu")  # which nobody measured
@@ -427,11 +429,11 @@ class DeviceKind:
         return nbytes / self.turned_bytes_per_second
 
     def elementwise_seconds(self, moved_bytes: Any, transcendentals: Any = 0) -> Any:
-        """Seconds to read and write so many bytes in one pass, at memory speed.
+        """Returns the seconds of one pass over some bytes at memory speed.
 
         Args:
-            moved_bytes: Read plus written, on one device; arrays give an array.
-            transcendentals: Number of exp, tanh, log and the like that it evaluates.
+            moved_bytes: Bytes read plus written on one device; arrays give an array.
+            transcendentals: Number of exp, tanh, log and the like in the pass.
 
         Example:
             >>> from whalejax.meshes import device_kind
@@ -455,9 +457,9 @@ class DeviceKind:
 
 
 def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Refuses what is no number of bytes or elements.
+    """Refuses invalid numbers of bytes or elements.
 
-    Of arrays of bytes, of which a search makes many, only the type is looked at.
+    For arrays, of which a search makes many, only the type is checked.
     """
     if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
         if not above_zero or (value.size and value.min() > 0):
@@ -472,11 +474,11 @@ def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
 
 
 def check_name(where: str, name: str, problems: Problems) -> None:
-    """Records a name that cannot be shown as it is.
+    """Records a name that cannot be shown unchanged.
 
     Args:
-        where: The parameter, for the message.
-        name: Name of a kind, a level or whatever else reaches terminals and charts.
+        where: Parameter in the message.
+        name: Name of a kind, a level or the like that reaches terminals and charts.
         problems: Collector of the errors.
     """
     if not isinstance(name, str) or not is_shown_as_written(name):
@@ -491,7 +493,7 @@ def check_name(where: str, name: str, problems: Problems) -> None:
 
 
 def _check(kind: DeviceKind) -> None:
-    """Raises if a name or a number of a kind cannot be one."""
+    """Raises if a name or a number of a kind is invalid."""
     title = f"device kind {short_repr(kind.name)}"
     check_fields(kind, title)
     problems = Problems(title)

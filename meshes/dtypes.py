@@ -1,7 +1,7 @@
-"""Names of element types, and which rate stands in for which.
+"""Names of element types, and the fallbacks for missing rates.
 
-Whoever describes hardware writes ``bf16``, whoever traces a model reads ``bfloat16``
-off its arrays; here the two meet.
+Descriptions of hardware use ``bf16``, traced models ``bfloat16``; this module maps the
+names to each other.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from whalejax.meshes.errors import WhaleError
 
 
 PRECISIONS = ("f32", "bf16", "f16")
-"""In which a step computes; ``f32`` leaves the model's own types alone."""
+"""Compute precisions of a step; ``f32`` keeps the model's own types."""
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8", "f4")
 
-# Which rates stand in, in order, where a kind has none of its own for a type. Half
-# precision is what its user asked for, so the other half type comes before f32; f64 has
-# no stand-in, because every other rate is several times too fast.
+# Fallback rates, in order, for a type without its own. Users of half precision want it,
+# so the other half type comes before f32; f64 has no fallback, because every other rate
+# is several times too fast.
 FALLBACKS: dict[str, tuple[str, ...]] = {
     "f64": ("f64",),
     "f32": ("f32",),
@@ -41,10 +41,10 @@ _NUMPY_NAMES = {
 
 
 def dtype_name(dtype: str) -> str:
-    """The short name of an element type: ours or numpy's go in, ours comes out.
+    """Returns the short name of an element type, from a short or a NumPy name.
 
     Raises:
-        WhaleError: For a type that no device multiplies.
+        WhaleError: No device multiplies this type.
 
     Example:
         >>> dtype_name("bfloat16"), dtype_name("float8_e4m3fn"), dtype_name("f32")

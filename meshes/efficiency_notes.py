@@ -1,7 +1,7 @@
-"""Describes the known speeds of kinds of devices, for plans and estimates.
+"""Describes the source of device kinds' speeds, for plans and estimates.
 
-A kind that was measured needs no words. Of one that was not, its generation speaks, or
-the one that stands in for it, and how far that may be off is said with it.
+A measured kind needs no note. For other kinds, the note names the generation whose
+measurements are used, and their possible error.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from whalejax.meshes.ratings import rating_of
 
 
 SAME = 0.2
-"""How far a kind may be from what others of its generation make of it: twice the error
+"""Possible error of a kind's efficiency that is taken from its generation: twice that
 of the median kind that ``scripts/bench_kinds.py`` leaves out."""
 
 OTHER = 0.4
-"""The same where another generation, or another maker's, stands in."""
+"""Possible error if another generation, or another maker's, is used."""
 
 
 def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]:
-    """One note for each kind whose products in a type nobody measured.
+    """Returns one note for each kind whose products in a type were not measured.
 
     Args:
         kinds: Kinds of devices.

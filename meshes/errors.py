@@ -1,9 +1,8 @@
 """Errors that name every problem at once.
 
-A plan, a cluster file or a model can be wrong in several places; fixing them one run at
-a time wastes the user's day. Checks therefore collect what they find in a ``Problems``
-and raise once. The module stands at the bottom of the import order, so that every
-package of the product can use it.
+A plan, a cluster file or a model can have several errors; fixing them one run at a time
+wastes the user's day. So checks collect problems in ``Problems`` and raise once. The
+module is at the bottom of the import order, so that every package can use it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from whalejax.meshes.texts import message
 
 
 MOST_LISTED: Final = 20
-"""Problems that one error lists; a damaged file can have one in every line."""
+"""Most problems that one error lists; a damaged file can have one in every line."""
 
 
 class WhaleError(ValueError):
-    """Something the user gave cannot be used; the message says what to do about it.
+    """Unusable input from the user; the message names a remedy.
 
     Args:
-        text: The message; control characters in it are escaped, and a line of many
-            thousand characters is cut.
+        text: Message; control characters in it are escaped, and a line of many thousand
+            characters is cut.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -35,7 +34,7 @@ class WhaleError(ValueError):
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns of the line that called us from outside, however deep in here that is.
+    """Warns at the calling line outside the library, at any call depth.
 
     Args:
         text: Text of the warning.
@@ -51,12 +50,12 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 class Problems:
     """Collects messages and raises one error that lists them all.
 
-    Used as a context manager it raises at the end of the block, unless the block
-    itself failed.
+    As a context manager, it raises at the end of the block, unless the block itself
+    failed.
 
     Args:
         title: Subject of the checks, such as ``"cluster 'h100'"``.
-        kind: The exception to raise.
+        kind: Exception to raise.
 
     Example:
         >>> problems = Problems("batch")
@@ -77,7 +76,7 @@ class Problems:
         self._known: set[str] = set()
 
     def add(self, text: str) -> None:
-        """Records one problem; a text that was recorded before counts once."""
+        """Records one problem; equal texts count once."""
         if text not in self._known:
             self._known.add(text)
             self.messages.append(text)
@@ -94,7 +93,9 @@ class Problems:
         return bool(self.messages)
 
     def text(self, title: str | None = None) -> str:
-        """The message: the title, how many problems, and each on a line of its own."""
+        """Returns the message: the title, the number of problems, and one line for
+        each.
+        """
         count = len(self.messages)
         noun = "problem" if count == 1 else "problems"
         lines = [f"{self.title if title is None else title}: {count} {noun}"]
@@ -108,7 +109,7 @@ class Problems:
     def raise_if_any(
         self, kind: type[WhaleError] | None = None, title: str | None = None
     ) -> None:
-        """Raises one error with every problem, or returns if there was none.
+        """Raises one error with every problem, or returns if there is none.
 
         Raises:
             WhaleError: Or ``kind``, if at least one problem was recorded.

@@ -1,10 +1,10 @@
-"""Fractions of the datasheets' peaks that devices deliver, fitted to published runs.
+"""Fractions of the datasheets' peaks that devices reach, fitted to published runs.
 
-One set of constants for each platform, fitted to training steps, and efficiencies by
-kind and type, fitted to training steps or to single layers, read from ``fitted.toml``,
-where every number names what it was fitted to. ``Constants.efficiency_of`` is the one
-answer to what a kind reaches in a type: the price of one operation, of many at once and
-the estimate of a table ask it. The functions take floats and numpy arrays alike.
+There is one set of constants for each platform, fitted to training steps, and
+efficiencies by kind and type, fitted to training steps or single layers. They are read
+from ``fitted.toml``, where every number names its data. ``Constants.efficiency_of``
+alone determines what a kind reaches in a type: the costs of one operation, of many at
+once and the estimates of a table use it. The functions take floats and NumPy arrays.
 """
 
 from __future__ import annotations
@@ -32,54 +32,54 @@ from whalejax.meshes.ratings import (
 
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
-"""Parts of a product that one core of a GPU computes, largest first (CUTLASS)."""
+"""Tiles of a product that one core of a GPU computes, largest first (CUTLASS)."""
 
 
 TUNED = "tuned"
-"""In place of a type: 16 bits, in frameworks whose products are fitted apart."""
+"""Replaces a 16-bit type, for frameworks whose products are fitted separately."""
 
 ASSUMED = 0.7
-"""Efficiency of a family that is like none: that of most that are known."""
+"""Efficiency of a family without a similar one: that of most known kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Achieved:
-    """Constants of one platform. Shares are of a datasheet's figure.
+    """Constants of one platform. Shares are relative to the datasheet.
 
     Attributes:
         half_depth: Contracted size at which a product reaches half of its speed.
-        half_size: The same for ``effective_size``.
-        tile_medium, tile_small, tile_smallest: Speed of the last three of ``TILES``, as
-            shares of that of the first two.
+        half_size: ``half_depth`` for ``effective_size``.
+        tile_medium, tile_small, tile_smallest: Speed of the last three of ``TILES``,
+            relative to the first two.
         tile_idle: Part of the cores that the last round of tiles leaves idle.
         attention: Fraction of the peak in a fused attention kernel.
         attention_before: Factor for each generation by which the kernel is older than
             the device.
         attention_half: Sequence at which such a kernel reaches half of that.
-        unaligned: Speed of a product in an eager framework, for each halving of the
-            16 bytes by which its sizes should divide.
-        memory: Fraction of the bandwidth of memory.
+        unaligned: Speed factor of a product in an eager framework, for each halving of
+            the 16 bytes that should divide its sizes.
+        memory: Fraction of the memory bandwidth.
         kernel_seconds: Cost of every kernel of a compiled program.
-        launch_seconds: The same where a host launches operations one by one.
-        dispatch_seconds: Host's time for one operation, where it launches them.
-        micro_seconds: Host's time between two micro-batches, where it launches them.
+        launch_seconds: Cost of every kernel if a host launches operations individually.
+        dispatch_seconds: Host's time for one operation that it launches.
+        micro_seconds: Host's time between two micro-batches that it launches.
         jitter_seconds: Delay of the slower of two hosts at a collective.
-        blend: Exponent by which the device's and the host's time become one: a maximum
-            whose corner is rounded, as neither is alike from operation to operation.
-        node: Fraction of the bandwidth inside a node, or of a torus, where the family
-            of kinds has none of its own.
+        blend: Exponent that combines the device's and the host's time: a smooth
+            maximum, as both vary between operations.
+        node: Fraction of the bandwidth inside a node, or of a torus, for families
+            without their own.
         node_seconds: Time in which a collective inside a node reaches its bandwidth.
         network: Fraction of the bandwidth between nodes or slices.
         point: Fraction of either bandwidth between two pipeline stages.
         ring_seconds: Time of one hop of a reduce-scatter or all-gather over data ranks.
         bucket_bytes: Bytes that such a collective handles at once.
-        overlap_gradients: Part of their reduction that hides behind computation, in
-            frameworks that try.
-        overlap_parameters: The same for gathering them.
-        overlap_layers: The same for collectives inside layers.
+        overlap_gradients: Overlapped part of their reduction, in frameworks that
+            overlap.
+        overlap_parameters: Overlapped part of gathering parameters.
+        overlap_layers: Overlapped part of collectives inside layers.
         update_bytes: Bytes that the optimizer moves for a parameter.
         step_seconds: Fixed time of every step.
-        reserve_bytes: Device memory that the runtime keeps for itself.
+        reserve_bytes: Device memory that the runtime reserves.
     """
 
     half_depth: float
@@ -144,18 +144,18 @@ WHOLE = Achieved(
     step_seconds=0.0,
     reserve_bytes=0.0,
 )
-"""A platform that is measured, not fitted: the numbers are taken as they stand."""
+"""Constants of a measured platform: its numbers are used unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """The largest share of its peak that a kind reaches in products of a type.
+    """Largest share of its peak that a kind reaches in products of a type.
 
     Attributes:
-        share: Fraction of the peak.
-        measured: Whether that kind itself was measured, in that type.
-        of: Kinds or families whose measurements it is made of; empty where it is no
-            more than what most devices reach.
+        share: Share of the peak.
+        measured: Whether that kind itself was measured in that type.
+        of: Kinds or families whose measurements determine it; empty for the default of
+            most devices.
     """
 
     share: float
@@ -165,18 +165,18 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Everything that is fitted.
+    """All fitted constants.
 
     Attributes:
         platforms: Constants of each platform, by name.
-        efficiency: (family of kinds, type) to the largest share of the peak, as
-            training steps tell.
-        node: Family of kinds to what links inside a node deliver, where it is not the
+        efficiency: (family of kinds, type) to the largest share of the peak, from
+            training steps.
+        node: Family of kinds to the share that links inside a node reach, if it differs
+            from the platform's.
+        blocks: (kind, type) to the same share as ``efficiency``, from single layers.
+        memory: Kind to the share of its memory bandwidth, if it differs from the
             platform's.
-        blocks: (kind, type) to the same share as ``efficiency``, as single layers tell.
-        memory: Kind to the share of its bandwidth of memory, where it is not the
-            platform's.
-        sources: Runs whose training steps were fitted.
+        sources: Runs whose training steps were used for the fit.
     """
 
     platforms: Mapping[str, Achieved]
@@ -187,8 +187,8 @@ class Constants:
     sources: str = ""
 
     def node_of(self, family: str, platform: str) -> float:
-        """Returns the delivered fraction of links inside a node: a family's, or a
-        similar one's.
+        """Returns the share that links inside a node reach: a family's, or a similar
+        one's.
         """
         if family in self.node:
             return self.node[family]
@@ -201,16 +201,17 @@ class Constants:
     def efficiency_of(
         self, kind: RatedDevice, dtype: str, default: float | None = None
     ) -> Efficiency:
-        """The largest share of its peak that a kind reaches in products of a type.
+        """Returns the largest share of its peak that a kind reaches in products of a
+        type.
 
-        What was measured on the kind or its family counts; otherwise what was on its
-        generation, each measured kind in proportion to ``POWER`` of the watts for each
-        FLOP/s; or on the generation that stands in for it.
+        Measurements of the kind or its family come first. Then follow those of its
+        generation, each in proportion to ``POWER`` of the watts per FLOP/s, or of its
+        fallback generation.
 
         Args:
             kind: Kind of device.
             dtype: Type in which it multiplies, one of ``DTYPES``, or ``TUNED``.
-            default: Value for a kind that is similar to none; default: ``ASSUMED``.
+            default: Value for a kind without a similar one; default: ``ASSUMED``.
         """
         wanted = width_of(dtype)
         near, (first, *others) = _NEAR.get(wanted, ()), (*_line(kind.generation), "")
@@ -228,7 +229,7 @@ class Constants:
     def _like(
         self, kind: RatedDevice, generation: str, width: str
     ) -> Efficiency | None:
-        """Returns the measurement in a type; of a generation the mean of its kinds.
+        """Returns the measurement in a type; for a generation, the mean of its kinds.
 
         Args:
             kind: Kind of device.
@@ -245,7 +246,7 @@ class Constants:
                 if (name, width) in known:
                     return self._carry_over(kind, width, {name: known[name, width]})
             return None
-        # Whole training steps say more of one than single layers do.
+        # Full training steps are more reliable than single layers.
         for known in (self.efficiency, self.blocks):
             result = {
                 name: share
@@ -259,9 +260,9 @@ class Constants:
     def _carry_over(
         self, kind: RatedDevice, width: str, shares: Mapping[str, float]
     ) -> Efficiency:
-        """The mean of other kinds' shares, within a generation by their power.
+        """Returns the mean of other kinds' shares, within a generation scaled by power.
 
-        Generations differ in what a watt buys, so that between them it says nothing.
+        Generations differ in efficiency per watt, so power does not compare them.
         """
         logs = []
         for name, share in shares.items():
@@ -274,7 +275,7 @@ class Constants:
         return Efficiency(share=share, measured=False, of=tuple(shares))
 
     def memory_of(self, kind: RatedDevice) -> float:
-        """Returns the delivered fraction of a kind's memory bandwidth: measured, or a
+        """Returns the share that a kind's memory bandwidth reaches: its own, or a
         similar kind's.
         """
         for name in (kind.name, kind.family):
@@ -292,7 +293,7 @@ class Constants:
 
 
 MOST = 0.97
-"""Share of the peak above which no kind is taken to come, however much power it has."""
+"""Upper limit of the share of the peak, regardless of power."""
 
 _NEAR: Mapping[str, tuple[str, ...]] = {
     "bf16": (TUNED,),
@@ -302,7 +303,7 @@ _NEAR: Mapping[str, tuple[str, ...]] = {
     "tf32": ("bf16", TUNED),
     "f32": ("bf16", TUNED),
 }
-"""Types whose efficiency stands in for another's on one kind."""
+"""Types whose efficiency replaces another's on one kind."""
 
 _TYPE = {TUNED: "bf16"}
 
@@ -314,7 +315,7 @@ def _generation(name: str) -> str:
 
 
 def _line(generation: str) -> Iterator[str]:
-    """A generation and those that stand in for it, in turn."""
+    """Yields a generation and its fallbacks, in order."""
     while generation:
         yield generation
         generation = STANDS_IN.get(generation, "")
@@ -331,7 +332,7 @@ def width_of(dtype: str) -> str:
 
 @functools.cache
 def constants() -> Constants:
-    """The constants of this version."""
+    """Returns the constants of this version."""
     return read(tomllib.loads(_text()))
 
 
@@ -341,7 +342,7 @@ def _text() -> str:
 
 
 def read(data: Mapping[str, Any]) -> Constants:
-    """Constants from the tables of a TOML file."""
+    """Returns constants from the tables of a TOML file."""
     names = [field.name for field in dataclasses.fields(Achieved)]
     return Constants(
         platforms={
@@ -365,14 +366,14 @@ def _by_type(tables: Mapping[str, Any]) -> dict[tuple[str, str], float]:
 
 
 CORE = 312e12 / 108
-"""FLOP/s of one core in the type for which sizes are given: an A100's in 16 bits."""
+"""FLOP/s of one core to which the sizes refer: an A100's in 16 bits."""
 
 
 def pace_of(peak_flops: Any, cores: Any) -> Any:
-    """Returns the speed of one core over that for which the curve's sizes are given.
+    """Returns the speed of one core relative to that of the fitted curve.
 
-    What a core waits for at the start of a tile, and what it writes at its end, take
-    as long as ever, so that a faster core needs longer products for the same share.
+    The waits at the start of a tile and the writes at its end do not get faster, so a
+    faster core needs longer products for the same share.
 
     Args:
         peak_flops: Peak of the device, in one type.
@@ -384,14 +385,13 @@ def pace_of(peak_flops: Any, cores: Any) -> Any:
 def shape_share(
     m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any, pace: Any = 1.0
 ) -> Any:
-    """Part of the largest speed that a product of this shape reaches.
+    """Returns the share of the largest speed that a product of this shape reaches.
 
     Args:
         m, k, n: An (m, k) matrix times a (k, n) matrix.
         batch: Number of products in one operation.
-        cores: Number of cores that take its tiles one by one; 0 where tiles do not
-            matter.
-        curve: The platform's ``Achieved``, or something with arrays for its fields.
+        cores: Number of cores that compute its tiles in turn; 0 if tiles do not matter.
+        curve: ``Achieved`` of the platform, or an object with arrays as its fields.
         pace: From ``pace_of``.
     """
     busy = tile_share(
@@ -419,9 +419,9 @@ def tile_share(
     smallest: Any,
     idle: Any = 1.0,
 ) -> Any:
-    """Part of a GPU's cores that a product of this shape keeps busy.
+    """Returns the fraction of a GPU's cores that a product of this shape keeps busy.
 
-    A product is cut into tiles, one for a core at a time, so that the last round of
+    A product is divided into tiles, one for a core at a time, so the last round of
     tiles leaves cores idle; smaller tiles leave fewer idle but run slower.
 
     Args:
@@ -429,7 +429,7 @@ def tile_share(
         cores: Streaming multiprocessors of the device.
         small, smaller, smallest: Speed of the last three of ``TILES``.
         idle: Part of the last round's idle cores that stays idle; other operations and
-            splits of long products fill the rest.
+            splits of long products use the rest.
     """
     best: Any = 0.0
     for (rows, columns), speed in zip(
@@ -448,9 +448,9 @@ def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
     """Writes constants as the TOML that ``read`` reads.
 
     Args:
-        found: Constants that were fitted.
+        found: Fitted constants.
         path: Path of the file.
-        sources: Names of the runs that it was fitted to.
+        sources: Names of the runs used for the fit.
     """
     lines = [
         "# What devices deliver of their datasheets' peaks. Written by",

@@ -1,7 +1,7 @@
-"""Facts about the machine this process runs on, read from the operating system.
+"""Facts about the host of this process, from the operating system.
 
-Containers see less than the machine has: the limits of their control group count,
-in the paths of both versions. No JAX, so that a launcher can ask before it starts one.
+Containers have less than the machine: the limits of their control group count, in the
+    paths of both versions. No JAX, so that a launcher can use it before JAX starts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, with family and model number where the kernel shows them.
+    """Returns the processor's name, with family and model number if the kernel shows
+    them.
 
-    The name alone does not tell two machines apart: virtual ones often show just the
-    maker's.
+    The name alone does not distinguish machines: virtual ones often show only the
+        maker's name.
     """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
@@ -34,8 +35,8 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cpu_cores(cgroup: Path = _CGROUP) -> float:
-    """Returns the number of cores that this process may use: its affinity, cut by its
-    quota.
+    """Returns the number of cores that this process may use: its affinity, limited by
+    its quota.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = float(len(os.sched_getaffinity(0)))
@@ -56,7 +57,7 @@ def cpu_cores(cgroup: Path = _CGROUP) -> float:
 
 
 def host_memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """Memory of the machine, or of its control group where that is smaller."""
+    """Returns the memory of the machine, or of its control group if that is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):
         limit = _read(path)

@@ -1,8 +1,8 @@
 """The JAX mesh of a plan's axes. Starts JAX when called.
 
-``jax.make_mesh`` silently leaves devices idle when the product is too small, and gives
-Explicit axes, in which unmodified Flax models fail; this is the one place that asks for
-what a plan means.
+``jax.make_mesh`` silently leaves devices idle if the product is too small, and gives
+Explicit axes, with which unmodified Flax models fail. This module alone makes meshes as
+plans need them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.meshes.checks import Arguments, is_printable, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 
 
-# Type checkers see a variable in ``jax.Device``, not a class.
+# To type checkers ``jax.Device`` is a variable, not a class.
 Device: TypeAlias = Any
 
 _SHOWN_FACTORIZATIONS = 6
@@ -32,19 +32,20 @@ def build_mesh(
     allow_idle: bool = False,
     order: Sequence[int] = (),
 ) -> Mesh:
-    """A mesh with Auto axes over the devices, in the order given.
+    """Returns a mesh with Auto axes over the devices, in the given order.
 
     Args:
-        axes: (name, size), outermost first; the last one joins neighbouring devices.
+        axes: (name, size) pairs, outermost first; the last one joins neighbouring
+            devices.
         devices: Devices in the cluster's order, node by node; ``jax.devices()`` if
             None.
-        allow_idle: Take the first devices and leave the rest without work.
-        order: For each place of the mesh, the number of its device among them; as
-            they come if left out.
+        allow_idle: Whether to use the first devices and leave the rest idle.
+        order: For each mesh position, the number of its device among them; default:
+            their order.
 
     Raises:
-        WhaleError: Sizes whose product is not the number of devices, an axis named
-            twice, a size below one; all at once.
+        WhaleError: Sizes whose product is not the number of devices, an axis twice, or
+            a size below one; lists all problems.
 
     Example:
         >>> import jax
@@ -75,13 +76,13 @@ def build_mesh(
 
 
 def cluster_order(devices: Sequence[Device]) -> list[Device]:
-    """Devices as a described cluster numbers them: slice by slice, last axis fastest.
+    """Orders devices as a described cluster does: slice by slice, last axis fastest.
 
-    JAX numbers the chips of a torus with the first coordinate fastest. What has no
-    coordinates keeps its order.
+    JAX numbers the chips of a torus with the first coordinate fastest. Devices without
+    coordinates keep their order.
 
     Args:
-        devices: Real ones, or those of a described topology.
+        devices: Real devices, or those of a described topology.
     """
     if any(getattr(device, "coords", None) is None for device in devices):
         return list(devices)
@@ -94,7 +95,7 @@ def cluster_order(devices: Sequence[Device]) -> list[Device]:
 
 
 def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """A layout as a PartitionSpec, in the one spelling that compares equal.
+    """Returns a layout as a PartitionSpec, in the one form that compares equal.
 
     Args:
         spec: Mesh axes of each dimension, outermost first.
@@ -118,7 +119,8 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
 
 
 def automatic_axes(mesh: Any) -> frozenset[str]:
-    """Axes of a mesh that are left to the compiler; those of ``shard_map`` are manual.
+    """Returns the axes of a mesh that are left to the compiler; ``shard_map``'s are
+    manual.
 
     Args:
         mesh: Mesh of devices, or the abstract one inside ``shard_map``.
@@ -135,10 +137,10 @@ def has_manual_axes(mesh: Any) -> bool:
 def on_automatic_axes(
     function: Callable[..., Any], mesh: Any, inputs: Any, outputs: Any
 ) -> Callable[..., Any]:
-    """A function of one device's parts, mapped over the axes left to the compiler.
+    """Maps a function of one device's parts over the axes left to the compiler.
 
     Args:
-        function: Takes and gives the parts that one device has.
+        function: Function from the parts of one device to its parts of the results.
         mesh: Mesh of devices, or the abstract one inside ``shard_map``.
         inputs, outputs: PartitionSpecs over these axes.
     """
@@ -151,7 +153,7 @@ def on_automatic_axes(
         in_specs=inputs,
         out_specs=outputs,
         axis_names=axes,
-        check_vma=False,  # What differs between devices is dealt out by hand.
+        check_vma=False,  # Differences between devices are intended here.
     )
 
 
@@ -164,7 +166,7 @@ def _is_spec(spec: Any) -> bool:
 def _check(
     axes: Any, devices: Any, allow_idle: Any, order: Any, problems: Arguments
 ) -> None:
-    """Records arguments of ``build_mesh`` that are of other types."""
+    """Records arguments of ``build_mesh`` with wrong types."""
     if not isinstance(axes, list | tuple) or not all(
         isinstance(pair, tuple)
         and len(pair) == 2
@@ -186,17 +188,17 @@ def _check(
 
 
 def are_devices(devices: Any) -> bool:
-    """Whether it holds devices, one or more.
+    """Whether the argument has one or more devices.
 
     Args:
-        devices: Argument in the place of devices.
+        devices: Argument to check.
     """
     if isinstance(devices, str | bytes | type) or not isinstance(devices, Iterable):
         return False
-    if getattr(devices, "ndim", 1) == 0:  # no sequence, though of a class of them
+    if getattr(devices, "ndim", 1) == 0:  # no sequence, though of an array class
         return False
     result = list(np.ravel(devices) if isinstance(devices, np.ndarray) else devices)
-    # Arrays have a platform too, as a method.
+    # Arrays have ``platform`` too, as a method.
     return bool(result) and all(
         isinstance(getattr(one, "platform", None), str) for one in result
     )
@@ -219,7 +221,7 @@ def _wrong_product(axes: tuple[tuple[str, int], ...], used: int, available: int)
 
 
 def factorizations(number: int, parts: int) -> list[tuple[int, ...]]:
-    """All ways to write a number as an ordered product, largest first factor first.
+    """Returns all ordered factorizations of a number, largest first factor first.
 
     Example:
         >>> factorizations(4, 2)

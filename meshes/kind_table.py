@@ -1,9 +1,9 @@
-"""The table of kinds of devices, as the documentation shows it.
+"""The table of device kinds in the documentation.
 
     python -m whalejax.meshes.kind_table
 
-A page that is written from the catalogue and the fitted constants cannot say anything
-else than plans are made of; a test holds the page to it.
+The page is written from the catalogue and the fitted constants, so it agrees with the
+plans; a test checks it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ HEADER = (
 
 
 def table() -> list[str]:
-    """Lines of a Markdown table: peaks in TFLOP/s, and what of them is reached."""
+    """Returns the lines of a Markdown table: peaks in TFLOP/s, and the shares
+    reached.
+    """
     return [*HEADER, *(_line(entry.kind) for entry in entries().values())]
 
 
@@ -46,7 +48,7 @@ def _tera(rate: float | None) -> str:
 
 
 def _efficiency_cell(kind: DeviceKind, dtype: str) -> str:
-    """The share of the peak, and whose it is where the kind was not measured."""
+    """Returns the share of the peak, and its source if the kind was not measured."""
     runs_in = kind.multiplies_in(dtype, exact=True)
     if not kind.curve:
         return f"{kind.efficiency:.0%}"

@@ -1,7 +1,7 @@
-"""Measurements of one kind of device, point by point, and the values between.
+"""Measured points of one kind of device, and their interpolation.
 
-Apart from ``kinds``, which says what a device does with them: here are the facts that
-a file of a cluster holds, where each comes from, and their interpolation.
+It is separate from ``device_kinds``, which computes with these points: this module has
+the facts of a cluster file, their sources, and their interpolation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Source:
     """Source of one number.
 
     Attributes:
-        field: The number, such as ``"flops_per_second.bf16"``; ``"*"`` for all.
+        field: Name of the number, such as ``"flops_per_second.bf16"``; ``"*"`` for all.
         url: Address of the document; ``"measured: ..."`` names the command that
-            measured it and ``"assumption: ..."`` says what stands in for an unpublished
+            measured it and ``"assumption: ..."`` the replacement of an unpublished
             number.
         title: Title of the document.
         date: Date of its publication, or of the measurement, as ``YYYY-MM`` or
@@ -44,7 +44,7 @@ class Source:
 class MatmulPoint:
     """One measured product of an (m, k) with a (k, n) matrix, all devices at once.
 
-    ``batch`` above 1 says that it was so many of them in one operation.
+    ``batch`` above 1 is the number of products in one operation.
     """
 
     dtype: str
@@ -60,7 +60,7 @@ class MatmulPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandwidthPoint:
-    """Measured bandwidth of an operation that moves so many bytes in all."""
+    """Measured bandwidth of an operation that moves a total number of bytes."""
 
     moved_bytes: int
     bytes_per_second: float
@@ -70,14 +70,14 @@ class BandwidthPoint:
 
 
 FILLED = (64, 256, 512)
-"""Sides up to which smaller products may be filled: that from which what was measured
-or fitted goes on to hold, and some that keep most of a device busy."""
+"""Sides up to which smaller products may be padded: that from which measurements or
+fits hold, and some that keep most of a device busy."""
 
 
 def effective_size(m: Any, k: Any, n: Any) -> Any:
-    """The side of the cube that does as many FLOPs per element moved as m, k, n.
+    """Returns the side of the cube with as many FLOPs per moved element as (m, k, n).
 
-    This harmonic mean is small as soon as one side is, as the achieved FLOP/s are.
+    This harmonic mean is small as soon as one side is, like the achieved FLOP/s.
 
     Example:
         >>> effective_size(256, 256, 256)
@@ -89,25 +89,27 @@ def effective_size(m: Any, k: Any, n: Any) -> Any:
 
 
 NARROW = 128
-"""Side up to which a product is narrow: its time is that of memory, not of rates."""
+"""Side up to which a product is narrow: its time depends on memory, not on rates."""
 
 ITEM_BYTES = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1, "f4": 0.5}
-"""Of an element of a product."""
+"""Bytes of an element of a product."""
 
 IN_A_STEP = 1.24
-"""Times as long as alone that a kernel of a GPU takes within a training step. Fitted to
-five steps of GPTs on an H200 (``measured/h200.json``); what makes it longer, such as a
-clock that falls under load, was not measured apart."""
+"""Factor by which a GPU kernel takes longer within a training step than alone. Fitted
+to five steps of GPTs on an H200 (``measured/h200.json``); its causes, such as a clock
+that falls under load, were not measured separately."""
 
 HARDLY_MORE = 2.0
-"""Times that of the shortest product: where none took more, nothing is known of it."""
+"""Factor over the shortest product; if no product exceeds it, the least time is
+unknown.
+"""
 
 
 def least_seconds(points: Sequence[MatmulPoint]) -> float:
-    """Returns the least time of any product on a device, however little it multiplies.
+    """Returns the least time of any product on a device, whatever its size.
 
-    The shortest one that was measured, where others took twice as long; where all are
-    as short, or there is one alone, nothing is known of it.
+    It is that of the shortest measured product, if others took twice as long; if all
+    are as short, or there is only one, it is unknown (0).
     """
     each = [2.0 * p.m * p.k * p.n * p.batch / p.flops_per_second for p in points]
     least = min(each, default=0.0)
@@ -117,13 +119,13 @@ def least_seconds(points: Sequence[MatmulPoint]) -> float:
 def wide_rates(
     points: Sequence[MatmulPoint], least: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """FLOP/s by type and effective size, of products that say something of a rate.
+    """Returns FLOP/s by type and effective size, of products that show a rate.
 
-    Those that are wide, alone, and took well longer than any product takes.
+    These are wide single products that took well above the least time.
 
     Args:
         points: Measured points.
-        least: Seconds of each that are not counted in the rates.
+        least: Seconds of each that do not count in the rates.
     """
     rates: dict[str, list[tuple[float, float]]] = {}
     long = HARDLY_MORE * least_seconds(points)
@@ -144,8 +146,8 @@ class TimedModel:
     Attributes:
         weights: ``Plan.weights_hash`` of the model.
         samples: Number of samples of the micro-batch.
-        seconds: Measured, forward and backward.
-        predicted_seconds: Planner's expectation for this device at the time.
+        seconds: Measured seconds, forward and backward.
+        predicted_seconds: Prediction for this device at the time of measurement.
         title: Name of the model.
     """
 
@@ -160,10 +162,10 @@ class TimedModel:
 
 
 class Curve:
-    """A positive quantity interpolated in the logarithms of both axes.
+    """A positive quantity, interpolated in the logarithms of both axes.
 
-    Constant beyond its ends: extrapolating a slope that was measured between two
-    noisy neighbours is how a cost model comes to promise the impossible.
+    It is constant beyond its ends: extrapolating the slope between two noisy points
+        would predict impossible speeds.
     """
 
     __slots__ = ("x", "y")

@@ -1,8 +1,8 @@
-"""Kinds of devices that were measured apart, in one cluster.
+"""Combines separately measured device kinds in one cluster.
 
-``whalejax calibrate`` describes the devices of one host. A cluster of several kinds is
-made of several such descriptions: each has its kind under a name of its own, and what
-joins them is told here, because no host can measure it alone.
+``whalejax calibrate`` describes the devices of one host. A cluster of several kinds
+combines several such descriptions: each has its kind under a unique name. Their network
+is given here, because no host can measure it alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from whalejax.meshes.errors import WhaleError
 
 
 def check_kind(name: str, beside: ClusterData | None) -> None:
-    """Refuses a name that a kind cannot have in a file.
+    """Refuses a name that is invalid for a kind in a file.
 
     Args:
-        name: The name.
-        beside: Contents of the file, if they are to stay.
+        name: Name of the kind.
+        beside: Contents of the file, if they stay.
 
     Raises:
-        WhaleError: The name is malformed, or another kind's.
+        WhaleError: The name is malformed, or another kind has it.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise WhaleError(
@@ -41,14 +41,14 @@ def check_kind(name: str, beside: ClusterData | None) -> None:
 
 
 def check_replaced(name: str, there: ClusterData) -> None:
-    """Refuses to write one kind over a file that describes others.
+    """Refuses to replace a file that describes other kinds by one kind.
 
     Args:
         name: Name of the kind.
         there: Contents of the file.
 
     Raises:
-        WhaleError: Kinds of other names.
+        WhaleError: The file has kinds of other names.
     """
     if {kind.name for kind in there.kinds} - {name}:
         raise WhaleError(
@@ -59,11 +59,11 @@ def check_replaced(name: str, there: ClusterData) -> None:
 
 
 def renamed(cluster: ClusterData, name: str) -> ClusterData:
-    """The same devices, all of one kind, under another name, shown by it, too.
+    """Returns the same devices, all of one kind, under another name and label.
 
     Args:
         cluster: Cluster of one kind.
-        name: The kind's.
+        name: New name of the kind.
 
     Example:
         >>> from whalejax.meshes import cluster
@@ -78,15 +78,15 @@ def renamed(cluster: ClusterData, name: str) -> ClusterData:
 
 
 def check_joined(first: ClusterData, platform: str) -> None:
-    """Refuses clusters to which no devices of a platform can be joined.
+    """Refuses clusters that cannot be joined by devices of a platform.
 
     Args:
         first: The cluster.
         platform: Platform of the other devices.
 
     Raises:
-        WhaleError: A torus or links between single devices, which a network does not
-            join; another platform.
+        WhaleError: The cluster has a torus or links between single devices, which a
+            network does not join, or another platform.
     """
     if first.links or any(level.torus for level in first.levels):
         raise WhaleError(
@@ -103,18 +103,18 @@ def check_joined(first: ClusterData, platform: str) -> None:
 def merge_clusters(
     first: ClusterData, second: ClusterData, network: Link | None = None
 ) -> ClusterData:
-    """The devices of two clusters, in this order, as nodes of one.
+    """Returns the devices of two clusters, in this order, as nodes of one cluster.
 
-    Inside a node the slower link counts. Between nodes it is the slowest network of
-    all that is known of either, and where none is, the slower link of the nodes.
+    Inside a node the slower link counts. Between nodes it is the slowest known network
+    of either; if none is known, the slower link of the nodes.
 
     Args:
         first, second: Clusters of nodes, and of one platform.
-        network: Network between hosts like the second's, where it is known.
+        network: Network between hosts like those of the second cluster, if known.
 
     Raises:
-        WhaleError: A torus or links between single devices, which a network does not
-            join; kinds of two platforms.
+        WhaleError: A cluster has a torus or links between single devices, which a
+            network does not join, or the platforms differ.
 
     Example:
         >>> from whalejax.meshes import cluster
@@ -144,7 +144,7 @@ def _slower(one: Level, other: Level) -> Level:
 def _between(
     first: ClusterData, second: ClusterData, network: Link | None, within: Level
 ) -> Level:
-    """The level of the network, for any number of nodes."""
+    """Returns the level of the network, for any number of nodes."""
     known = [one.levels[-1] for one in (first, second) if len(one.nodes) > 1]
     if network is not None:
         known.append(

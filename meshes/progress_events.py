@@ -1,8 +1,8 @@
-"""Progress events: planning and compiling report what they do.
+"""Progress events: planning and compiling report their activities.
 
-Planning and compiling take seconds to minutes. They say what they do here, and know
-nothing of terminals; ``whalejax.cli.progress`` shows it where somebody wants to see
-it. It stands at the bottom of the import order, so that every room can tell.
+Planning and compiling take seconds to minutes. They report their activities here,
+independent of terminals; ``whalejax.cli.progress`` shows them if requested. The module
+is at the bottom of the import order, so that every package can use it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _LISTENER: ContextVar[Callable[[str], None] | None] = ContextVar(
 
 
 def tell(what: str) -> None:
-    """Says what begins now, such as ``"tracing the model"``; often to nobody."""
+    """Reports the start of an activity, such as ``"tracing the model"``, to any
+    listener.
+    """
     listener = _LISTENER.get()
     if listener is not None:
         listener(what)
@@ -26,7 +28,7 @@ def tell(what: str) -> None:
 
 @contextmanager
 def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Hears what is told inside the block.
+    """Receives the reports inside the block.
 
     Args:
         listener: Function that receives the name of each activity.

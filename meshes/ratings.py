@@ -1,8 +1,8 @@
-"""Carries efficiencies over by the data sheets of the catalogue.
+"""Estimates efficiencies of unmeasured kinds from the catalogue's data sheets.
 
-A kind that was never measured is taken for as efficient as those of its generation
-that were, in proportion to the power that its board has for each FLOP/s of its peak.
-Apart from ``catalogue``, whose kinds need efficiencies before they can be made.
+A kind that was never measured counts as efficient as the measured ones of its
+generation, in proportion to its board's power per FLOP/s of its peak. The module is
+separate from ``catalogue``, whose kinds need efficiencies before they can be made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whalejax.meshes.dtypes import FALLBACKS
 
 
 class RatedDevice(Protocol):
-    """Kind of device, as far as it is read here."""
+    """Fields of a device kind that this module reads."""
 
     @property
     def name(self) -> str: ...
@@ -36,11 +36,11 @@ class RatedDevice(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasheetRating:
-    """A kind of the catalogue, as far as its data sheet rates it.
+    """A kind of the catalogue, with the fields of its data sheet that rate it.
 
     Attributes:
         name, platform, generation: Fields of ``DeviceKind``, unchanged.
-        watts: Power of the board; None where no source gives it.
+        watts: Power of the board; None without a source.
         flops_per_second: (type, dense peak) pairs.
     """
 
@@ -52,14 +52,14 @@ class DatasheetRating:
 
     @property
     def family(self) -> str:
-        """The name without its variant: ``"a100"`` of ``"a100-80"``."""
+        """Name without its variant: ``"a100"`` of ``"a100-80"``."""
         return self.name.partition("-")[0]
 
 
 POWER = 0.4
-"""Exponent of a board's power, with which the speed of products falls where there is
-too little for the peak: H100's data sheet gives 756 TFLOP/s to the card of 350 W and
-989 to the module of 700 W. L4 and L40S, A10G and RTX A6000 differ by it, too."""
+"""Exponent of a board's power, by which the speed of products falls if it is too low
+for the peak: H100's data sheet gives 756 TFLOP/s to the card of 350 W and 989 to the
+module of 700 W. L4 and L40S, A10G and RTX A6000 show the same."""
 
 STANDS_IN: Mapping[str, str] = {
     "pascal": "volta",
@@ -75,11 +75,13 @@ STANDS_IN: Mapping[str, str] = {
     "cdna4": "hopper",
     "tpu7": "tpu6",
 }
-"""Generations of which nothing was measured in a type, and what stands in for them."""
+"""Fallbacks of generations without any measurement in a type."""
 
 
 def watts_ratio(one: RatedDevice, other: RatedDevice, dtype: str) -> float:
-    """Board power for each FLOP/s of one kind over that of another; 1 if unknown."""
+    """Returns the board power per FLOP/s of one kind over that of another; 1 if
+    unknown.
+    """
     mine, theirs = (_peak(kind, dtype) for kind in (one, other))
     if not (one.watts and other.watts and mine and theirs):
         return 1.0
@@ -87,13 +89,13 @@ def watts_ratio(one: RatedDevice, other: RatedDevice, dtype: str) -> float:
 
 
 def _peak(kind: RatedDevice, dtype: str) -> float:
-    """Returns the peak in a type, or in its replacement; 0 where there is none."""
+    """Returns the peak in a type, or in its fallback; 0 if there is none."""
     peaks = dict(kind.flops_per_second)
     return next((peaks[d] for d in FALLBACKS.get(dtype, (dtype,)) if d in peaks), 0.0)
 
 
 def rating_of(name: str) -> DatasheetRating | None:
-    """A kind by its name, or the first of a family; None where there is none."""
+    """Returns a kind by its name, or the first of a family; None if there is none."""
     known = ratings()
     if name in known:
         return known[name]
@@ -102,7 +104,7 @@ def rating_of(name: str) -> DatasheetRating | None:
 
 @functools.cache
 def ratings() -> Mapping[str, DatasheetRating]:
-    """Every kind of the catalogue by its name."""
+    """Returns every kind of the catalogue by its name."""
     return {
         name: DatasheetRating(
             name=name,
@@ -117,11 +119,11 @@ def ratings() -> Mapping[str, DatasheetRating]:
 
 @functools.cache
 def catalogue_data() -> Mapping[str, Any]:
-    """The catalogue's tables."""
+    """Returns the catalogue's tables."""
     return tomllib.loads(catalogue_text())
 
 
 def catalogue_text() -> str:
-    """The catalogue as it is written."""
+    """Returns the catalogue as text."""
     package = importlib.resources.files("whalejax.meshes")
     return (package / "device_kinds.toml").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Files that somebody else may have written: read whole, or refused with a reason.
+"""Reads files from any source completely, or refuses them with a reason.
 
-Parsers of the standard library end in a dozen ways where a file is damaged or hostile:
-bytes that are no UTF-8, nesting that exhausts the stack, integers of thousands of
-digits, ``Infinity`` and keys that stand twice in JSON. Here each becomes one error.
+Parsers of the standard library fail in a dozen ways on damaged or hostile files: bytes
+that are no UTF-8, nesting that exhausts the stack, integers of thousands of digits,
+``Infinity`` and duplicate keys in JSON. Here each becomes one error.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from whalejax.meshes.texts import quoted
 
 
 MOST_BYTES: Final = 2**28
-"""Size of a file: plans of thousands of parameters take a few MiB."""
+"""Largest size of a file: plans of thousands of parameters take a few MiB."""
 
 MOST_DEPTH: Final = 64
-"""Lists and tables inside each other: plans and clusters have fewer than 20."""
+"""Most nested lists and tables: plans and clusters have fewer than 20."""
 
 
 class UnreadableFileError(ValueError):
-    """A file, or what was parsed of it, that cannot be taken; the text says why."""
+    """A file, or its parsed data, that cannot be used; the text has the reason."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file.
+    """Returns the text of a file.
 
     Args:
-        path: Path of a regular file: pipes and devices may never answer, or never end.
+        path: Path of a regular file: pipes and devices may block or never end.
 
     Raises:
-        OSError: It is not there, or cannot be opened.
-        Unreadable: It is no regular file, too large, or no UTF-8.
+        OSError: The file is missing, or cannot be opened.
+        UnreadableFileError: The file is not regular, too large, or no UTF-8.
     """
     try:
         with open(path, "rb", opener=_at_once) as file:
@@ -54,21 +54,21 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise UnreadableFileError(f"byte {error.start} is no UTF-8") from None
     except UnreadableFileError:
         raise
-    except ValueError as error:  # a path that no system takes
+    except ValueError as error:  # a path that no system accepts
         raise UnreadableFileError(str(error)) from None
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Opens a file; of a pipe, without waiting for somebody to write into it."""
+    """Opens a file; does not wait for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def parse_json(text: str) -> Any:
-    """The data of a JSON text.
+    """Returns the data of a JSON text.
 
     Raises:
-        Unreadable: It is no JSON, holds ``NaN`` or ``Infinity`` or a number beyond
-            them, says a key twice, or nests too deep.
+        UnreadableFileError: The text is no JSON, contains ``NaN``, ``Infinity``, a
+            number beyond them or a duplicate key, or is nested too deeply.
 
     >>> parse_json('{"a": [1, 2.5]}')
     {'a': [1, 2.5]}
@@ -85,10 +85,10 @@ def parse_json(text: str) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The data of a TOML text.
+    """Returns the data of a TOML text.
 
     Raises:
-        Unreadable: It is no TOML, or nests too deep.
+        UnreadableFileError: The text is no TOML, or is nested too deeply.
     """
     data: dict[str, Any] = _parsed(text, tomllib.loads)
     return data
@@ -102,20 +102,20 @@ def _parsed(text: str, parse: Callable[[str], Any]) -> Any:
     except UnreadableFileError:
         raise
     except ValueError as error:
-        # Python refuses integers of more than 4,300 digits with one, too.
+        # Python also refuses integers of more than 4,300 digits in this way.
         raise UnreadableFileError(str(error)) from None
     check_depth(data)
     return data
 
 
 def check_depth(data: Any) -> None:
-    """Refuses lists and tables inside each other, more than anything of ours has.
+    """Refuses lists and tables nested deeper than any valid data.
 
     Args:
         data: Data of JSON or TOML.
 
     Raises:
-        Unreadable: It nests deeper than ``MOST_DEPTH``, or holds itself.
+        UnreadableFileError: The data are nested deeper than ``MOST_DEPTH``, or cyclic.
     """
     level = [data]
     for _ in range(MOST_DEPTH + 1):

@@ -1,9 +1,9 @@
 """Checks and quotes text that comes from outside, such as names in files.
 
 A name in a file reaches terminals, pages and charts. Control characters move a
-terminal's cursor, bidirectional marks reorder a line, newlines forge a second one:
-files that hold them are refused, and what an error quotes is escaped and shortened.
-Both rules stand here alone; the module is at the bottom of the import order.
+terminal's cursor, bidirectional marks reorder a line, newlines forge a second one.
+Files with such characters are refused, and text quoted by errors is escaped and
+shortened. Only this module has both rules; it is at the bottom of the import order.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any, Final
 
 
 MOST_QUOTED: Final = 200
-"""Characters of a value that an error shows."""
+"""Characters of a value in an error."""
 
 MOST_NAME: Final = 1000
-"""Characters of a name; terminals and charts show it whole."""
+"""Characters of a name, which terminals and charts show in full."""
 
 MOST_LINE: Final = 4000
 """Characters of one line of an error."""
 
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
-"""Unicode categories: control and format characters (among them escapes, marks of
-direction and of zero width), halves of characters, separators of lines."""
+"""Unicode categories: control and format characters (including escapes, marks of
+direction and of zero width), surrogates, line separators."""
 
 
 def is_invisible(character: str) -> bool:
-    """Whether a character changes how others are shown, or shows nothing itself.
+    """Whether a character changes the display of others, or shows nothing itself.
 
     >>> [is_invisible(c) for c in "aµ→ \\x1b\\u202e\\n"]
     [False, False, False, False, True, True, True]
@@ -38,16 +38,16 @@ def is_invisible(character: str) -> bool:
 
 
 def is_shown_as_written(text: str) -> bool:
-    """Whether a text holds no character that is ``is_invisible``."""
+    """Whether no character of a text is ``is_invisible``."""
     return text.isprintable() or not any(map(is_invisible, text))
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""The text with every hidden character as its escape.
+    r"""Returns the text with every hidden character escaped.
 
     Args:
-        text: Any.
-        keep: Characters that stay as they are.
+        text: Any text.
+        keep: Characters that stay unchanged.
 
     >>> visible("a\x1b[31mb")
     'a\\x1b[31mb'
@@ -60,7 +60,7 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def clipped(text: str, most: int = MOST_QUOTED) -> str:
-    """The text, or its beginning and how long it is.
+    """Returns the text, or its beginning and its length.
 
     >>> clipped("x" * 300, 8)
     'xxxxxxxx… (300 characters)'
@@ -69,11 +69,11 @@ def clipped(text: str, most: int = MOST_QUOTED) -> str:
 
 
 def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
-    """A value as an error shows it: on one line, escaped, and not at length.
+    """Returns a value as text for an error: on one line, escaped, and shortened.
 
     Args:
-        value: Value of a file, or of a user.
-        write: Function that makes text of it.
+        value: Value from a file or a user.
+        write: Function that converts the value to text.
 
     >>> quoted({"a": 1}), quoted("x\\n")
     ("{'a': 1}", "'x\\\\n'")
@@ -81,13 +81,14 @@ def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
     try:
         text = write(value)
     except (RecursionError, ValueError, TypeError, OverflowError):
-        # Too deep, an integer of thousands of digits, or a text cut in a character.
+        # Nested too deeply, an integer of thousands of digits, or a surrogate in the
+        # text.
         return f"a {type(value).__name__} that cannot be shown"
     return clipped(visible(text))
 
 
 def as_json(value: object) -> str:
-    """A value quoted as JSON.
+    """Returns a value quoted as JSON.
 
     >>> as_json({"a": None})
     '{"a": null}'
@@ -96,7 +97,8 @@ def as_json(value: object) -> str:
 
 
 def message(text: str) -> str:
-    """The text of an error: lines as they are, everything else that is hidden escaped.
+    """Returns the text of an error: line breaks stay, other hidden characters are
+    escaped.
 
     >>> message("a\\x07b\\nc")
     'a\\\\x07b\\nc'

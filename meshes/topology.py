@@ -1,7 +1,7 @@
-"""The parts of a cluster: nodes, levels of links, and the compiler's habits.
+"""The parts of a cluster: nodes, levels of links, and the compiler's behaviour.
 
-Plain data without behaviour of their own, apart from ``Cluster`` so that the modules
-which build clusters and the one which checks them share no more than these.
+Plain data, separate from ``Cluster`` because the modules that build and that check
+clusters share only these.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from whalejax.meshes.device_kinds import DeviceKind, Platform
 
 
 def detour(peers: Any, size: Any) -> Any:
-    """Bandwidth of links to so many peers over that of those among so many members."""
+    """Returns the bandwidth of links to ``peers`` over that of the links in a group."""
     return np.maximum(1.0, peers / np.maximum(1, size - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One level of the topology: groups of ``size`` of the level below, joined.
+    """One level of the topology: ``size`` joined groups of the level below.
 
     A collective over the level takes ``rounds * (latency_seconds + payload_bytes *
-    (size - 1) / size / bandwidth_bytes_per_second)``, with two rounds for an
-    all-reduce and one otherwise, times ``slowdown_of`` the collective. Where the level
-    is ``shared``, the payload counts whole and the latency once for each member.
+    (size - 1) / size / bandwidth_bytes_per_second)``, with two rounds for an all-reduce
+    and one otherwise, times ``slowdown_of`` the collective. If the level is ``shared``,
+    the full payload counts, and the latency once for each member.
 
     Attributes:
         name: Name of the link, such as ``"nvlink"``.
-        size: Number of groups that are joined; the sizes multiply to the devices.
-        bandwidth_bytes_per_second: Per device, one direction. On a ring of a torus
-            it is that of both links of the axis together.
-        latency_seconds: Latency of one all-gather over the whole level.
-        torus: The level is one axis of a torus; adjoining ones form one torus.
-        slowdown: (collective, factor) pairs by which it was measured to differ from
-            the formula; names as in ``"all-to-all"``.
-        shared: The members are threads over one memory, as virtual CPU devices are:
-            each of them reads and writes the payload, however many there are.
-        peers: Number of other members to which each has a link of its own, as four GPUs
-            without a switch have; the bandwidth is that of all these links, and a
-            collective among fewer members uses those between them. 0 where a switch
-            gives all of it to any of them.
+        size: Number of joined groups; the product of all sizes is the number of
+            devices.
+        bandwidth_bytes_per_second: Bandwidth per device in one direction. On a ring of
+            a torus it is that of both links of the axis together.
+        latency_seconds: Latency of one all-gather over the full level.
+        torus: Whether the level is one axis of a torus; adjacent ones form one torus.
+        slowdown: (collective, factor) pairs of measured deviations from the formula;
+            names such as ``"all-to-all"``.
+        shared: Whether the members are threads over one memory, as virtual CPU devices
+            are: each of them reads and writes the payload, whatever their number.
+        peers: Number of other members to which each has a direct link, as with four
+            GPUs without a switch. The bandwidth is that of all these links, and a
+            collective in a smaller group uses only the links inside it. 0 if a switch
+            gives the full bandwidth to any of them.
     """
 
     name: str
@@ -62,18 +63,19 @@ class Level:
 
     @property
     def needs_whole_level(self) -> bool:
-        """Axes that follow each other in the level cannot be priced one by one."""
+        """Whether consecutive axes in the level cannot be priced separately."""
         return self.shared or self.peers > 0
 
     def slowdown_of(self, collective: str) -> float:
-        """The measured factor of one collective; 1.0 where nothing was measured."""
+        """Returns the measured factor of one collective; 1.0 without measurements."""
         return dict(self.slowdown).get(collective, 1.0)
 
     def payload_fraction(self, size: Any) -> Any:
-        """Part of the payload that one round moves among so many members.
+        """Returns the fraction of the payload that one round moves in a group of a
+        size.
 
-        Where only some of a member's links lead to the others, it counts as often as
-        all of them would be faster.
+        If only some of a member's links lead to the group, the payload counts by the
+        ratio of all links to these.
         """
         if self.shared:
             return (size > 1) * 1.0
@@ -81,17 +83,19 @@ class Level:
         return part * self.detour(size) if self.peers else part
 
     def detour(self, size: Any) -> Any:
-        """Bandwidth of all links of a member over that of those to so many members."""
+        """Returns the bandwidth of all links of a member over that of those
+        in a group.
+        """
         return detour(self.peers, size) if self.peers else 1.0
 
     def waits(self, size: Any) -> Any:
-        """Returns the number of latencies in one round among so many members."""
+        """Returns the number of latencies in one round in a group of a size."""
         return (size > 1) * (size if self.shared else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Devices of one kind under one roof: a server, or a slice of a TPU pod."""
+    """Devices of one kind in one unit: a server, or a slice of a TPU pod."""
 
     kind: DeviceKind
     count: int
@@ -101,62 +105,61 @@ class Node:
 
 
 RETIRED_FACTS: Final = ("keeps_halos",)
-"""Facts of compilers that older files hold and nothing asks for any more."""
+"""Facts about compilers that older files contain and that are no longer read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerProfile:
-    """Treatment of partial sums by a platform's compiler.
+    """Behaviour of a platform's compiler.
 
     Attributes:
-        merge_partials: Adds partial sums up before it reduces them over devices once,
-            over the axes of several dimensions at a time.
-        reduce_scatter: Emits reduce-scatter where the result is sharded, instead of an
+        merge_partials: Sums partial results locally before it reduces them over devices
+            once, over the axes of several dimensions at a time.
+        reduce_scatter: Emits reduce-scatter if the result is sharded, instead of an
             all-reduce and a slice.
-        reduces_in_parts: Reduces a gradient that is sharded over some of the axes that
-            it is summed over by scattering it over these and reducing the parts over
-            the others, not by reducing the whole over all and cutting it.
-        copies_kernels: Turns kernels and images of convolutions round in memory, and
-            keeps the kernel that it turned for the gradient of the input; see
+        reduces_in_parts: If a gradient is sharded over some of the axes that it is
+            summed over, scatters it over these and reduces the parts over the others,
+            instead of an all-reduce over all and a slice.
+        copies_kernels: Transposes kernels and images of convolutions in memory, and
+            keeps the transposed kernel for the gradient of the input; see
             ``KERNEL_TURNS``.
-        fuses_products: Computes what a product reads inside it, so that the results of
-            elementwise operations before it need not stand in memory.
+        fuses_products: Computes a product's operands inside it, so that the results of
+            elementwise operations before it need not be in memory.
         fuses_normalizations: Makes one kernel of a softmax or a norm of rows, so that
-            what its passes hand each other does not cross memory.
-        repeats: Computes what is elementwise and cheap again in every fusion that reads
-            it, rather than keep its result.
-        widens: Computes what is of 16 bits in float32, and keeps it so.
-        reduces_at_end: Reduces gradients when all are there, each into memory of its
-            own; all at once, or one by one where they are cut into shards afterwards.
+            values between its passes do not go through memory.
+        repeats: Recomputes cheap elementwise values in every fusion that reads them,
+            rather than keep their result.
+        widens: Computes 16-bit values in float32, and keeps them so.
+        reduces_at_end: Reduces gradients after all are computed, each in its own
+            memory; all at once, or individually if they are sharded afterwards.
         gathers_first: Gathers all parameters before it computes with any, each in every
             form in which it is read.
-        narrow_products: Multiplies float32 as bfloat16, as JAX's default precision lets
-            it, and moves and keeps what only products read in that type.
-        keeps_masks: Masks that are drawn at random are kept for the backward pass, a
-            byte each; if not, they are drawn again.
-        merges_regions: Takes what a checkpointed region computes again from the forward
-            pass, where the region is given the same values. A collective that the
-            compiler made itself is not merged, nor what follows from it.
-        groups_rows: Multiplies rows that are sorted by group by the matrix of their
-            own group alone. If not, it multiplies all rows by the matrices of all
-            groups and masks what is not asked for; so do all compilers for the
-            gradient of the matrices.
-        lanes: Memory holds arrays in tiles, of which one side is this long; 1 where
-            it holds them as they are.
-        scatters_whole_torus: Reduce-scatters over all chips of a torus at once. If
-            not, it reduces the whole and cuts it where the torus has three lengths
-            above 1, or two equal ones of 4 or more.
+        narrow_products: Multiplies float32 as bfloat16, as JAX's default precision
+            allows, and moves and stores values that only products read in that type.
+        keeps_masks: Saves random masks for the backward pass, one byte each; otherwise
+            they are drawn again.
+        merges_regions: Takes the recomputation of a checkpointed region from the
+            forward pass, if the region receives the same values. A collective that the
+            compiler made itself is not merged, nor its successors.
+        groups_rows: Multiplies rows that are sorted by group only by their group's
+            matrix. If not, it multiplies all rows by the matrices of all groups and
+            masks the rest; so do all compilers for the gradient of the matrices.
+        lanes: Length of one side of the tiles in which memory stores arrays; 1 for
+            plain arrays.
+        scatters_whole_torus: Reduce-scatters over all chips of a torus at once. If not,
+            it runs an all-reduce and a slice if the torus has three lengths above 1, or
+            two equal ones of 4 or more.
         scatters_beyond_torus: Reduce-scatters over chips of a torus and of others at
-            once. If not, it reduces the whole and cuts it.
+            once. If not, it runs an all-reduce and a slice.
         gathers_whole_torus: All-gathers over all chips of a torus at once. If not, it
-            puts together by an all-reduce where the torus has three lengths of 4 or
-            more, and what is smaller than 32 MiB where it has two of 8 or more.
+            runs an all-reduce if the torus has three lengths of 4 or more, or, below 32
+            MiB, two of 8 or more.
         hides_updates: Gathers parameters that replicas updated in shards inside
             products, on the kinds in ``HIDES_UPDATES_ON``. Products of weights'
-            gradients, outside loops and of one micro-batch, wait for that to the end
-            of the backward pass, as long as memory holds what they read.
-        scatters_odd_tiles: Reduce-scatters 16-bit values whose last dimension is left
-            with an odd number of tiles. If not, it reduces the whole and cuts it.
+            gradients, outside loops and of one micro-batch, are delayed for that to the
+            end of the backward pass, while their operands fit the memory.
+        scatters_odd_tiles: Reduce-scatters 16-bit values whose last dimension keeps an
+            odd number of tiles. If not, it runs an all-reduce and a slice.
     """
 
     merge_partials: bool
@@ -215,20 +218,20 @@ class CompilerProfile:
 
 
 KERNEL_TURNS = (1, 2)
-"""By how many turns of a kernel a convolution is priced on CPU: forward, and for the
-input's gradient.
+"""Number of transposes of a kernel at which a convolution is priced on CPU: forward,
+and for the input's gradient.
 
-As fifteen convolutions took on eight devices, of 1 × 1 and 3 × 3, with kernels of 0.03
-to 9.4 MB: beyond their products, 1.2 ms a megabyte of the kernel forward and 2.9 for
-the gradient of the input."""
+Measured on fifteen convolutions on eight devices, of 1 × 1 and 3 × 3, with kernels of
+0.03 to 9.4 MB: beyond their products, 1.2 ms per megabyte of the kernel forward and 2.9
+for the gradient of the input."""
 
 IMAGE_TURNS = 2
-"""By how many turns of images and their cotangents the gradient of the kernel is.
+"""Number of transposes of images and cotangents for the kernel's gradient.
 
-In the same fifteen, 2.7 ms a megabyte of both."""
+Measured on the same convolutions: 2.7 ms per megabyte of both."""
 
 KEEPS_SCATTERS = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"
-"""Option under which reduce-scatters over all chips of a torus stay what they are."""
+"""Option that keeps reduce-scatters over all chips of a torus unchanged."""
 
 HIDES_UPDATES_ON = frozenset({"v5e"})
 """Kinds on which libtpu 0.0.42.1 does so; v5p and v6e wait for each gather."""
@@ -239,7 +242,7 @@ _OPTIONS: Mapping[str, tuple[bool, Mapping[str, bool]]] = {
     "xla_tpu_enable_latency_hiding_scheduler": (False, {"hides_updates": False}),
     "xla_tpu_enable_all_reduce_scatter_fusion": (False, {"reduce_scatter": False}),
 }
-"""Options that change facts: the value that does, and what becomes of them.
+"""Options that change facts: the value that does, and the changed facts.
 
 As counted in programs that libtpu 0.0.42.1 compiled: one collective alone, over groups
 of many sizes and places of tori from 2×2 to 16×16 chips and 2×2×1 to 16×16×16.
@@ -247,15 +250,15 @@ of many sizes and places of tori from 2×2 to 16×16 chips and 2×2×1 to 16×16
 
 
 def _truth(value: Any) -> bool | None:
-    """A switch as compilers read it, or None where it is none."""
+    """Returns a switch as compilers read it, or None if it is none."""
     text = str(value).lower()
     if text in ("true", "t", "1", "yes", "y"):
         return True
     return False if text in ("false", "f", "0", "no", "n") else None
 
 
-# As counted in compiled programs (``scripts/verified.json``); for GPU in those of an
-# H100, and what they do not show is as the class says.
+# Counted in compiled programs (``scripts/verified.json``), for GPU in those of an H100;
+# the rest are the class's defaults.
 COMPILERS: Mapping[Platform, CompilerProfile] = {
     "tpu": CompilerProfile(
         merge_partials=True,

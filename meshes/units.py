@@ -1,10 +1,10 @@
-"""Sizes and times as people read them."""
+"""Formats sizes and times for readers."""
 
 from __future__ import annotations
 
 
 def gigabytes(nbytes: float) -> str:
-    """Bytes with three digits and a decimal unit: ``"12.6 MB"``."""
+    """Formats bytes with three digits and a decimal unit: ``"12.6 MB"``."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(size) < 1000 or unit == "TB":
@@ -14,7 +14,7 @@ def gigabytes(nbytes: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time with three digits: in milliseconds below a second.
+    """Formats a time with three digits, in milliseconds below a second.
 
     >>> milliseconds(0.4123), milliseconds(3.207), milliseconds(4321)
     ('412 ms', '3.21 s', '4,321 s')
@@ -25,7 +25,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """A number of things.
+    """Formats a number of things.
 
     >>> count_text(1, "sample"), count_text(3, "sample")
     ('1 sample', '3 samples')
@@ -34,7 +34,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def count_digits(count: float) -> str:
-    """A large number with three digits: thousands, millions, billions.
+    """Formats a large number with three digits: thousands, millions, billions.
 
     >>> count_digits(1_210), count_digits(124_475_904), count_digits(8.03e9)
     ('1,210', '124M', '8.03B')
@@ -50,7 +50,7 @@ def count_digits(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A time of any length: as ``milliseconds`` below a minute, then larger units.
+    """Formats any duration: as ``milliseconds`` below a minute, then in larger units.
 
     >>> duration_text(0.25), duration_text(272), duration_text(5_400)
     ('250 ms', '4.5 min', '1.5 h')

@@ -1,4 +1,6 @@
-"""The decision: what to shard, over which axis, and what it will cost. No JAX here."""
+"""The decisions: what to shard, over which axis, and the predicted cost. No
+JAX here.
+"""
 
 if __name__ == "planner":
     raise ImportError("import whalejax.planner, not planner")

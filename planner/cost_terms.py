@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 
 Remat = tuple[tuple[str, str], ...]
-"""(TaskGraph, policy) of those that the backward pass computes again."""
+"""(TaskGraph, policy) pairs of TaskGraphs that the backward pass recomputes."""
 
 Chosen = tuple[tuple[str, str], ...]
-"""(TaskGraph, kind) of those whose attention was decided: ``ring`` or ``gather``."""
+"""(TaskGraph, kind) pairs of TaskGraphs with a chosen attention: ``ring`` or
+``gather``.
+"""
 
 ALL = "*"
-"""Stands for every TaskGraph that has no policy of its own."""
+"""Stands for every TaskGraph without a policy of its own."""
 
 
 OFFLOADS = ("optimizer", "activations", "params", "gradients")
-"""What may be in host memory; gradients only beside params, and in estimates."""
+"""State that may be in host memory; gradients only with params, and in estimates."""
 
 _GRADIENTS_ALONE = 1 << OFFLOADS.index("gradients"), 1 << OFFLOADS.index("params")
 
@@ -26,30 +28,30 @@ UNCOUNTED_MOVES = (
     "moving to host memory and back is not counted: the cluster does not say how fast "
     "that is (host_link_bytes_per_second) or how much there is"
 )
-"""Note of a plan that was asked for host memory of which nobody knows enough."""
+"""Note of a plan with requested host memory whose speed or size is unknown."""
 
 NO_EFFECT = "has no effect"
-"""What the note on a hint says that changed nothing."""
+"""Text of the note on a hint without effect."""
 
 OBEYED = ("marked TaskGraph obeyed", "marked TaskGraphs obeyed")
-"""How the note on the others ends: of one, and of several."""
+"""End of the note on the other hints: of one, and of several."""
 
 FETCHED = 2
-"""Layers whose parameters or activations are on the device at a time where they lie in
-host memory: one that computes, and the next, on its way."""
+"""Layers on the device at a time, if their parameters or activations are in host
+memory: the one that computes, and the next one in transfer."""
 
 
 def moves_to_host(shape: tuple[int, ...]) -> bool:
-    """State that follows a parameter of this shape is moved with the others.
+    """Whether state of a parameter with this shape is offloaded.
 
-    Vectors stay: together they are little, and each would be a transfer of its own.
+    Vectors stay: they are small in total, and each would be a separate transfer.
     """
     return len(shape) > 1 and math.prod(shape) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeTerms:
-    """Predicted seconds of one step; they add up to it.
+    """Predicted seconds of one step, by term.
 
     Attributes:
         compute_seconds: Products and memory traffic, forward and backward.
@@ -58,9 +60,9 @@ class TimeTerms:
         parameter_seconds: Exposed part of gathering parameters.
         activation_seconds: Collectives on activations inside TaskGraphs.
         border_seconds: Changes of layout between TaskGraphs and at cuts.
-        update_seconds: The optimizer.
-        allocation_seconds: First touch of the memory that a step gets anew from its
-            host, on devices that keep none of their own.
+        update_seconds: The optimizer's update.
+        allocation_seconds: First touch of newly allocated host memory in a step, on
+            devices that keep none of their own.
         bubble_seconds: Waits of pipeline stages for each other.
         offload_seconds: Exposed part of moving to host memory and back.
     """
@@ -85,9 +87,10 @@ class TimeTerms:
         )
 
     def by_size(self) -> list[tuple[str, float]]:
-        """The terms above zero, largest first, such as ``[("compute", 0.3), …]``.
+        """Returns the terms above zero, largest first, such as ``[("compute", 0.3),
+        …]``.
 
-        What is lost in the last digits of the others is none.
+        Values within the rounding error of the others are omitted.
         """
         least = 1e-12 * self.step_seconds
         names = [f.name for f in dataclasses.fields(self)]
@@ -96,12 +99,12 @@ class TimeTerms:
 
     @property
     def step_seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the step."""
         return float(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
 
     @property
     def communication_seconds(self) -> float:
-        """All exposed collectives."""
+        """Seconds of all exposed collectives."""
         return (
             self.gradient_seconds
             + self.parameter_seconds
@@ -112,16 +115,17 @@ class TimeTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTerms:
-    """Predicted bytes on the fullest device; all but the host's add up to its peak.
+    """Predicted bytes on the fullest device; all terms but ``host_bytes`` make up its
+    peak.
 
     Attributes:
         params_bytes: Stored parameters (the master copy).
-        gradients_bytes: Gradients, as accumulated.
+        gradients_bytes: Accumulated gradients.
         optimizer_bytes: Optimizer state.
-        state_bytes: Bytes of state that is neither trained nor computed (batch
-            statistics, keys).
+        state_bytes: State that is neither trained nor computed (batch statistics,
+            keys).
         batch_bytes: The device's part of the global batch.
-        activations_bytes: Bytes of values that are saved for the backward pass.
+        activations_bytes: Values that are saved for the backward pass.
         working_bytes: Gathered parameters, casts and the largest temporaries.
         host_bytes: Bytes in host memory for each device.
     """
@@ -136,23 +140,23 @@ class MemoryTerms:
     host_bytes: int = 0
 
     def by_name(self) -> dict[str, int]:
-        """The terms that add up to the peak, such as ``{"params": …}``."""
+        """Returns the terms that make up the peak, such as ``{"params": …}``."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "host_bytes"]
         return {n.removesuffix("_bytes"): getattr(self, n) for n in names}
 
     @property
     def total_bytes(self) -> int:
-        """Peak of the step."""
+        """Peak bytes of the step."""
         return int(sum(self.by_name().values()))
 
     @property
     def temporary_bytes(self) -> int:
-        """Returns the bytes that live only during a step."""
+        """Bytes that exist only during a step."""
         return self.gradients_bytes + self.activations_bytes + self.working_bytes
 
     @property
     def with_exchange_buffer(self) -> MemoryTerms:
-        """Returns the terms with the buffer in which gradients cross to other
+        """Terms with the buffer in which gradients are exchanged with other
         pipelines.
         """
         return dataclasses.replace(
@@ -161,11 +165,11 @@ class MemoryTerms:
 
 
 def precision_words(precisions: Chosen, whole: str = "f32") -> list[str]:
-    """Describes the parts that compute in 16 bits; empty where there are none.
+    """Describes the parts that compute in 16 bits; empty if there are none.
 
     Args:
         precisions: (TaskGraph, precision) pairs.
-        whole: The precision of the whole model, where TaskGraphs do not differ.
+        whole: Precision of the full model, if TaskGraphs do not differ.
 
     >>> precision_words((), "f16")
     ['f16']

@@ -1,8 +1,8 @@
-"""Compares the plans of processes, to say in which part they differ.
+"""Compares the plans of processes, and names the parts in which they differ.
 
-A hash says that plans differ. Beside it stand a few short texts, one for each part of a
-plan: its value where that is short, and a hash of it where not. They are exchanged
-once, so they are small; ``plan.diff`` says more, where both plans are at hand.
+A hash shows only that plans differ. So there are also short texts, one for each part of
+a plan: its value if that is short, else a hash of it. They are exchanged once, so they
+are small; ``plan.diff`` shows more if both plans are available.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _NOT_THE_PROGRAM = (
     "swarm",
     "per_micro_batch",
 )
-"""Fields of a plan that its program does not depend on; ``common`` of roles, too."""
+"""Fields of a plan that its program does not depend on; ``common`` of roles is one,
+too.
+"""
 
 _NAMES: Final = {
     "model_hash": "model, batch or marks",
@@ -61,13 +63,13 @@ _NAMES: Final = {
 _FOLLOWING: Final = frozenset(
     _NAMES[x] for x in ("roles", "compute", "storage", "leaves", "batch")
 )
-"""What differs because something else does is named where nothing else is."""
+"""Parts that follow from others; they are named only if no other part differs."""
 
 _LONGEST = 48
 
 
 def program_data(plan: Any) -> dict[str, Any]:
-    """Returns everything of a plan that changes the program, as plain data."""
+    """Returns everything in a plan that changes the program, as plain data."""
     data = encode(plan)
     assert isinstance(data, dict)
     for whole in (data, *data["pipelines"]):
@@ -86,11 +88,11 @@ def program_data(plan: Any) -> dict[str, Any]:
 
 
 def part_digests(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
-    """A short text for each part of a plan, by its name in words.
+    """Returns a short text for each part of a plan, by the part's name.
 
     Args:
         plan: The plan.
-        also: Further values that must be equal in all processes, by name.
+        also: More values that must be equal in all processes, by name.
     """
     data = program_data(plan)
     stages = data["stages"] or {}
@@ -101,11 +103,11 @@ def part_digests(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
 
 
 def told_apart(told: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
-    """Describes the parts in which some plans differ from the first; empty if in none.
+    """Describes the parts in which some plans differ from the first; empty if none.
 
     Args:
-        told: Reports of the processes, as ``part_digests`` returns them.
-        others: Numbers of those whose plan is another one.
+        told: Reports of the processes, from ``part_digests``.
+        others: Numbers of the processes whose plan differs.
 
     Example:
         >>> told_apart([{"zero": "0"}, {"zero": "1"}], others=[1])

@@ -1,8 +1,8 @@
-"""Frozen dataclasses to plain JSON data and back, strictly.
+"""Converts frozen dataclasses to plain JSON data and back, strictly.
 
-Plans are written to files that people edit, copy between machines and keep; reading
-one back must refuse what it does not know, with the path of the wrong entry. The
-standard library writes dataclasses but does not read them, hence this module.
+People edit, copy and keep plan files; reading one back must refuse unknown entries,
+with the path of the wrong one. The standard library writes dataclasses but does not
+read them, hence this module.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from whalejax.meshes.texts import is_shown_as_written, quoted
 
 
 MOST_NUMBER: Final = 2**100
-"""Size of a number: more than the FLOPs that all computers do in a year."""
+"""Largest number: more than the FLOPs of all computers in a year."""
 
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 class DataError(ValueError):
-    """The data does not describe the class it should."""
+    """Data that do not describe the expected class."""
 
 
 def encode(value: Any) -> Any:
-    """Plain JSON data (dicts, lists, numbers, text, None) of a dataclass tree."""
-    if type(value) in _PLAIN:  # first, because a plan has tens of thousands of them
+    """Returns plain JSON data (dicts, lists, numbers, text, None) of a
+    dataclass tree.
+    """
+    if type(value) in _PLAIN:  # first, since a plan has tens of thousands of them
         return value
     if isinstance(value, tuple | list):
         return [encode(item) for item in value]
@@ -49,13 +51,13 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
     """Rebuilds a value of the annotated type from plain data.
 
     Args:
-        kind: A type as written in an annotation: a dataclass, a tuple, a union with
-            None, a Literal or a plain type.
-        data: From ``json.loads``.
-        path: Path of the data, for messages.
+        kind: Type annotation: a dataclass, a tuple, a union with None, a Literal or a
+            plain type.
+        data: Data from ``json.loads``.
+        path: Path of the data, for errors.
 
     Raises:
-        DataError: Names the entry, what stood there and what was expected.
+        DataError: Names the entry, its value and the expected type.
     """
     if type(data) is kind and kind in _PLAIN:
         return _checked(data, path)
@@ -86,7 +88,9 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
 
 
 def _checked(data: Any, path: str) -> Any:
-    """A plain value, unless it is text that hides some, or no number."""
+    """Returns a plain value; refuses text with hidden characters, and invalid
+    numbers.
+    """
     if isinstance(data, str):
         if not is_shown_as_written(data):
             raise DataError(
@@ -101,20 +105,22 @@ def _checked(data: Any, path: str) -> Any:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Types of a dataclass's fields; a plan has thousands of objects of one class."""
+    """Returns the types of a dataclass's fields; cached, as plans have thousands of
+    objects.
+    """
     return get_type_hints(kind)
 
 
 def _stored_fields(kind: Any) -> list[str]:
-    """Fields that files hold: all but those whose metadata says otherwise."""
+    """Returns the fields that files contain: all except those excluded by metadata."""
     return [f.name for f in dataclasses.fields(kind) if f.metadata.get("kept", True)]
 
 
 @functools.cache
 def _unless_default(kind: Any) -> dict[str, Any]:
-    """Fields that files hold only where they are not at their default.
+    """Returns the fields that files contain only if they differ from their default.
 
-    So what a later version can do beside changes no file that does not use it.
+    So features of later versions change no file that does not use them.
     """
     return {
         f.name: f.default

@@ -1,7 +1,7 @@
-"""Finds the name that was meant: the nearest known one, or another library's word.
+"""Finds the intended name: the nearest known one, or another library's word.
 
-Error messages end with what is returned here, so that a habit of another library is
-answered in words of this one.
+Error messages end with these suggestions, so that users of another library learn the
+words of this one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def _by_synonym(text: str) -> dict[str, str]:
-    """Pairs from lines of one of our names, a colon, and names elsewhere."""
+    """Returns pairs from lines of one of our names, a colon, and names elsewhere."""
     synonym = {}
     for line in text.strip().splitlines():
         ours, _, others = line.partition(":")
@@ -38,7 +38,7 @@ AXIS_SYNONYMS: Final = _by_synonym(
     fsdp: zero zero3 hsdp sharded fully_sharded
     """
 )
-"""Names of mesh axes elsewhere, and ours."""
+"""Names of mesh axes in other libraries, and ours."""
 
 PRECISION_SYNONYMS: Final = _by_synonym(
     """
@@ -47,7 +47,7 @@ PRECISION_SYNONYMS: Final = _by_synonym(
     f32: float32 fp32 full float 32 single
     """
 )
-"""Names of precisions elsewhere, and ours."""
+"""Names of precisions in other libraries, and ours."""
 
 ARGUMENT_SYNONYMS: Final = _by_synonym(
     """
@@ -70,22 +70,22 @@ ARGUMENT_SYNONYMS: Final = _by_synonym(
     num_stages: stages n_stages
     """
 )
-"""Names of arguments elsewhere, and ours."""
+"""Names of arguments in other libraries, and ours."""
 
 
 class WrongArguments(WhaleError, TypeError):
-    """A call with an argument that there is not, or without one that it needs."""
+    """A call with an unknown argument, or without a required one."""
 
 
 def near_names(
     given: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None
 ) -> list[str]:
-    """The known names that were probably meant, the likeliest first.
+    """Returns the known names that were probably meant, the likeliest first.
 
     Args:
-        given: Name that was given.
-        known: Names that there are.
-        synonyms: Other names, each with a known one.
+        given: Name from the user.
+        known: Known names.
+        synonyms: Other names, each with its known one.
 
     >>> near_names("tp", ["data", "tensor"], AXIS_SYNONYMS)
     ['tensor']
@@ -105,7 +105,7 @@ def near_names(
 def near_hint(
     given: object, known: Iterable[str], synonyms: Mapping[str, str] | None = None
 ) -> str:
-    """The end of a sentence and one that names what was probably meant, or nothing.
+    """Returns the end of a sentence and a suggestion of the probable name, or nothing.
 
     >>> near_hint("dp", ["data", "tensor"], AXIS_SYNONYMS)
     ". Did you mean 'data'?"
@@ -117,13 +117,13 @@ def near_hint(
 
 
 def names_arguments(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a public function say which argument is wrong, lacks, or was meant.
+    """Makes a public function name wrong, missing or misspelled arguments.
 
     Args:
         name: Name under which users call the function.
 
     Returns:
-        A decorator. Calls that Python would refuse raise ``WrongArguments``.
+        Decorator. Calls that Python would refuse raise ``WrongArguments``.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -150,7 +150,7 @@ def _argument_problem(
     named: Mapping[str, object],
     error: TypeError,
 ) -> str:
-    """Describes what is wrong with a call."""
+    """Describes the error in a call."""
     own = "self" in signature.parameters
     parameters = {
         one: parameter

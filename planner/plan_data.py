@@ -1,7 +1,7 @@
-"""A plan as plain data: what was decided, and what it is predicted to take.
+"""A plan as plain data: the decisions, and their predicted costs.
 
-Everything that works on plans takes them as this; ``plan.plan.Plan`` adds what users
-call: reports, pictures, files and new questions.
+All functions on plans take this type; ``plan.plan.Plan`` adds the methods for users:
+reports, pictures, files and new questions.
 """
 
 from __future__ import annotations
@@ -54,29 +54,27 @@ _COUNTS: Final = ("version", "num_micro_batches", "group_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesData:
-    """A pipeline.
+    """Data of a pipeline.
 
     Attributes:
         schedule: One of ``schedules.NAMES``.
         chunks: Parts of the model on each stage.
-        layers: Layers of each part, along the model; empty where parts are no whole
-            layers.
+        layers: Layers of each part, in model order; empty if parts are not full layers.
         executor: ``"spmd"``, one program in which all stages run one loop, or
-            ``"mpmd"``, programs of each stage's own.
-        starts: Parameters whose first reading begins each part but the first, where
-            stages have programs of their own; empty where ``stage`` marks define the
-            parts.
-        plans: Plan of each such stage on its own devices.
-        kinds: Device kind of each stage, where they differ.
-        blocks: Number of each such stage's part of the devices, in node order; empty
-            where they are in order.
-        turns, ahead, back: Turns of a step where stages run in lockstep, and the turns
-            in which some stage computes forward and backward; else 0.
-        stash: Saved values of a micro-batch in flight where stages run in lockstep:
-            ``"inputs"``, and the backward pass recomputes the layers, or
-            ``"residuals"``, all that their derivative reads.
-        paces: Predictions for each part along the model, in its order.
-        handed_seconds: Predicted, from one part to the next on another stage.
+            ``"mpmd"``, a program for each stage.
+        starts: Parameters whose first read begins each part after the first, for stage
+            programs; empty if ``stage`` marks define the parts.
+        plans: Plan of each such stage on its devices.
+        kinds: Device kind of each stage, if they differ.
+        blocks: Index of each such stage's part of the devices, in node order; empty if
+            they are in order.
+        turns, ahead, back: Turns of a step for lockstep stages, and the turns in which
+            some stage computes forward and backward; else 0.
+        stash: Saved values of a micro-batch in flight for lockstep stages:
+            ``"inputs"``, from which the backward pass recomputes the layers, or
+            ``"residuals"``, all values that their derivative reads.
+        paces: Predictions for each part, in model order.
+        handed_seconds: Predicted transfer from one part to the next on another stage.
     """
 
     schedule: str
@@ -95,7 +93,7 @@ class StagesData:
     handed_seconds: float = 0.0
 
     def words(self) -> str:
-        """The pipeline in a few words."""
+        """Describes the pipeline briefly."""
         layers = self.layers
         parts = f" of {self.chunks} parts a stage" if self.chunks > 1 else ""
         if not layers:
@@ -105,26 +103,26 @@ class StagesData:
         return f"{self.schedule}{parts}, {each} layers each{kept}{self._on()}"
 
     def _on(self) -> str:
-        """Returns the kinds of devices as text, where there are several."""
+        """Returns the kinds of devices as text, if there are several."""
         return f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
 
     def _from(self) -> str:
-        """Describes the beginnings of its parts."""
+        """Describes the cut points."""
         if not self.starts:
             return "cut as marked"
         return f"cut before {', '.join(self.starts)}"
 
 
 class PlannedQuestion(Protocol):
-    """Question that a plan answers, kept beside it."""
+    """Request that a plan answers, stored with it."""
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a sample; None where the batch has none of one length."""
+        """Tokens of a sample; None if the batch has no leaves of one length."""
         ...
 
     def replan(self, **changes: Any) -> Any:
-        """The plan under other circumstances; ``Plan.what_if``."""
+        """Plans with other settings; ``Plan.what_if``."""
         ...
 
     def verify(self, plan: Any, topology: str | None, *, timeout_seconds: float) -> Any:
@@ -199,7 +197,7 @@ class PlanData(StepOptions):
 
     @property
     def trained(self) -> tuple[LeafPlan, ...]:
-        """The parameters that are trained, in the order of their tree."""
+        """Trained parameters, in the order of their tree."""
         return tuple(leaf for leaf in self.leaves if leaf.trained)
 
     @property
@@ -209,14 +207,14 @@ class PlanData(StepOptions):
 
     @property
     def stage_plans(self) -> tuple[Self, ...]:
-        """The plans of stages with programs of their own; empty without such."""
+        """Plans of stage programs; empty without any."""
         plans: Any = () if self.stages is None else self.stages.plans
         stage_plans: tuple[Self, ...] = plans  # of one class with this plan
         return stage_plans
 
     @property
     def room_bytes(self) -> int:
-        """Memory of a device of those that ``memory`` is predicted for."""
+        """Memory of a device of the kind for which ``memory`` is predicted."""
         each = [
             own
             for pipeline in self.pipelines or (self,)
@@ -229,13 +227,13 @@ class PlanData(StepOptions):
 
     @property
     def replica(self) -> Self:
-        """The plan of one rank of ``data``, where ranks take unlike shares."""
+        """Plan of one rank of ``data``, if ranks have unequal shares."""
         axes = tuple(axis for axis in self.axes if axis[0] != "data")
         return dataclasses.replace(self, axes=axes, shares=())
 
     @property
     def num_devices(self) -> int:
-        """Devices the plan uses."""
+        """Number of used devices."""
         if self.pipelines or self.stage_plans:
             return sum(plan.num_devices for plan in self.pipelines or self.stage_plans)
         return math.prod(size for _, size in self.axes)
@@ -243,15 +241,15 @@ class PlanData(StepOptions):
     def times(self, collective: Collective) -> int:
         """Returns the number of executions of one of the plan's collectives in a step.
 
-        Stages in lockstep that keep only what they were given compute forward again
-        before they compute backward.
+        Lockstep stages that save only their inputs recompute the forward pass before
+        the backward pass.
         """
         problems = Arguments("Plan.times", PlanError)
         problems.of("collective", collective, Collective, "one of plan.collectives")
         problems.raise_if_any()
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
-            # Where ranks take unlike shares: on the one that takes most.
+            # With unequal shares: on the rank with most.
             shares = self.shares
             if self.beyond is not None and self.beyond.shares:
                 shares = tuple(most for _, most in self.beyond.shares)
@@ -267,31 +265,32 @@ class PlanData(StepOptions):
 
     @property
     def scales_loss(self) -> bool:
-        """Some of it computes in float16, where small gradients vanish."""
+        """Whether some of it computes in float16, where small gradients vanish."""
         return "f16" in (self.precision, *dict(self.precisions).values())
 
     def home(self, path: str) -> Self:
-        """The plan of the stage that stores a parameter; itself without stages apart.
+        """Returns the plan of the stage that stores a parameter, or itself without
+        stages.
 
         Args:
             path: Path of the parameter.
         """
         if not is_printable(path):
-            self.leaf(path)  # says what is wrong with it
+            self.leaf(path)  # raises for unknown paths
         for plan in self.stage_plans:
             if any(leaf.path == path for leaf in plan.leaves):
                 return plan
         return self
 
     def leaf(self, path: str) -> LeafPlan:
-        """The plan of one parameter.
+        """Returns the plan of one parameter.
 
         Args:
-            path: Dotted; a ``*`` in place of a layer's number, as plans are printed,
-                takes the first.
+            path: Dotted path; with ``*`` as a layer's number, as in printed plans, the
+                first layer is taken.
 
         Raises:
-            PlanError: No parameter has that path; the nearest are named.
+            PlanError: No parameter has that path; lists the nearest paths.
         """
         for leaf in self.leaves if isinstance(path, str) else ():
             if path in (leaf.path, starred(leaf.path)):
@@ -300,14 +299,15 @@ class PlanData(StepOptions):
 
     @property
     def runner_up(self) -> Candidate | None:
-        """The best plan of another layout that fits; None where there is none."""
+        """Best plan of another layout that fits; None if there is none."""
         return next(iter(self.alternatives(1)), None)
 
     def alternatives(self, n: int = 5) -> Candidates:
-        """The best plans of other layouts that fit, best first; printed, a line each.
+        """Returns the best plans of other layouts that fit, best first; prints as one
+        line each.
 
         Args:
-            n: Largest number of plans, 0 or more; a plan remembers about a dozen.
+            n: Most plans, 0 or more; a plan stores about a dozen.
         """
         if not is_whole(n, 0):
             raise PlanError(f"alternatives: n is {short_repr(n)}; expected 0 or more")
@@ -315,21 +315,21 @@ class PlanData(StepOptions):
         return Candidates(itertools.islice(others, n))
 
     def partition_specs(self) -> dict[str, Any]:
-        """The stored layout of every parameter.
+        """Returns the stored layout of every parameter.
 
         Returns:
-            Path to ``jax.sharding.PartitionSpec``.
+            Parameter's path to ``jax.sharding.PartitionSpec``.
         """
         from whalejax.meshes.jax_mesh import partition_spec
 
         return {leaf.path: partition_spec(leaf.param_spec) for leaf in self.leaves}
 
     def mesh(self, devices: Any = None) -> Any:
-        """The ``jax.sharding.Mesh`` of the plan.
+        """Returns the ``jax.sharding.Mesh`` of the plan.
 
         Args:
-            devices: The devices to use, in node order; all of them if left out. The
-                plan's ``device_order`` is taken of them.
+            devices: Devices to use, in node order; default: all of them. The plan's
+                ``device_order`` is applied to them.
         """
         from whalejax.meshes.jax_mesh import build_mesh
 
@@ -342,7 +342,7 @@ class PlanData(StepOptions):
 
 
 def _check_fields(plan: PlanData) -> None:
-    """Refuses a plan with fields of other types, or numbers that none can have."""
+    """Refuses a plan with fields of wrong types, or impossible numbers."""
     check_fields(plan, "plan", PlanError)
     problems = Arguments("plan", PlanError)
     counts = {name: getattr(plan, name) for name in _COUNTS}
@@ -362,7 +362,7 @@ def _check_fields(plan: PlanData) -> None:
 
 
 def _no_such_leaf(plan: PlanData, path: object) -> str:
-    """Message for a path that no parameter has."""
+    """Returns the error text for an unknown path."""
     paths = [leaf.path for leaf in plan.leaves]
     text = path if isinstance(path, str) else ""
     near = difflib.get_close_matches(text, paths, n=3, cutoff=0.3) or paths[:3]

@@ -24,7 +24,7 @@ CollectiveKind = Literal[
 
 @functools.cache
 def itemsize_bytes(dtype: str) -> int:
-    """Bytes of one element, by the name of its type.
+    """Returns the bytes of one element, by the name of its type.
 
     >>> itemsize_bytes("bfloat16"), itemsize_bytes("float8_e4m3fn")
     (2, 1)
@@ -34,7 +34,7 @@ def itemsize_bytes(dtype: str) -> int:
 
 
 def starred(path: str) -> str:
-    """A path with the numbers of repeated layers replaced by ``*``.
+    """Replaces the numbers of repeated layers in a path by ``*``.
 
     >>> starred("blocks.3.up.kernel"), starred("layer_11.conv2d.kernel")
     ('blocks.*.up.kernel', 'layer_*.conv2d.kernel')
@@ -44,24 +44,25 @@ def starred(path: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafPlan:
-    """One parameter.
+    """Plan of one parameter.
 
     Attributes:
         path: Dotted path in the model.
         shape, dtype: Shape and dtype of the global leaf.
         roles: Name of the logical dimensions of each dimension, major atom first.
-        compute_spec: Layout in which the forward pass uses it.
+        compute_spec: Layout in which the forward pass reads it.
         param_spec: Layout in which it is stored.
         gradient_spec: Layout in which its gradient is accumulated.
         optimizer_spec: Layout of the optimizer's copies of it.
-        hosted: Whether it is stored in host memory and comes to the device a layer at a
-            time.
-        gathers: Number of gathers in a micro-batch, where it is stored in shards that
-            no computation has.
+        hosted: Whether it is stored in host memory and copied to the device layer by
+            layer.
+        gathers: Number of gathers in a micro-batch, if its stored shards are finer than
+            those of the computation.
         summed: Mesh axes over which its gradient is summed.
-        note: Reason why something about it stays whole, or empty.
+        note: Reason why it stays unsharded in part, or empty.
         trained: Whether it has a gradient and an optimizer. Others are stored and read
-            like it; their ``gradient_spec`` and ``optimizer_spec`` have no meaning.
+            in the same way; their ``gradient_spec`` and ``optimizer_spec`` have no
+            meaning.
     """
 
     path: str
@@ -80,7 +81,7 @@ class LeafPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter."""
+        """Bytes of the unsharded parameter."""
         return math.prod(self.shape) * itemsize_bytes(self.dtype)
 
 
@@ -96,10 +97,10 @@ class BatchLeaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleInfo:
-    """A logical dimension: its name, size, other names, and why it stays whole.
+    """A logical dimension: name, size, other names, and why it stays unsharded.
 
-    Where windows slide along it, ``size`` is that of the highest resolution, and
-    ``common`` divides the size of every one; else ``common`` is 0.
+    If windows slide along it, ``size`` is that of the highest resolution, and
+    ``common`` divides the size at every resolution; else ``common`` is 0.
     """
 
     name: str
@@ -114,9 +115,9 @@ class RegionTable:
     """Compute table of one TaskGraph: mesh axis to the names of its roles.
 
     Attributes:
-        task_graph: Its name.
+        task_graph: Name of the TaskGraph.
         marks: The user's marks on it, as text.
-        axes: (axis, roles) pairs; an axis that is absent shards nothing there.
+        axes: (axis, roles) pairs; a missing axis shards nothing there.
     """
 
     task_graph: str
@@ -125,18 +126,18 @@ class RegionTable:
 
     @property
     def is_whole(self) -> bool:
-        """No axis shards anything there."""
+        """Whether no axis shards anything there."""
         return not any(roles for _, roles in self.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan that was evaluated: its layout in words, predicted time and memory.
+    """An evaluated plan: its layout as text, predicted time and memory.
 
     Attributes:
         layout: Layout such as ``"data 2 × tensor 4, ZeRO-1"``.
         time, memory: Predictions by term.
-        fits: Its memory is within the device's.
+        fits: Whether its memory fits the device.
         verdict: Reason why it was not chosen.
     """
 
@@ -164,7 +165,7 @@ class Candidate:
 
 
 class Candidates(tuple[Candidate, ...]):
-    """Plans that were evaluated, best first; shown with a line for each."""
+    """Evaluated plans, best first; shown as one line each."""
 
     __slots__ = ()
 
@@ -176,7 +177,7 @@ class Candidates(tuple[Candidate, ...]):
     @overload
     def __getitem__(self, place: slice, /) -> Candidates: ...
     def __getitem__(self, place: SupportsIndex | slice, /) -> Candidate | Candidates:
-        """One of them, or some, shown alike."""
+        """Returns one candidate, or several as ``Candidates``."""
         if isinstance(place, slice):
             return Candidates(super().__getitem__(place))
         return super().__getitem__(place)
@@ -187,15 +188,15 @@ class VirtualStagePrediction:
     """Prediction for one micro-batch on one part of a pipeline.
 
     Attributes:
-        forward_seconds, backward_seconds: Seconds of the part; where stages run one
-            loop, the backward pass computes forward again first.
-        weight_seconds: Seconds of the gradient of the parameters, where that is an
-            action of its own; else 0, and it is in the backward pass.
-        handed_bytes: Bytes that other parts transfer to each of its devices, where
-            stages have programs of their own.
-        returned_bytes: The same of cotangents, which it hands back to their devices.
-        copied_bytes: There, what each of its devices is given once in a step of
-            parameters that lie on other stages; their gradients go back.
+        forward_seconds, backward_seconds: Seconds of the part; if stages run one loop,
+            the backward pass first recomputes the forward pass.
+        weight_seconds: Seconds of the parameters' gradient, if that is a separate
+            action; else 0, and it is in the backward pass.
+        handed_bytes: Bytes that other parts send to each of its devices, for stage
+            programs.
+        returned_bytes: Bytes of cotangents that it sends back to their devices.
+        copied_bytes: Bytes of parameters on other stages that each of its devices
+            receives once per step; their gradients go back.
     """
 
     forward_seconds: float
@@ -211,11 +212,13 @@ class UnsupportedFeatures:
     """Features of a plan that this version does not run.
 
     Attributes:
-        attention: Over ``context``: ``"all-gather"`` of keys and values, or ``"ring"``.
-        shares: (device kind, micro-batches) that a replica takes at most, where
-            replicas differ.
-        covered: Plans that the search chose among.
-        gap: Largest fraction of its time by which a plan among these could be better.
+        attention: Attention over ``context``: ``"all-gather"`` of keys and values, or
+            ``"ring"``.
+        shares: (device kind, most micro-batches of a replica) pairs, if replicas
+            differ.
+        covered: Description of the plans that the search chose among.
+        gap: Upper bound on the gain of another plan among these, as a fraction of its
+            time.
     """
 
     attention: str = ""
@@ -224,7 +227,7 @@ class UnsupportedFeatures:
     gap: float = 0.0
 
     def words(self) -> list[str]:
-        """Each of them in a few words."""
+        """Describes each of them briefly."""
         words = []
         if self.attention:
             words.append(f"{self.attention} attention")
@@ -236,17 +239,17 @@ class UnsupportedFeatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """A collective of the step, folded.
+    """Equal collectives of the step, merged.
 
     Attributes:
         kind: All-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
-        axes: Mesh axes it runs over.
-        phase: Forward, backward or update; turn for what is handed from stage to stage.
-        what: Gradient, activation, parameter, border, ring for what goes round while
-            something is computed, or halo for what windows need of neighbours.
-        payload_bytes: Bytes on one device, each time.
+        axes: Mesh axes of the collective.
+        phase: Forward, backward or update; turn for transfers between stages.
+        what: Gradient, activation, parameter, border, ring (transfers during
+            computation), or halo (elements of neighbours for windows).
+        payload_bytes: Bytes on one device per execution.
         count: Number of executions in one micro-batch (in one step for the update).
-        scope: One place of the model.
+        scope: One of its places in the model.
     """
 
     kind: CollectiveKind
@@ -268,13 +271,13 @@ class ModelWork:
 
     Attributes:
         parameters: Number of elements of all parameters.
-        trained: Number of those that are trained.
-        active: Number of those that a token meets; fewer than all where there are
-            experts, of which a token takes some.
+        trained: Number of trained elements.
+        active: Number of elements that a token uses; fewer than all if there are
+            experts, of which a token uses some.
         samples: Samples of a global batch.
-        tokens: Tokens of a global batch; 0 where its leaves are no tokens.
-        step_flops: FLOPs of the matrix products of a step over the global batch, with
-            nothing computed again.
+        tokens: Tokens of a global batch; 0 if its leaves are no tokens.
+        step_flops: FLOPs of the matrix products of a step over the global batch,
+            without recomputation.
         dtype: Type of the operands of most products, such as ``"bf16"``.
     """
 
@@ -296,12 +299,10 @@ class ModelWork:
 
     @property
     def unit(self) -> str:
-        """Returns the unit of throughput: ``"tokens"``, or ``"samples"`` where there
-        are none.
-        """
+        """Unit of throughput: ``"tokens"``, or ``"samples"`` without tokens."""
         return "tokens" if self.tokens else "samples"
 
     @property
     def units(self) -> int:
-        """Number of tokens, or samples without such, of a global batch."""
+        """Number of tokens of a global batch, or of samples without tokens."""
         return self.tokens or self.samples

@@ -10,20 +10,20 @@ class PlanError(WhaleError):
 
 
 class DeviceCountError(PlanError):
-    """A number of devices cannot serve what is asked of them; another may."""
+    """The request is impossible on this number of devices; another may work."""
 
 
 class NotFaster(PlanError):
-    """No plan of some stages is faster than one that is known."""
+    """No plan with stages is faster than a known one."""
 
 
 class NothingFits(PlanError):
-    """No plan has enough memory.
+    """No plan fits the memory.
 
     Attributes:
         lacks_bytes: Bytes that the nearest plan lacks on one device.
         of_bytes: Memory of one device.
-        nearest: Layout of that plan, in words.
+        nearest: Text of that plan's layout.
         what: ``"device memory"`` or ``"host memory"``.
     """
 
@@ -49,7 +49,7 @@ class NothingFits(PlanError):
         lacks_bytes: int | None = None,
         of_bytes: int | None = None,
     ) -> NothingFits:
-        """The same error, with a sentence after its text.
+        """Returns the same error with a sentence appended to its text.
 
         Args:
             more: Sentence to append.

@@ -1,14 +1,14 @@
-"""The options of a step: what is computed again, kept elsewhere or cut into parts.
+"""The options of a step: recomputation, offload, chunks and the like.
 
-An option is a field of three classes here, one for each stage of planning, and each
-class says what that stage knows of it:
+An option is a field of three classes here, one for each stage of planning, with what
+that stage knows of it:
 
     ``UserOptions``   as ``wh.plan`` takes it, checked without the model
     ``FixedOptions``  checked against the model: what a search has to keep to
     ``StepOptions``   what a plan does; its words in reports, and its limits in files
 
-A request, a search's candidates and a plan inherit these fields and hand them on
-together, so that what only passes an option on does not name it.
+A request, a search's candidates and a plan inherit these fields and pass them on
+together, so code that only passes an option on does not name it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from whalejax.planner.cost_terms import ALL, OFFLOADS, Chosen, Remat
 
 
 REMAT_POLICIES: Final = ("none", "dots", "named", "full")
-"""Policies of remat, the one that keeps most first."""
+"""Remat policies, the one that saves most first."""
 
 ATTENTION_KINDS: Final = ("ring", "gather")
 
@@ -32,22 +32,22 @@ COMBINATIONS: Final = ("mean", "adasum", "adasum_nodes", "adasum_updates")
 
 
 STAGE_ESTIMATES: Final = ("offload", "loss_chunks", "attention")
-"""Options that no executor runs in stages, and that estimates may have."""
+"""Options that no executor runs in stages; only estimates may have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOptions:
-    """Options of a step as a user gives them; None leaves one to the planner.
+    """Options of a step from a user; None leaves one to the planner.
 
     Attributes:
         remat: ``"none"``, ``"dots"``, ``"named"`` or ``"full"``; or a policy for each
-            TaskGraph by its name.
-        offload: Some of ``"optimizer"``, ``"activations"`` and ``"params"`` (and, in
-            estimates, ``"gradients"``) that are in host memory; ``"none"`` or ``()``
-            is nothing.
+            TaskGraph by name.
+        offload: State in host memory: some of ``"optimizer"``, ``"activations"`` and
+            ``"params"`` (and, in estimates, ``"gradients"``); ``"none"`` or ``()`` for
+            nothing.
         sequence_parallel: Whether ``tensor`` shards the sequence between products.
-        attention: ``"ring"`` or ``"gather"``; or one for each TaskGraph by its name.
-        loss_chunks: Parts of a device's tokens whose logits are made one at a time.
+        attention: ``"ring"`` or ``"gather"``; or one for each TaskGraph by name.
+        loss_chunks: Parts of a device's tokens whose logits are computed in turn.
         combine: One of ``COMBINATIONS``.
     """
 
@@ -61,14 +61,14 @@ class UserOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedOptions:
-    """Options of a step that a user fixed, for a model; None leaves one to the search.
+    """Options of a step that a user fixed for a model; None leaves one to the search.
 
     Attributes:
         remat: Rematerialisation policy of each TaskGraph.
         offload: State in host memory, in the order of ``OFFLOADS``.
         sequence_parallel: Whether ``tensor`` shards the sequence between products.
         attention: Variant of attention, by TaskGraph.
-        loss_chunks: Parts of the tokens whose logits are made one at a time.
+        loss_chunks: Parts of the tokens whose logits are computed in turn.
         combine: Combination of gradients over the ranks of ``data``.
     """
 
@@ -80,21 +80,22 @@ class FixedOptions:
     combine: str = "mean"
 
     def or_off(self, **decided: Any) -> dict[str, Any]:
-        """Values of all options for a candidate: fixed ones, else those of no effect.
+        """Returns values of all options for a candidate: fixed ones, else those without
+        effect.
 
         Args:
-            decided: Options that the candidate decides.
+            decided: Options of the candidate.
         """
         own = {name: getattr(self, name) for name in options_of(StepOptions())}
         fixed = {name: value for name, value in own.items() if value is not None}
         return options_of(StepOptions(**{**fixed, **decided}))
 
     def refused_by_stages(self) -> dict[str, str]:
-        """Returns the reasons why stages of a pipeline cannot have these options, each
-        with a remedy.
+        """Returns the reasons why pipeline stages cannot have these options, each with
+        a remedy.
 
         Returns:
-            The reasons by the names of the options.
+            Reasons by name of the option.
         """
         result: dict[str, str] = {}
         if self.offload:
@@ -123,19 +124,19 @@ class FixedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """Options of a step that were decided; by default none has any effect.
+    """Decided options of a step; by default none has any effect.
 
     Attributes:
-        remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
-            keeps results of products with weights, ``"named"`` what the model names,
-            ``"full"`` only what a layer is given.
+        remat: (TaskGraph, policy) pairs for the backward pass's recomputation:
+            ``"dots"`` saves results of products with weights, ``"named"`` values that
+            the model names, ``"full"`` only the inputs of a layer.
         offload: State in host memory: ``"optimizer"`` state (of matrices; vectors
             stay), ``"activations"``, ``"params"`` (those with ``hosted``).
-        sequence_parallel: ``tensor`` shards the sequence between the products whose
-            other dimensions it shards.
-        attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
-            not as the model computes it; ``"*"`` stands for the others.
-        loss_chunks: Parts of a device's tokens whose logits are made one at a time.
+        sequence_parallel: Whether ``tensor`` shards the sequence between the products
+            whose other dimensions it shards.
+        attention: (TaskGraph, ``"ring"`` or ``"gather"``) pairs for attention that
+            differs from the model's; ``"*"`` means the others.
+        loss_chunks: Parts of a device's tokens whose logits are computed in turn.
         combine: Combination of the ranks of ``data``, each with its own samples:
             ``"mean"`` of gradients, ``"adasum"`` of them, ``"adasum_nodes"`` of their
             means over the ranks of a node, or ``"adasum_updates"`` of the updates by
@@ -151,7 +152,7 @@ class StepOptions:
 
 
 class ProgramOptions(NamedTuple):
-    """Options that change a loss's program: another one is captured for each.
+    """Options that change a loss's program: each value needs another capture.
 
     Attributes:
         remat, attention, loss_chunks: Fields of ``StepOptions``, unchanged.
@@ -163,7 +164,7 @@ class ProgramOptions(NamedTuple):
 
     @classmethod
     def of(cls, fixed: FixedOptions, remat: Remat, attention: Chosen) -> Self:
-        """A program with the parts of logits that are fixed, or with all at once.
+        """Returns a program with the fixed parts of logits, or with all logits at once.
 
         Args:
             fixed: Options that the user fixed.
@@ -173,7 +174,7 @@ class ProgramOptions(NamedTuple):
 
 
 LOSS_CHUNKS: Final = 16
-"""Parts of the tokens of a device that the planner weighs, where memory is short."""
+"""Parts of a device's tokens that the planner tries if memory is short."""
 
 OPTION_NAMES: Final[Mapping[str, str]] = {
     "remat": "remat",
@@ -183,11 +184,12 @@ OPTION_NAMES: Final[Mapping[str, str]] = {
     "loss_chunks": "parts of the logits",
     "combine": "combination of gradients",
 }
-"""What messages between processes call each option."""
+"""Names of the options in messages between processes."""
 
 
 def options_of(chosen: StepOptions | FixedOptions) -> dict[str, Any]:
-    """The options alone of a plan, a candidate or a request, to make another with.
+    """Returns only the options of a plan, a candidate or a request, to make another
+    with.
 
     >>> options_of(StepOptions(loss_chunks=4))["loss_chunks"]
     4
@@ -196,16 +198,16 @@ def options_of(chosen: StepOptions | FixedOptions) -> dict[str, Any]:
 
 
 def options_off(*keep: str) -> dict[str, Any]:
-    """Options that have no effect, for models of which others decide.
+    """Returns options without effect, for models that other code decides about.
 
     Args:
-        keep: Names of options that are left as they are.
+        keep: Names of options to omit from the result.
     """
     return {k: v for k, v in options_of(StepOptions()).items() if k not in keep}
 
 
 def option_words(chosen: StepOptions) -> list[str]:
-    """Describes each option beside the mesh that has an effect.
+    """Describes each option, except the mesh, that has an effect.
 
     >>> option_words(StepOptions(remat=(("*", "full"),), loss_chunks=16))
     ['remat full', 'logits in 16 chunks']
@@ -222,7 +224,7 @@ def option_words(chosen: StepOptions) -> list[str]:
 
 
 def option_rows(chosen: StepOptions) -> list[tuple[str, str]]:
-    """(name, value) of every option as a table of settings shows it."""
+    """Returns the (name, value) of every option for a table of settings."""
     return [
         ("remat", remat_words(chosen.remat).removeprefix("remat ")),
         ("offload", " and ".join(chosen.offload)),
@@ -234,7 +236,7 @@ def option_rows(chosen: StepOptions) -> list[tuple[str, str]]:
 
 
 def option_limits(chosen: StepOptions) -> list[tuple[str, str, tuple[str, ...]]]:
-    """(path, value, values that it may have) of every option that is a word."""
+    """Returns the (path, value, possible values) of every option that is a text."""
     return [
         *((f"remat.{n}", policy, REMAT_POLICIES) for n, policy in chosen.remat),
         *((f"attention.{n}", kind, ATTENTION_KINDS) for n, kind in chosen.attention),
@@ -244,15 +246,15 @@ def option_limits(chosen: StepOptions) -> list[tuple[str, str, tuple[str, ...]]]
 
 
 def option_counts(chosen: StepOptions) -> dict[str, int]:
-    """Options that are whole numbers of at least 1."""
+    """Returns the options that are integers of at least 1."""
     return {"loss_chunks": chosen.loss_chunks}
 
 
 def check_user_options(options: UserOptions, problems: Arguments) -> None:
-    """Records options that no model can be planned with.
+    """Records invalid options that no model can be planned with.
 
     Args:
-        options: Options that the user gave.
+        options: Options from the user.
         problems: Collector of the errors.
     """
     if not isinstance(options.sequence_parallel, bool | None):
@@ -314,7 +316,7 @@ def _check_offload(offload: object, problems: Arguments) -> None:
 
 
 def is_nothing(offload: object) -> bool:
-    """Whether ``offload`` asks for nothing in host memory.
+    """Whether ``offload`` requests nothing in host memory.
 
     >>> is_nothing("none"), is_nothing(()), is_nothing(["none"]), is_nothing("params")
     (True, True, True, False)
@@ -325,7 +327,7 @@ def is_nothing(offload: object) -> bool:
 
 
 def by_task_graph(value: object) -> bool:
-    """Whether a value is a word for each of some TaskGraphs."""
+    """Whether a value is a dict of texts by TaskGraph."""
     return isinstance(value, Mapping) and all(
         isinstance(text, str) and text.isprintable()
         for pair in value.items()
@@ -347,7 +349,7 @@ def combine_words(combine: str) -> str:
 
 
 def offload_words(offload: tuple[str, ...]) -> str:
-    """Describes the state in host memory; empty where there is none.
+    """Describes the state in host memory; empty if there is none.
 
     >>> offload_words(("optimizer", "params"))
     'optimizer and params in host memory'
@@ -356,7 +358,7 @@ def offload_words(offload: tuple[str, ...]) -> str:
 
 
 def attention_words(attention: Chosen) -> str:
-    """Describes a plan's attention; empty where it runs as the model defines it.
+    """Describes a plan's attention; empty if it runs as the model defines it.
 
     >>> attention_words((("*", "ring"),))
     'ring attention'
@@ -370,7 +372,7 @@ def attention_words(attention: Chosen) -> str:
 
 
 def remat_words(remat: Remat) -> str:
-    """A plan's remat in few words, such as ``"remat full"``; empty where it is none.
+    """Describes a plan's remat, such as ``"remat full"``; empty if there is none.
 
     >>> remat_words((("*", "full"),))
     'remat full'

@@ -1,7 +1,7 @@
 """Data of a swarm's plan: peers, links, the wire format, and predictions.
 
 A swarm's stages are served by pools of peers over slow links; each peer is one device.
-The other fields of the plan are those of one peer in each stage.
+The other fields of the plan describe one peer in each stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from whalejax.meshes import Cluster
 BLOCK: Final = 256  # values that share a scale in int8
 WIRES: Final = ("f32", "bf16", "int8")
 SUM_WIRES: Final = ("f32", "f16", "int8")
-"""Formats of gradients while a stage's peers add them up."""
+"""Formats of gradients during their reduction over a stage's peers."""
 
 _SLOW_BYTES_PER_SECOND: Final = 125e6
 
@@ -24,13 +24,13 @@ _VALUE_BYTES: Final = {"f32": 4, "bf16": 2, "f16": 2, "int8": 1}
 
 
 def slow_link(cluster: Cluster) -> float | None:
-    """The bandwidth of a cluster's slowest link, bytes per second, if a swarm may suit.
+    """Returns the bandwidth of a cluster's slowest link, if a swarm may suit.
 
     Args:
         cluster: Cluster of the plan.
 
     Returns:
-        None where no link has less than 1 Gb/s.
+        Bytes per second; None if every link has at least 1 Gb/s.
     """
     levels = [level for level in cluster.levels if level.size > 1]
     rate = min((x.bandwidth_bytes_per_second for x in levels), default=math.inf)
@@ -38,11 +38,13 @@ def slow_link(cluster: Cluster) -> float | None:
 
 
 LATENCIES: Final = 4
-"""Of a call: the question, what the peer asks another for, that, and the answer."""
+"""Latencies of a call: the question, the peer's request to another, its answer, the
+answer.
+"""
 
 
 def wire_bytes(values: int, wire: str) -> int:
-    """Bytes of so many values on the wire, scales included.
+    """Returns the bytes of some values on the wire, including scales.
 
     Args:
         values: Number of values.
@@ -57,25 +59,26 @@ def wire_bytes(values: int, wire: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmStage:
-    """A stage, for one micro-batch on one peer.
+    """Stage of a swarm, for one micro-batch on one peer.
 
     Attributes:
         peers: Number of peers of the stage.
-        forward_seconds: Seconds of a forward; 0 in the last stage, where one call does
-            both.
-        backward_seconds: Seconds of a backward, with the forward that it recomputes.
-        forward_bytes: Bytes that the peer receives and sends for a forward, on the
+        forward_seconds: Seconds of a forward pass; 0 in the last stage, where one call
+            does both passes.
+        backward_seconds: Seconds of a backward pass, with the recomputed forward pass.
+        forward_bytes: Bytes that the peer receives and sends for a forward pass, on the
             wire.
-        backward_bytes: The same for a backward.
-        state_bytes: Parameters and optimizer state, which a newcomer downloads.
+        backward_bytes: Bytes for a backward pass.
+        state_bytes: Bytes of parameters and optimizer state, which a new peer
+            downloads.
         gradient_bytes: Bytes of gradients that the stage's peers reduce in each step.
-        memory_bytes: Predicted memory of a peer's device: two states while an update is
-            applied, gradients and the temporaries of a call.
-        apart: Gradients of micro-batches are kept apart until a step is committed, as
-            all peers do.
-        deadline_seconds: After which a call is given up.
-        host_bytes: Predicted memory of a peer's host: inputs and results of its
-            micro-batches in a step, a gradient of each, sums, and a copy of the state.
+        memory_bytes: Predicted memory of a peer's device: two states during an update,
+            gradients and the temporaries of a call.
+        apart: Whether gradients of micro-batches are stored separately until a step is
+            committed, as all peers do.
+        deadline_seconds: Seconds after which a call is abandoned.
+        host_bytes: Predicted memory of a peer's host: inputs, results and gradients of
+            its micro-batches in a step, sums, and a copy of the state.
     """
 
     peers: int
@@ -92,19 +95,17 @@ class SwarmStage:
 
     @property
     def compute_seconds(self) -> float:
-        """Returns the seconds of a micro-batch, forward and backward."""
+        """Seconds of a micro-batch, forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
     @property
     def wire_bytes(self) -> tuple[int, int]:
-        """Received and sent for a micro-batch."""
+        """Received and sent bytes of a micro-batch."""
         received, sent = zip(self.forward_bytes, self.backward_bytes, strict=True)
         return sum(received), sum(sent)
 
     def wire_seconds(self, bytes_per_second: float) -> float:
-        """Returns the seconds of a micro-batch over a link that sends and receives at
-        once.
-        """
+        """Returns the seconds of a micro-batch over a full-duplex link."""
         return max(self.wire_bytes) / bytes_per_second
 
 
@@ -114,15 +115,15 @@ class Swarm:
 
     Attributes:
         wire: Format of activations and their gradients between stages.
-        bytes_per_second: Rate of each peer's link, either way.
-        latency_seconds: One way.
-        peers: Number of peers of all stages.
+        bytes_per_second: Rate of each peer's link in each direction.
+        latency_seconds: One-way latency.
+        peers: Total number of peers.
         stages: Stages in order.
-        step_seconds: Predicted, with all peers there.
-        samples_per_second: Predicted.
-        utilization: Part of the time that peers compute.
+        step_seconds: Predicted step time with all peers.
+        samples_per_second: Predicted throughput.
+        utilization: Fraction of the time that peers compute.
         reasons: Pairs of (choice, reason), for ``plan.why``.
-        sum_wire: Format of gradients while the peers of a stage add them up.
+        sum_wire: Format of gradients during their reduction over the peers of a stage.
     """
 
     wire: str
@@ -138,9 +139,7 @@ class Swarm:
 
     @property
     def agreed(self) -> dict[str, object]:
-        """Returns the values on which all peers must agree; predictions are
-        left out.
-        """
+        """Values on which all peers must agree; without predictions."""
         result: dict[str, object] = {"wire": self.wire, "stages": len(self.stages)}
         if self.sum_wire != "f32":
             result["sum_wire"] = self.sum_wire
@@ -148,17 +147,18 @@ class Swarm:
 
 
 def sum_bytes(gradient_bytes: int, peers: int, wire: str = "f32") -> int:
-    """Bytes that a peer receives, and sends, while a stage adds up its gradients.
+    """Returns the bytes that a peer receives, and sends, in a stage's gradient
+    reduction.
 
-    Each peer adds up what it holds, sends every other peer that one's part of it, adds
-    its own part of them all, and sends it to the others: a reduce-scatter and an
-    all-gather.
+    Each peer sums its own micro-batches' gradients and sends every other peer that
+    peer's part. It then sums all of its own part and sends that to the others: a
+    reduce-scatter and an all-gather.
 
     Args:
         gradient_bytes: Bytes of a stage's gradients of one micro-batch, in float32.
         peers: Number of peers of the stage.
-        wire: One of ``SUM_WIRES``. Each peer's part of an array has scales of its own
-            in int8; those of parts that are no whole blocks are not counted.
+        wire: One of ``SUM_WIRES``. In int8, each peer's part of an array has its own
+            scales; those of incomplete blocks are not counted.
 
     >>> sum_bytes(1024, peers=4), sum_bytes(1024, peers=1)
     (1536, 0)
@@ -174,7 +174,7 @@ def sum_seconds(stage: SwarmStage, swarm: Swarm) -> float:
 
     Args:
         stage: Stage of the swarm.
-        swarm: With its links and formats.
+        swarm: Swarm with its links and formats.
     """
     if stage.peers < 2:
         return 0.0
@@ -183,10 +183,10 @@ def sum_seconds(stage: SwarmStage, swarm: Swarm) -> float:
 
 
 def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> float:
-    """A step without churn: the fill, the slowest stage's share of work, its sum.
+    """Predicts a step without churn: the fill, the slowest stage's work, its reduction.
 
     Args:
-        swarm: Plan of the swarm, of which ``step_seconds`` is not read.
+        swarm: Plan of the swarm; its ``step_seconds`` is not read.
         micro_batches: Number of micro-batches in the step.
         in_flight: Number of micro-batches in flight.
     """
@@ -201,6 +201,6 @@ def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> flo
         max(stage.compute_seconds, stage.wire_seconds(speed)) / stage.peers
         for stage in swarm.stages
     )
-    pace = max(pace, fill / in_flight)  # latency, where too few are under way
+    pace = max(pace, fill / in_flight)  # latency, if too few are in flight
     late = max(sum_seconds(stage, swarm) for stage in swarm.stages)
     return fill + micro_batches * pace + late

@@ -1,4 +1,4 @@
-"""Data of a plan's embedding tables: plain, which ``planner.tables`` reads."""
+"""Plain data of a plan's embedding tables, which ``planner.tables`` reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whalejax.planner.json_codec import DataError
 
 @dataclass(frozen=True, slots=True)
 class TablesData:
-    """The placement of tables and all that follows from it, as a JSON object.
+    """The placement of tables with everything derived from it, as a JSON object.
 
     Attributes:
         document: Entries of ``whalejax.tables.table_plan_record.TablesRecord``.
@@ -19,15 +19,15 @@ class TablesData:
     document: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """The object."""
+        """Returns the JSON object."""
         return self.document
 
     @classmethod
     def from_json(cls, data: Any) -> TablesData:
-        """The data of a file, which is checked where it is used.
+        """Returns the data of a file, which later readers check.
 
         Raises:
-            DataError: It is no object.
+            DataError: The data are no such object.
         """
         if not isinstance(data, dict) or "placement" not in data:
             raise DataError("tables is no object with a placement")
@@ -35,7 +35,7 @@ class TablesData:
 
     @property
     def program(self) -> dict[str, Any]:
-        """Returns the parts that change the program."""
+        """Parts of the document that change the program."""
         sections = self.document.get("sections") or {}
         kept = ("staleness", "processes", "queue_depth")
         return {

@@ -1,1 +1,1 @@
-"""Measuring devices and links, and what is kept of it."""
+"""Measures devices and links, and stores the results."""

@@ -1,8 +1,8 @@
-"""Measured clusters kept between runs, one small file for each machine.
+"""A cache of measured clusters, one small file for each machine.
 
-In ``$WHALEJAX_CACHE``, else ``$XDG_CACHE_HOME/whalejax``, else ``~/.cache/whalejax``. A
-file that cannot be read is as good as none: measuring again is always right, and
-failing because of a cache never is.
+The folder is ``$WHALEJAX_CACHE``, else ``$XDG_CACHE_HOME/whalejax``, else
+``~/.cache/whalejax``. An unreadable file counts as missing: measuring again is always
+correct, and a cache must never cause a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whalejax.meshes.errors import WhaleError, warn
 from whalejax.meshes.formats.cluster_toml import from_data, to_data
 
 
-# Raised when what is measured, or how, changes.
+# Increased when the measurements or their method change.
 _FORMAT = 5
 
 MachineKey = Mapping[str, str | int | float]
@@ -41,7 +41,7 @@ def directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def file_of(key: MachineKey) -> Path:
-    """The file for one machine."""
+    """Returns the file for one machine."""
     text = json.dumps({**key, "format": _FORMAT}, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     return directory() / f"calibration-{name}.json"
@@ -61,9 +61,9 @@ def load(key: MachineKey, budget_seconds: float) -> ClusterData | None:
 
 
 def store(key: MachineKey, budget_seconds: float, cluster: ClusterData) -> None:
-    """Keeps a measurement; readers see the old file or the whole new one.
+    """Stores a measurement; readers see the complete old or new file.
 
-    A directory that cannot be written is a warning: the next run measures again.
+    A folder that cannot be written causes a warning: the next run measures again.
     """
     record: dict[str, Any] = {
         "format": _FORMAT,

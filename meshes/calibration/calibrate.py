@@ -1,7 +1,7 @@
 """Measures the local devices, for ``Cluster.detect()``.
 
 Turns the times of ``probes`` into a device kind and a level of links. The result is
-cached for each machine, because the next process asks for the same. Starts JAX.
+cached for each machine, because later processes request the same. Starts JAX.
 
 The memory of a virtual CPU device is the host's (or its control group's), divided by
 the number of devices; that of an accelerator is what JAX may allocate.
@@ -65,15 +65,15 @@ def calibrate(
     """Returns the local devices as one node, measured or from the cache.
 
     Args:
-        budget_seconds: Stop measuring after about this long; the least that a plan
+        budget_seconds: Seconds after which measuring stops; the minimum that a plan
             needs is measured even if it takes longer. A cached result is used if its
             budget was at least this.
-        use_cache: False measures in any case. Results are stored either way.
+        use_cache: Whether a cached result may be used; results are stored in any case.
         clock: Monotonic clock, in seconds.
-        today: Date that the sources state; None asks the system.
+        today: Date in the sources; None asks the system.
 
     Raises:
-        WhaleError: A budget of zero or less.
+        WhaleError: The budget is not above zero.
     """
     if not is_number(budget_seconds) or budget_seconds <= 0:
         raise WhaleError(
@@ -105,17 +105,17 @@ def measured(
     beside: ClusterData | None = None,
     instead: ClusterData | None = None,
 ) -> ClusterData:
-    """Measures the local devices anew, for a file.
+    """Measures the local devices again, for a file.
 
     Args:
         budget_seconds: Budget of ``calibrate``, in seconds.
-        kind: Name of their kind; the catalogue's or JAX's if None.
-        beside: Contents of the file, if they are kept.
+        kind: Name of the kind; default: the catalogue's, else JAX's.
+        beside: Contents of the file, if they stay.
         instead: Contents of the file, if they are replaced.
 
     Raises:
-        WhaleError: Before measuring: the name is invalid or taken, the devices cannot
-            be joined to those of ``beside``, or other kinds would be lost.
+        WhaleError: Raised before measuring: the name is invalid or in use, the devices
+            cannot be joined to those of ``beside``, or other kinds would be lost.
     """
     devices = jax.local_devices()
     name = _name(devices[0]) if kind is None else kind
@@ -142,7 +142,7 @@ def _name(device: Device) -> str:
 
 
 def _machine(devices: Sequence[Device]) -> dict[str, str | int | float]:
-    """Returns the facts that a measurement depends on and is looked up by."""
+    """Returns the facts that a measurement depends on, its key in the cache."""
     return {
         "cpu_model": host_facts.cpu_model(),
         "cpu_cores": host_facts.cpu_cores(),
@@ -289,8 +289,8 @@ def _convolutions(
 ) -> tuple[float | None, float | None]:
     """Fits ``convolution_share`` and ``turned_bytes_per_second`` to the times.
 
-    Neither a convolution may be faster than its product, nor turning an array faster
-    than reading and writing it.
+    A convolution cannot be faster than its product, nor a transpose faster than reading
+    and writing the array.
     """
     timed = [
         (3 * kind.matmul_seconds("f32", *p.product), p.turned_bytes, seconds)
@@ -354,7 +354,7 @@ def slug(device_kind: str) -> str:
 
 
 def device_memory_bytes(devices: Sequence[Device]) -> int:
-    """Returns the memory of one device; the module says what it is on CPUs."""
+    """Returns the memory of one device; see the module for CPUs."""
     if devices[0].platform == "cpu":
         return host_facts.host_memory_bytes() // len(devices)
     stats = devices[0].memory_stats() or {}

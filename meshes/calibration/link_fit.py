@@ -1,7 +1,7 @@
-"""Fitting the two numbers of a link to measured collectives. No JAX.
+"""Fits latency and bandwidth of a link to measured collectives. No JAX.
 
-Apart from the measuring, so that the arithmetic can be tested on times that are made
-up: noise, a latency that comes out negative, a bandwidth that does.
+It is separate from the measurements so that tests can use synthetic times: noise, a
+negative latency, a negative bandwidth.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class CollectiveTime:
     Attributes:
         collective: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"`` or
             ``"all-to-all"``.
-        group_size: Number of devices that take part; all others do the same among
-            themselves at the same time.
+        group_size: Number of participating devices; all others run the same in their
+            own groups at the same time.
         payload_bytes: Bytes on one device of the reduced, gathered or exchanged array.
-        seconds: One collective.
-        shared: Among threads over one memory; see ``Level``.
+        seconds: Seconds of one collective.
+        shared: Whether the devices are threads over one memory; see ``Level``.
     """
 
     collective: str
@@ -69,13 +69,13 @@ class LinkFit:
 
 
 def fit_link(times: Sequence[CollectiveTime]) -> LinkFit:
-    """Latency and bandwidth by least squares of the logarithm of the times.
+    """Fits latency and bandwidth by least squares of the logarithm of the times.
 
-    Fits ``seconds = waits * latency + wire_bytes / bandwidth``. In logarithms, so that
-    being twice too fast counts as much as twice too slow, and the largest payload does
-    not decide alone; with a robust loss, so that one disturbed measurement does not
-    either. All-to-all is left out of the fit where others were measured, because it
-    alone is not a ring on any platform; its own factor corrects it.
+    Fits ``seconds = waits * latency + wire_bytes / bandwidth``. With logarithms, twice
+    too fast counts as much as twice too slow, and the largest payload does not
+    dominate; a robust loss limits the effect of a single disturbed measurement.
+    All-to-all is omitted from the fit if others were measured, because only it is no
+    ring on any platform; its own factor corrects it.
 
     Args:
         times: Measured times, at least one.
@@ -106,14 +106,14 @@ def fit_link(times: Sequence[CollectiveTime]) -> LinkFit:
 def _two_numbers(
     waits: np.ndarray, wire: np.ndarray, seconds: np.ndarray
 ) -> tuple[float, float, tuple[str, ...]]:
-    """Latency, seconds a byte, and what had to be clipped."""
+    """Returns the latency, the seconds per byte, and notes on clipped values."""
 
     def errors(logs: np.ndarray) -> np.ndarray:
         latency, inverse = np.exp(logs)
         return np.asarray(np.log((waits * latency + wire * inverse) / seconds))
 
-    # Neither term can explain more than the whole of the slowest case, nor, beyond the
-    # seventh digit, matter to the fastest one.
+    # Neither term can exceed the slowest case, nor, beyond the seventh digit, matter to
+    # the fastest one.
     high = np.log([(seconds / waits).max(), (seconds / wire).max()])
     low = np.log([(seconds / waits).min(), (seconds / wire).min()]) - np.log(1e7)
     start = np.log([(seconds / waits).min() / 2, (seconds / wire).min() / 2])

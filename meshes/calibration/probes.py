@@ -1,8 +1,8 @@
 """Probes of a device, their order, and when to stop. Starts JAX.
 
-Twenty seconds do not suffice for everything, so the probes are ordered by how much a
-plan depends on them, and the budget cuts the list. ``timers`` has the programs,
-``calibrate`` makes numbers of a device kind from the times.
+Twenty seconds do not suffice for all probes, so they are ordered by their importance to
+a plan, and the budget cuts the list. ``timers`` has the programs, ``calibrate`` derives
+the numbers of a device kind from the times.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from whalejax.meshes.jax_mesh import Device
 from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
 
 
-# (m, k, n), most telling first: a middling one, a small one, then what lies around. On
-# accelerators the small one says what any product takes, and is measured in any case;
-# narrow ones, of which vocabularies' shards and adapters have many, come next.
+# (m, k, n), most informative first: a medium one, a small one, then sizes around. On
+# accelerators the small one gives the least time of any product, and is always
+# measured; narrow ones, common for shards of vocabularies and for adapters, come next.
 _CPU_SHAPES = (
     (512, 256, 512),
     (64, 64, 64),
@@ -32,7 +32,7 @@ _CPU_SHAPES = (
     (128, 1024, 512),
     (2048, 256, 1024),
 )
-# Products of many matrices, as attention has them: (m, k, n, batch).
+# Products of many matrices, as in attention: (m, k, n, batch).
 _CPU_BATCHES = ((128, 32, 128, 64), (256, 64, 256, 16))
 _ACCELERATOR_BATCHES = ((1024, 128, 1024, 128), (512, 64, 512, 256))
 _ACCELERATOR_SHAPES = (
@@ -49,21 +49,21 @@ _ACCELERATOR_SHAPES = (
     (512, 512, 512),
     (8192, 1024, 1024),
 )
-NARROW = 2  # of the shapes, behind the two that come first
+NARROW = 2  # of the shapes, after the first two
 _CPU_ARRAY_BYTES = (2**18, 2**24, 2**21)
 _ACCELERATOR_ARRAY_BYTES = (2**20, 2**28, 2**24)
 _CPU_PAYLOAD_BYTES = (2**23, 2**14, 2**21)
 _ACCELERATOR_PAYLOAD_BYTES = (2**24, 2**16, 2**20, 2**27)
 _ROUNDS = 3
-# On CPUs small enough for caches; elsewhere so large that its loop takes no time.
+# On CPUs small enough for caches; elsewhere large enough to hide the loop's overhead.
 EXP_BYTES = {True: 2**18, False: 2**28}
-# Above the 32 MiB up to which the C library may keep what was freed.
+# Above the 32 MiB that the C library may keep after a free.
 FRESH_BYTES = 5 * 2**23
 
 
 @dataclass(frozen=True, slots=True)
 class ProductProbe:
-    """A probe: one product of an (m, k) with a (k, n) matrix, or of a batch of them."""
+    """Probe of a product of an (m, k) and a (k, n) matrix, or of a batch of them."""
 
     dtype: str
     m: int
@@ -74,7 +74,7 @@ class ProductProbe:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """A probe: ``"add"`` or ``"exp"`` over f32 arrays of this size."""
+    """Probe of ``"add"`` or ``"exp"`` over f32 arrays of this size."""
 
     operation: str
     array_bytes: int
@@ -82,14 +82,14 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class FirstTouchProbe:
-    """A probe: an array of this size, written to memory that was allocated anew."""
+    """Probe of a write of an array of this size to newly allocated memory."""
 
     array_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A probe: a 3 × 3 convolution with its gradients, images of this size."""
+    """Probe of a 3 × 3 convolution with its gradients, for images of this size."""
 
     batch: int
     side: int
@@ -97,13 +97,13 @@ class Convolution:
 
     @property
     def product(self) -> tuple[int, int, int]:
-        """(m, k, n) of the product that it is, three times over."""
+        """(m, k, n) of the equivalent product, which runs three times."""
         pixels = self.batch * self.side * self.side
         return pixels, 9 * self.channels, self.channels
 
     @property
     def turned_bytes(self) -> int:
-        """Bytes that are turned round in memory, where a compiler does that."""
+        """Bytes that are transposed in memory, for a compiler that does that."""
         kernel = 4 * 9 * self.channels**2
         image = 4 * self.batch * self.side**2 * self.channels
         return sum(KERNEL_TURNS) * kernel + IMAGE_TURNS * 2 * image
@@ -111,12 +111,12 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class ChainProbe:
-    """A probe: one of many tiny operations in a row."""
+    """Probe of a sequence of many tiny operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveProbe:
-    """A probe: one collective in groups of this size."""
+    """Probe of one collective in groups of this size."""
 
     collective: str
     group_size: int
@@ -133,11 +133,11 @@ Probe = (
 )
 Seconds = dict[Probe, float]
 
-# Iterations at least, where one takes long on many devices that share a memory. Every
-# plan's time hangs on the rate of large arrays.
+# Fewest iterations, for operations that are slow on many devices with one memory. Every
+# plan's time depends on the rate of large arrays.
 _FEWEST: dict[type[Probe], int] = {Elementwise: 10, CollectiveProbe: 3}
 
-# On CPUs one that multiplies most of the time, and one that turns its kernel round.
+# On CPUs, one dominated by products, and one that transposes its kernel.
 _CPU_CONVOLUTIONS = (
     Convolution(batch=2, side=16, channels=128),
     Convolution(batch=2, side=4, channels=512),
@@ -152,10 +152,9 @@ def measure_devices(
 ) -> Seconds:
     """Times the probes in order until the budget is spent.
 
-    The essential ones run in any case; a later one is left out when the longest so far
-    would not fit into what remains. If time is left over, all are timed again and the
-    shorter time counts: a machine that did something else meanwhile was slower, never
-    faster.
+    The essential ones always run; a later one is skipped if the longest so far would
+    not fit the remaining budget. If time is left, all are timed again and the shorter
+    time counts: a machine that was busy meanwhile was slower, never faster.
     """
     start = clock()
     target = min(0.02, budget_seconds / 400)
@@ -184,7 +183,7 @@ def measure_devices(
 
 
 def _is_double(probe: Probe) -> bool:
-    # Without the switch, JAX makes f32 of f64.
+    # Without ``jax_enable_x64``, JAX turns f64 into f32.
     return isinstance(probe, ProductProbe) and probe.dtype == "f64"
 
 
@@ -248,11 +247,13 @@ def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
 
 
 def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:
-    """Groups of all devices, of 2 and of 4; each payload, each kind of collective."""
+    """Returns probes in groups of all devices, of 2 and of 4; all payloads and
+    collectives.
+    """
     sizes = [g for g in dict.fromkeys((count, 2, 4)) if 1 < g and count % g == 0]
     payloads = _CPU_PAYLOAD_BYTES if on_cpu else _ACCELERATOR_PAYLOAD_BYTES
     cases = [(c, g, p) for p in payloads for g in sizes for c in timers.COLLECTIVES]
-    # In front what the essential part takes: one large and one small all-reduce.
+    # First the essential part: one large and one small all-reduce.
     head = [("all-reduce", g, p) for p in payloads[:2] for g in sizes[:1]]
     return [
         CollectiveProbe(collective, size, payload // (4 * size) * 4 * size)
@@ -261,7 +262,9 @@ def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:
 
 
 def _interleaved(a: list[Probe], b: list[Probe]) -> list[Probe]:
-    """Returns both lists, spread evenly: a budget that ends early cuts both alike."""
+    """Returns both lists, evenly interleaved: a budget that ends early cuts both
+    equally.
+    """
     ranked = [(i / max(1, len(a)), probe) for i, probe in enumerate(a)]
     ranked += [(i / max(1, len(b)), probe) for i, probe in enumerate(b)]
     return [probe for _, probe in sorted(ranked, key=lambda pair: pair[0])]

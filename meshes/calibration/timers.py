@@ -1,10 +1,10 @@
-"""Timing small programs on all local devices at once. Starts JAX.
+"""Times small programs on all local devices at once. Starts JAX.
 
-Every program is one compiled loop over many operations, so that what is timed is the
-device and not the dispatch, and it runs on all devices at the same time: virtual CPU
-devices share cores and memory, and what counts is what each of them gets while the
-others work. The number of iterations is an argument, so one compilation serves both
-the trial and the measurement.
+Every program is one compiled loop over many operations, so that the time is the
+device's and not the dispatch's. It runs on all devices at once: virtual CPU devices
+share cores and memory, and the speed of each while the others work is what matters. The
+number of iterations is an argument, so one compilation serves both the trial and the
+measurement.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Run = Callable[[int], object]
 JAX_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16"}
 OPS_IN_CHAIN = 16
 REPEATED = 8
-"""Times that an accelerator does the work of a loop's body in each turn.
+"""Times that an accelerator runs a loop's body in each iteration.
 
-A turn of a loop costs a GPU more than ten microseconds of its own, as the host reads
-whether another follows: on an H200 (2026-11-26) a turn that added 1 MB took 17.3 us,
-and each of eight such additions in one turn 3.6."""
+An iteration costs a GPU more than ten microseconds of its own, as the host checks
+whether another follows. On an H200 (2026-11-26) an iteration that added 1 MB took 17.3
+us, and each of eight such additions in one iteration 3.6."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ class TimingPlan:
     """Number and duration of a program's runs.
 
     Attributes:
-        clock: Seconds, rising.
-        target_seconds: About how long one timed run shall take.
-        repeats: Timed runs, of which the median counts.
-        fewest: Iterations at least. What a run costs however long it is varies by
-            several milliseconds, which few long iterations do not outweigh.
+        clock: Monotonic clock, in seconds.
+        target_seconds: Approximate duration of one timed run.
+        repeats: Number of timed runs, of which the median counts.
+        fewest: Fewest iterations. The fixed cost of a run varies by several
+            milliseconds, which a few long iterations do not outweigh.
     """
 
     clock: Callable[[], float]
@@ -51,14 +51,15 @@ class TimingPlan:
     fewest: int = 1
 
     def seconds_each(self, run: Run) -> float:
-        """Seconds of one more iteration of a program; its first call compiles it.
+        """Returns the seconds of one more iteration of a program; the first call
+        compiles it.
 
-        What a run costs however long it is, the dispatch and the first touch of its
-        memory, is in a run of one iteration as well and is taken off.
+        The fixed cost of a run, such as dispatch and the first touch of its memory, is
+        also in a run of one iteration, and is subtracted.
         """
         jax.block_until_ready(run(1))
-        # The trial holds the dispatch, which a longer run shows to be small: hence two
-        # steps towards the target instead of one.
+        # The trial includes the dispatch, which a longer run shows to be small: hence
+        # two steps towards the target instead of one.
         iterations = self._towards_target(self._time(run, 1), self.fewest)
         if iterations > self.fewest:
             once = self._time(run, iterations) / iterations
@@ -90,14 +91,15 @@ def _looped(
     arguments: Sequence[np.ndarray],
     repeated: int = 1,
 ) -> Run:
-    """A program that runs ``x = body(x, *rest)`` on every device of a mesh.
+    """Returns a program that runs ``x = body(x, *rest)`` on every device of a mesh.
 
     Args:
         body: Function of one device's arrays.
-        mesh: Over whose axes all devices lie.
-        arguments: The first is the loop's state; each device gets a copy of all.
-        repeated: Number of repeats in an iteration of the loop, each apart from the
-            last.
+        mesh: Mesh of all devices.
+        arguments: Arrays, of which the first is the loop's state; each device gets a
+            copy.
+        repeated: Number of repeats in an iteration of the loop, with a barrier between
+            them.
     """
     spec = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
@@ -135,10 +137,10 @@ def _looped(
 
 
 def _orthogonal(rows: int, columns: int, dtype: str) -> np.ndarray:
-    """Part of a Hadamard matrix; times its transpose it is a projection.
+    """Returns a part of a Hadamard matrix; times its transpose it is a projection.
 
-    Thousands of products with it neither overflow nor sink into denormal numbers,
-    which some processors multiply a hundred times slower. Powers of two only.
+    Thousands of products with it neither overflow nor become denormal numbers, which
+    some processors multiply a hundred times slower. Only for powers of two.
     """
     i = np.arange(rows, dtype=np.uint32)[:, None] & np.arange(columns, dtype=np.uint32)
     signs = 1 - 2 * (np.bitwise_count(i) & 1).astype(np.int8)
@@ -157,13 +159,13 @@ def _all_device_mesh(devices: Sequence[Device]) -> Mesh:
 def matmul_run(
     devices: Sequence[Device], dtype: str, m: int, k: int, n: int, batch: int = 1
 ) -> Run:
-    """(m, k) × (k, n) and back, (m, n) × (n, k): two products an iteration.
+    """Times (m, k) × (k, n) and back, (m, n) × (n, k): two products an iteration.
 
     Args:
-        devices: All of which do it at once.
+        devices: Devices that run it at once.
         dtype: A key of ``JAX_DTYPES``.
         m, k, n: Powers of two.
-        batch: So many products at once, each with matrices of its own.
+        batch: Number of products at once, each with its own matrices.
     """
     there = _orthogonal(k, n, JAX_DTYPES[dtype])
     x = np.random.default_rng(0).standard_normal((m, k)).astype(there.dtype)
@@ -180,14 +182,14 @@ def matmul_run(
 def convolution_run(
     devices: Sequence[Device], batch: int, side: int, channels: int
 ) -> Run:
-    """A 3 × 3 convolution and the gradients of its input and its kernel.
+    """Times a 3 × 3 convolution and the gradients of its input and its kernel.
 
-    No loop on the device: in one, the CPU's convolutions are many times slower.
+    There is no loop on the device: inside one, CPU convolutions are many times slower.
 
     Args:
-        devices: All of which do it at once.
-        batch: Images on each.
-        side: Side of the images, in pixels; the result has the same.
+        devices: Devices that run it at once.
+        batch: Images per device.
+        side: Side of the images and of the result, in pixels.
         channels: Number of input and of output channels.
     """
     spec = NamedSharding(_all_device_mesh(devices), PartitionSpec("all"))
@@ -225,7 +227,7 @@ def _convolve(image: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def fresh_run(devices: Sequence[Device], array_bytes: int) -> Run:
-    """An f32 array filled on every device, in memory allocated anew each time."""
+    """Times the fill of an f32 array on every device, in newly allocated memory."""
     mesh = _all_device_mesh(devices)
     spec = PartitionSpec(mesh.axis_names)
     shape = (len(devices), array_bytes // 4)
@@ -243,21 +245,21 @@ def fresh_run(devices: Sequence[Device], array_bytes: int) -> Run:
 
 
 def add_run(devices: Sequence[Device], array_bytes: int) -> Run:
-    """The sum of two f32 arrays; three times ``array_bytes`` are moved."""
+    """Times the sum of two f32 arrays, which moves three times ``array_bytes``."""
     x = np.ones(array_bytes // 4, np.float32)
     mesh, repeated = _all_device_mesh(devices), _repeated(devices)
     return _looped(lambda x, y: x + y, mesh, [x, x * 1e-6], repeated)
 
 
 def exp_run(devices: Sequence[Device], array_bytes: int) -> Run:
-    """exp of an f32 array; twice ``array_bytes`` are moved."""
+    """Times exp of an f32 array, which moves twice ``array_bytes``."""
     x = np.ones(array_bytes // 4, np.float32)
     mesh = _all_device_mesh(devices)
     return _looped(lambda x: jnp.exp(-x), mesh, [x], _repeated(devices))
 
 
 def chain_run(devices: Sequence[Device]) -> Run:
-    """``OPS_IN_CHAIN`` operations too small to take any time of their own."""
+    """Times ``OPS_IN_CHAIN`` operations too small to take any time of their own."""
     weight = _orthogonal(16, 16, "float32")
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -303,10 +305,10 @@ def collective_run(
     group_size: int,
     payload_bytes: int,
 ) -> Run:
-    """One collective an iteration, in groups of neighbours, all groups at once.
+    """Times one collective an iteration, in groups of neighbours, all groups at once.
 
     Args:
-        devices: A multiple of ``group_size``.
+        devices: Devices; their number is a multiple of ``group_size``.
         collective: A key of ``COLLECTIVES``.
         group_size: Size of a group, at least 2.
         payload_bytes: Payload, as ``CollectiveTime`` defines it; a multiple of ``4 *

@@ -1,7 +1,7 @@
-"""The short text for a cluster, and the links that it implies.
+"""The short text of a cluster, and its implied links.
 
-``h100:4x8`` leaves out how nodes are joined; the rules that fill it in from the
-catalogue are here, and files that leave out their levels use them too.
+``h100:4x8`` does not describe the links of nodes; the rules that add them from the
+catalogue are here, and also serve files without levels.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from whalejax.meshes.texts import quoted
 MAX_DEVICES = 2**20
 
 MOST_TEXT = 1000
-"""Characters of a cluster's text."""
+"""Most characters of a cluster's text."""
 
 _PART = re.compile(r"([a-z][a-z0-9-]*):([0-9]+(?:x[0-9]+)*)")
 
 
 def grammar() -> str:
-    """Returns the grammar of clusters; reads the catalogue for the names of kinds."""
+    """Returns the grammar of clusters, with the names of kinds from the catalogue."""
     return f"""\
 A cluster is written as one of
   KIND:N          one node of N devices                   h100:8
@@ -70,10 +70,10 @@ class _Part:
 
 
 def parse(text: str) -> ClusterData:
-    """The cluster that a text such as ``h100:4x8`` describes.
+    """Returns the cluster that a text such as ``h100:4x8`` describes.
 
     Raises:
-        WhaleError: With every problem of the text, and the grammar.
+        WhaleError: Lists every problem of the text, and the grammar.
     """
     stripped = text.strip()
     problems = Problems(f"cluster {quoted(text)}")
@@ -131,10 +131,10 @@ def _part(term: str, problems: Problems) -> _Part | None:
 
 
 def _entry(name: str) -> CatalogueEntry | None:
-    """Returns the entry of a name: a kind of the catalogue, or a device by its
+    """Returns the entry of a name: a kind of the catalogue, or a device from its
     datasheet.
 
-    How such devices are joined is taken from another kind, as estimates do.
+    The links of such devices are taken from another kind, as in estimates.
     """
     if is_kind(name):
         return entry(name)
@@ -157,7 +157,7 @@ def _is_kind(name: str) -> bool:
 
 
 def _suggested_text(term: str) -> str:
-    """A cluster as others write it in our form: of ``"h100-8"`` or ``"8xh100"``.
+    """Rewrites another notation of a cluster in ours: ``"h100-8"`` or ``"8xh100"``.
 
     >>> [_suggested_text(word) for word in ("h100x8", "8 x h100", "tpu-v5litepod-16")]
     ['h100:8', 'h100:8', 'v5e:16']
@@ -171,7 +171,7 @@ def _suggested_text(term: str) -> str:
     if not name or not _is_kind(name):
         return ""
     kind, number = entry(name).kind.name, int(count)
-    if kind in ("v4", "v5p") and number >= 8:  # Google counts cores there, two a chip.
+    if kind in ("v4", "v5p") and number >= 8:  # Google counts two cores a chip.
         number //= 2
     return f"{kind}:{number}"
 
@@ -218,7 +218,7 @@ def _node_part(
         return None
     groups, per_node = (1, *numbers)[-2:]
     if most < per_node <= found.domain_devices and per_node % most == 0:
-        # So many behind one switch are several hosts' nodes.
+        # More devices behind one switch are several hosts.
         groups, per_node = groups * (per_node // most), most
     if per_node > most:
         whole = -(-groups * per_node // most)
@@ -286,7 +286,7 @@ def _check_together(parts: list[_Part], problems: Problems) -> None:
 
 
 def near_cube(chips: int, dims: int) -> tuple[int, ...]:
-    """The lengths closest to a cube whose product is ``chips``, rising.
+    """Returns the lengths closest to a cube whose product is ``chips``, in order.
 
     Example:
         >>> near_cube(8, 2), near_cube(16, 3)
@@ -307,11 +307,11 @@ def near_cube(chips: int, dims: int) -> tuple[int, ...]:
 def node_levels(
     found: Sequence[CatalogueEntry], counts: Sequence[int]
 ) -> tuple[Level, ...]:
-    """The levels of nodes that a network joins.
+    """Returns the levels of nodes that a network joins.
 
-    Between unlike kinds the slower link counts. Nodes of unlike size have no common
-    grid; then the inner level is the greatest common divisor of their sizes and the
-    rest is charged at the network's price, which errs on the slow side.
+    Between different kinds the slower link counts. Nodes of different sizes have no
+    common grid; then the inner level is the greatest common divisor of their sizes, and
+    the rest has the network's speed, which is pessimistic.
     """
     inner = math.gcd(*counts)
     outer = sum(counts) // inner
@@ -336,14 +336,15 @@ def node_levels(
     outer //= joined
     if outer > 1:
         links = [(x.network, _delivered(x).network) for x in found if x.network]
-        # NCCL's trees between nodes: their depth, not their number, is waited for.
+        # NCCL's trees between nodes: their depth, not their number, determines the
+        # latency.
         levels.append(_merge_links(links, outer, math.ceil(math.log2(outer))))
     return tuple(levels)
 
 
 def _domain(found: Sequence[CatalogueEntry], inner: int, outer: int) -> int:
-    """Returns the number of nodes that one switch joins: as many as it has room for and
-    divide them.
+    """Returns the number of nodes that one switch joins: as many as fit and divide
+    them.
     """
     if any(one.domain is None for one in found):
         return 1
@@ -352,7 +353,7 @@ def _domain(found: Sequence[CatalogueEntry], inner: int, outer: int) -> int:
 
 
 def _delivered(found: CatalogueEntry) -> Achieved:
-    """Returns the delivered fractions of a platform's links."""
+    """Returns the fractions that a platform's links reach."""
     platforms = constants().platforms
     return platforms.get(found.kind.platform, WHOLE)
 
@@ -360,12 +361,13 @@ def _delivered(found: CatalogueEntry) -> Achieved:
 def _merge_links(
     delivered: Sequence[tuple[Link, float]], size: int, hops: int, wait: float = 0.0
 ) -> Level:
-    """The level of some links, as fast as the slowest of them.
+    """Returns the level of some links, as fast as the slowest of them.
 
     Args:
-        delivered: One or more links, each with what it delivers of its bandwidth.
+        delivered: One or more links, each with the share of its bandwidth that it
+            reaches.
         size, hops: Size of the level, and its number of hops.
-        wait: Beside the links' own latency.
+        wait: Seconds in addition to the links' own latency.
     """
     links = [link for link, _ in delivered]
     names = dict.fromkeys(link.name for link in links)
@@ -378,7 +380,7 @@ def _merge_links(
         ),
         latency_seconds=wait
         + max(x.base_seconds + hops * x.hop_seconds for x in links),
-        # More devices than have a link to each other are joined by something else.
+        # Larger groups than direct links reach are joined by something else.
         peers=peers if peers >= size - 1 else 0,
     )
 
@@ -390,13 +392,14 @@ def torus_levels(
     slices: int,
     names: str = "xyz",
 ) -> tuple[Level, ...]:
-    """The levels of a torus: the cores of a chip, its axes, the network of slices.
+    """Returns the levels of a torus: the cores of a chip, its axes, the network of
+    slices.
 
     An axis that wraps around is a ring of twice the bandwidth and half the hops.
 
     Args:
-        found: The kind.
-        torus: Its torus.
+        found: Entry of the kind.
+        torus: Torus of the kind.
         lengths: Lengths of the axes, outermost first.
         slices: Number of such tori that the network joins.
         names: Names of the axes, one letter each, outermost first.

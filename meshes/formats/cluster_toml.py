@@ -1,8 +1,8 @@
 """Clusters as plain data, and as TOML files.
 
-One schema serves both: ``plan.json`` holds a cluster in full, and a file that a person
-writes may leave out what the catalogue knows (``base`` inherits a kind, a missing
-``levels`` takes the links of those kinds).
+One schema serves both: ``plan.json`` contains a complete cluster, and a user's file may
+    omit what the catalogue knows (``base`` inherits a kind, missing ``levels`` are
+    those of the kinds).
 
     [kinds.small]
     base = "h100"
@@ -76,7 +76,7 @@ def save(cluster: ClusterData, path: str | os.PathLike[str]) -> None:
 
 
 def to_data(cluster: ClusterData) -> dict[str, Any]:
-    """A cluster as plain data, complete: the catalogue is not needed to read it."""
+    """Returns a cluster as complete plain data, which needs no catalogue to be read."""
     nodes = []
     for node, group in groupby(cluster.nodes):
         repeat = len(list(group))
@@ -120,14 +120,14 @@ def _level_data(level: Level) -> dict[str, Any]:
 
 
 def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
-    """A cluster from plain data.
+    """Returns a cluster from plain data.
 
     Args:
-        data: Data of ``to_data``; the module's text says what may be left out.
-        title: Subject of the reading, for the message.
+        data: Data of ``to_data``; the module lists what may be omitted.
+        title: Subject of the message.
 
     Raises:
-        WhaleError: With every problem.
+        WhaleError: Lists every problem.
     """
     problems = Problems(title)
     try:
@@ -183,16 +183,16 @@ def _compiler(table: FileTable) -> dict[str, Any]:
 
 
 _OWN = frozenset({"efficiency", "matmul_half_size", "op_overhead_seconds"})
-"""What a file says of a kind in place of the fitted curve."""
+"""Values of a file that replace the fitted curve."""
 
 _MEASURED = _OWN | {"matmul_points", "memory_points", "curve"}
-"""What says that the numbers of a kind without a base are no datasheet's."""
+"""Values that mark the numbers of a kind without a base as no datasheet's."""
 
 
 def _kind(
     name: str, table: FileTable, bases: dict[str, CatalogueEntry]
 ) -> DeviceKind | None:
-    """One kind; its base, if any, is noted under its name."""
+    """Returns one kind; its base, if any, is stored under its name."""
     before = len(table.problems)
     base_name = table.text("base", None)
     base: DeviceKind | None = None
@@ -209,12 +209,12 @@ def _kind(
     try:
         if base is None:
             if not _MEASURED.intersection(values) and values["platform"] != "cpu":
-                # Numbers of a datasheet: devices deliver of them what others do.
+                # Numbers of a datasheet: devices reach the usual share of them.
                 fitted = {"curve": values["platform"], "efficiency": ASSUMED}
                 values = {**fitted, **values}
             return DeviceKind(name=name, **values)
         if "curve" not in values and _OWN.intersection(values):
-            values["curve"] = ""  # the file knows better than the fit
+            values["curve"] = ""  # the file replaces the fit
         kept = [s for s in base.sources if s.field.partition(".")[0] not in values]
         values["sources"] = (*kept, *values.get("sources", ()))
         return dataclasses.replace(base, name=name, **values)
@@ -224,7 +224,7 @@ def _kind(
 
 
 def _kind_values(table: FileTable, needed: bool) -> dict[str, Any]:
-    """The values that the table gives; without a base the main ones are needed."""
+    """Returns the values of the table; without a base the main ones are required."""
     values: dict[str, Any] = {}
     values["label"] = table.text("label", None)
     platform = table.text("platform") if needed else table.text("platform", None)
@@ -318,7 +318,7 @@ def _nodes(
     defined: FileTable,
     bases: dict[str, CatalogueEntry],
 ) -> tuple[Node, ...]:
-    """The nodes in order; kinds that the file does not define are the catalogue's."""
+    """Returns the nodes in order; undefined kinds are those of the catalogue."""
     nodes: list[Node] = []
     total = 0
     for table in tables:
@@ -363,7 +363,7 @@ def _level(table: FileTable) -> Level:
 
 
 def _links(tables: list[FileTable], count: int) -> tuple[tuple[float, ...], ...]:
-    """Rates between devices; none where the file has none."""
+    """Returns the rates between devices; none if the file has none."""
     rows = []
     for number, table in enumerate(tables):
         if table.integer("source") != number:
@@ -373,20 +373,20 @@ def _links(tables: list[FileTable], count: int) -> tuple[tuple[float, ...], ...]
         stray = [key for key in rates if not _is_device(key, count)]
         for key in stray:
             table.problem(f"bytes_per_second.{key}", key, f"0 to {count - 1}")
-        # What is missing is found by the cluster, as a rate of zero.
+        # The cluster reports missing rates, as rates of zero.
         rows.append(tuple(rates.get(str(other), 0.0) for other in range(count)))
     return tuple(rows)
 
 
 def _is_device(key: str, count: int) -> bool:
-    """Whether a key is the number of one of so many devices."""
+    """Whether a key is the number of a device."""
     return key.isdecimal() and len(key) < 10 and int(key) < count
 
 
 def _default_levels(
     nodes: tuple[Node, ...], bases: dict[str, CatalogueEntry], problems: Problems
 ) -> tuple[Level, ...]:
-    """The catalogue's links for nodes whose file gives no levels."""
+    """Returns the catalogue's links for nodes whose file has no levels."""
     if problems:
         return ()
     remedy = "Add one [[levels]] table for each level of links, innermost first"

@@ -1,8 +1,8 @@
-"""Devices that the catalogue lacks, by the numbers of their datasheets.
+"""Devices that the catalogue lacks, with the numbers of their datasheets.
 
-Nothing says here how such devices are joined: estimates and plans take the links of a
-kind that the catalogue has, and say so. They are apart from the catalogue because its
-every number has a source and a date.
+This module does not describe the links of such devices: estimates and plans take those
+    of a kind in the catalogue, with a note. The cards are separate from the catalogue,
+    whose every number has a source and a date.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DatasheetCard:
-    """A device that the catalogue lacks, by its datasheet, without sparsity.
+    """A device that the catalogue lacks, from its datasheet, without sparsity.
 
     Attributes:
-        words: Regular expressions of names that mean it.
-        like: Entry whose family's efficiency, node and network stand in.
-        half, eight, single: TFLOP/s in 16 bits, in 8 (0 where it has none), in float32.
-        memory: Gigabytes, and how many of them a second.
+        words: Regular expressions of its names.
+        like: Entry whose family's efficiency, node and network are used.
+        half, eight, single: TFLOP/s in 16 bits, in 8 bits (0 if it has none), in
+            float32.
+        memory: Gigabytes, and gigabytes per second.
         cores: Streaming multiprocessors or compute units.
     """
 
@@ -47,14 +48,14 @@ CARDS = (
     DatasheetCard(("tpu-v3", "tpu ?v3", "^v3"), "v4", 61.5, 0, 61.5, (16, 450), 0),
     DatasheetCard(("tpu-v2", "tpu ?v2", "^v2"), "v4", 22.5, 0, 22.5, (8, 350), 0),
 )
-"""Devices that JAX has no plug-in for, or no longer."""
+"""Devices without a JAX plug-in, or no longer with one."""
 
 
 def datasheet_card(name: str) -> DatasheetCard | None:
-    """The card that a name means, if any.
+    """Returns the card that matches a name, or None.
 
     Args:
-        name: Name in small letters.
+        name: Name in lower case.
 
     >>> card = datasheet_card("tpu v3")
     >>> card and card.memory
@@ -65,10 +66,10 @@ def datasheet_card(name: str) -> DatasheetCard | None:
 
 
 def is_word(word: str, name: str) -> bool:
-    """A name says it, and does not go on with a number, or begin with another word.
+    """Whether a name contains a word that no letter precedes and no digit follows.
 
     Args:
-        word: A regular expression.
-        name: Name in small letters.
+        word: Regular expression.
+        name: Name in lower case.
     """
     return re.search(rf"(?<![a-z0-9]){word}(?![0-9])", name) is not None

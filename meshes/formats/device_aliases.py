@@ -1,7 +1,7 @@
-"""Devices as tables of runs name them, mapped to the catalogue.
+"""Device names in tables of runs, mapped to the catalogue.
 
 Names are matched without regard to case by family, then by memory: ``a100_40gb``,
-``A100-80GB-SXM`` and ``DGX-A100`` are all A100s. What was mapped is said.
+``A100-80GB-SXM`` and ``DGX-A100`` are all A100s. Notes report the mapping.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from whalejax.meshes.texts import quoted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasedDevice:
-    """A device as a table names it.
+    """A device named in a table.
 
     Attributes:
-        entry: Entry of the catalogue, with the memory, power and link of the name where
-            these are not the catalogue's.
-        count: Number of devices, where the name gives it.
+        entry: Entry of the catalogue, with the memory, power and link of the name if
+            they differ.
+        count: Number of devices, if the name has it.
         notes: Notes on the mapping.
-        others: The name has devices of other kinds, too.
-        knows_memory: The catalogue or the name says how much memory it has.
+        others: Whether the name has devices of other kinds, too.
+        knows_memory: Whether the catalogue or the name gives the memory.
     """
 
     entry: CatalogueEntry
@@ -59,7 +59,9 @@ _FAMILIES = (
     ("v5p", ("v5p", "tpu v5")),
     ("v4", ("tpu v4", "v4")),
 )
-"""Families of the catalogue and words of a name that mean one, the longer first."""
+"""Families of the catalogue and words that identify them in names, longer
+ones first.
+"""
 
 _KINDS = (
     ("gb300-nvl36", ("gb300[ -]nvl36",)),
@@ -95,40 +97,40 @@ _KINDS = (
     ("mi355x", ("mi355x", "mi355")),
     ("w6800", ("w6800",)),
 )
-"""Other kinds of the catalogue and regular expressions that mean one, the longer
-first. They are looked for before the families."""
+"""Other kinds of the catalogue and regular expressions that identify them, longer ones
+first. They are searched before the families."""
 
 
 _SIZES = (("p4de", 80), ("p4d", 40), ("a2-ultra", 80), ("a2-", 40))
-"""Words of a name that mean a size of memory: machines of clouds with A100s."""
+"""Words of a name that imply a size of memory: cloud machines with A100s."""
 
 UNKNOWN = "a100-80"
-"""What a device is taken for that nothing else is known of."""
+"""Kind that replaces a device about which nothing else is known."""
 
 _WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000, "v100": 300, "p100": 300}
-"""Board power of the form factor that the catalogue has (SXM)."""
+"""Board power of the catalogue's form factor (SXM)."""
 
 _CARDS = {"a100": 300, "h100": 350, "v100": 250, "p100": 250}
 """Board power of the same chips as PCIe cards, which no NVLink switch joins."""
 
 _PCIE = {"h200": 63e9, "h100": 63e9, "a100": 31.5e9}
 _CARD_MEMORY = {"h100": 2039e9, "a100": 1935e9}
-"""Bytes a second of the memory of such cards, where it is slower."""
+"""Memory bandwidth of such cards in bytes per second, if it is slower."""
 
 _SLOW_NVLINK = {"a800": ("a100", 200e9), "h800": ("h100", 200e9)}
 """Chips that are sold with half of the links: 400 GB/s in both directions."""
 
 
 def read_device(text: str, *, guess: bool = False) -> AliasedDevice:
-    """The device that a table names; of a mix, the slowest part.
+    """Returns the device that a table names; for a mix, the slowest part.
 
     Args:
         text: Name such as ``"A100-80GB-SXM"``, ``"a100_40gb"``, ``"DGX-H100"``, ``"TPU
             v5e"`` or ``"4xV100-16+4xT4"``.
-        guess: Take what no family is known of for ``UNKNOWN``, and say so.
+        guess: Whether to replace an unknown family by ``UNKNOWN``, with a note.
 
     Raises:
-        WhaleError: No family of the catalogue is in it, unless it may be guessed.
+        WhaleError: No family of the catalogue matches, and ``guess`` is False.
 
     >>> read_device("a100_40gb").entry.kind.name
     'a100-40'
@@ -175,7 +177,7 @@ def _one_device(text: str, guess: bool) -> AliasedDevice:
 
 
 def _as_listed(found: CatalogueEntry, name: str, count: int | None) -> AliasedDevice:
-    """A kind of the catalogue, with the memory of the name where it has another."""
+    """Returns a kind of the catalogue, with the memory of the name if it differs."""
     notes: list[str] = []
     memory = _memory_of(name)
     if memory is not None:
@@ -184,7 +186,7 @@ def _as_listed(found: CatalogueEntry, name: str, count: int | None) -> AliasedDe
 
 
 def _unknown(text: str, name: str, count: int | None, guess: bool) -> AliasedDevice:
-    """A device of which nothing is known."""
+    """Returns the replacement of an unknown device."""
     if not guess:
         raise WhaleError(
             f"device {quoted(text)} names no family of the catalogue; it has "
@@ -205,10 +207,10 @@ def _unknown(text: str, name: str, count: int | None, guess: bool) -> AliasedDev
 def _by_datasheet(
     text: str, name: str, count: int | None, card: DatasheetCard
 ) -> AliasedDevice:
-    """A device of no family of the catalogue."""
+    """Returns a device of no family of the catalogue."""
     base = entries()[card.like]
     memory = _memory_of(name, bare=base.torus is None) or card.memory[0]
-    # TensorFloat-32 takes twice the time of 16 bits, where there is any.
+    # TensorFloat-32, if available, takes twice the time of 16 bits.
     peaks = {"f32": card.single, "tf32": max(card.single, card.half / 2)}
     peaks |= {"bf16": card.half, "f16": card.half}
     peaks |= {"f8": card.eight} if card.eight else {}
@@ -229,7 +231,7 @@ def _by_datasheet(
 
 
 def _means(word: str, name: str) -> bool:
-    """A name has the word, and not as the beginning of one ten times as large."""
+    """Whether a name has the word, not as the beginning of a longer number."""
     return (
         re.search(re.escape(word) + (r"(?!0(?!\d))" * word[-1].isdigit()), name)
         is not None
@@ -237,12 +239,12 @@ def _means(word: str, name: str) -> bool:
 
 
 def _memory_of(name: str, *, bare: bool = True) -> int | None:
-    """Gigabytes that a name gives, a cloud's too.
+    """Returns the gigabytes in a name, including cloud machines; None without any.
 
     Args:
-        name: Name in small letters.
-        bare: A number without a unit is one too; behind a TPU's name it is how many
-            of them there are.
+        name: Name in lower case.
+        bare: Whether a number without a unit counts; after a TPU's name it is the
+            number of devices.
     """
     for word, size in _SIZES:
         if word in name:
@@ -258,7 +260,7 @@ def _memory_of(name: str, *, bare: bool = True) -> int | None:
 def _with_memory(
     kinds: list[CatalogueEntry], largest: CatalogueEntry, memory: int, notes: list[str]
 ) -> CatalogueEntry:
-    """The entry of that memory, or the family's with the memory of the name."""
+    """Returns the entry of that memory, or the family's with the memory of the name."""
 
     def gap(one: CatalogueEntry) -> float:
         return abs(one.kind.memory_bytes / 2**30 - memory)
@@ -275,7 +277,9 @@ def _with_memory(
 def _with_power(
     found: CatalogueEntry, family: str, name: str, notes: list[str]
 ) -> CatalogueEntry:
-    """A card of less power is slower; see ``POWER``. A PCIe card has PCIe for links."""
+    """Reduces the speed of cards with less power (see ``POWER``); PCIe cards link by
+    PCIe.
+    """
     card = "pcie" in name or "pci-e" in name
     stated = re.search(r"(\d{2,4})\s*w\b", name)
     usual = _WATTS.get(family)

@@ -1,4 +1,4 @@
-"""Clusters as PaddlePaddle describes them: machines, devices and links, in JSON.
+"""PaddlePaddle's cluster descriptions: machines, devices and links, in JSON.
 
     {"machines": [{
       "hostname": "a", "addr": "10.0.0.1", "port": "6170",
@@ -7,12 +7,12 @@
       "links": [{"source_global_id": 0, "target_global_id": 1, "type": "NVL",
                  "bandwidth": 42}, ...]}]}
 
-Bandwidths are in GB/s, latencies in ms, memory in GB; numbers may be written as text.
-GPUs compute, or where there are none, CPUs. Their kind is the catalogue's, found by the
-model's name: such a file has no bandwidth of memory. What no link joins is reached over
-CPUs and network cards, by the path whose narrowest link is widest; devices of a machine
-share its network cards. A link without a bandwidth has that which PaddlePaddle takes
-where it knows none, and ``topo`` is its other form: see ``paddle_topo``.
+Bandwidths are in GB/s, latencies in ms, memory in GB; numbers may be text. GPUs
+compute, or CPUs if there are none. Their kind is the catalogue's, found by the model's
+name, since such a file has no memory bandwidth. Devices without a direct link use the
+path over CPUs and network cards whose narrowest link is widest; devices of a machine
+share its network cards. A link without a bandwidth has PaddlePaddle's default. ``topo``
+is the other form: see ``paddle_topo``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from whalejax.meshes.read_file import (
 TYPES: Final = ("GPU", "CPU", "NIC", "SWITCH", "DCU", "XPU", "NPU")
 LINKS: Final = ("LOC", "SYS", "PHB", "PIX", "PIB", "NVL", "NVB", "NET", "NODE", "PXB")
 _MOST_GIGA: Final = 1e9
-"""In GB/s and GFLOP/s: more than any link or device has, by orders."""
+"""Largest GB/s and GFLOP/s: orders of magnitude above any link or device."""
 _MOST_MEMORY: Final = MOST_MEMORY_BYTES / 2**30
 _NUMBERS: Final = frozenset(
     ("global_id", "local_id", "sp_gflops", "dp_gflops", "hp_gflops", "memory", "width")
@@ -52,13 +52,11 @@ _NUMBERS: Final = frozenset(
 )
 _GIGA: Final = 1e9
 _MEMORY_SLACK: Final = 0.08
-"""Datasheets count in powers of ten, drivers in powers of two."""
+"""Relative difference: datasheets count in powers of ten, drivers in powers of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
-    """One device of a file."""
-
     number: int
     machine: int
     type: str
@@ -75,14 +73,14 @@ class _File:
     latencies: list[float] = field(default_factory=list)
 
     def machines(self) -> dict[int, list[int]]:
-        """Numbers of the devices of each machine."""
+        """Returns the numbers of the devices of each machine."""
         machines: dict[int, list[int]] = {}
         for device in self.devices.values():
             machines.setdefault(device.machine, []).append(device.number)
         return machines
 
     def computing(self) -> list[_Device]:
-        """The devices that compute, machine by machine."""
+        """Returns the computing devices, machine by machine."""
         devices = sorted(self.devices.values(), key=lambda d: (d.machine, d.number))
         gpus = [d for d in devices if d.type not in ("CPU", "NIC", "SWITCH")]
         return gpus or [d for d in devices if d.type == "CPU"]
@@ -95,7 +93,8 @@ def load(path: str | os.PathLike[str]) -> ClusterData:
         path: Path of the file.
 
     Raises:
-        WhaleError: No such file, no JSON, or a description with problems; all at once.
+        WhaleError: No such file, no JSON, or an invalid description; lists all
+            problems.
     """
     name = os.fspath(path)
     try:
@@ -113,14 +112,14 @@ def load(path: str | os.PathLike[str]) -> ClusterData:
 
 
 def from_data(data: Any, title: str) -> ClusterData:
-    """The cluster that PaddlePaddle's description means.
+    """Returns the cluster of a PaddlePaddle description.
 
     Args:
         data: Parsed JSON.
-        title: Subject of the reading, for the message.
+        title: Subject of the message.
 
     Raises:
-        WhaleError: With every problem.
+        WhaleError: Lists every problem.
     """
     problems = Problems(title)
     try:
@@ -176,7 +175,7 @@ def _read(data: Any, problems: Problems) -> _File:
 
 
 def _machine(machine: FileTable, place: int, found: _File) -> list[FileTable]:
-    """Reads a machine's devices; its links, which name devices of all, are returned."""
+    """Reads a machine's devices; returns its links, which may name any device."""
     for key in ("hostname", "addr", "device_type", "device_type_full"):
         machine.text(key, "")
     for key in ("sp_gflops", "dp_gflops", "memory", "bandwidth", "latency"):
@@ -193,7 +192,7 @@ def _machine(machine: FileTable, place: int, found: _File) -> list[FileTable]:
 
 
 def _as_numbers(data: Any, key: str = "") -> Any:
-    """The data with numbers that are written as text as such."""
+    """Converts numbers that are written as text."""
     if isinstance(data, Mapping):
         return {k: _as_numbers(v, str(k)) for k, v in data.items()}
     if isinstance(data, list):
@@ -208,7 +207,7 @@ def _as_numbers(data: Any, key: str = "") -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """A number, or a text that is one."""
+    """Whether it is a number, or a text of one."""
     try:
         return math.isfinite(float(value))
     except (TypeError, ValueError, OverflowError):
@@ -216,10 +215,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_alpha(table: FileTable) -> None:
-    """``alpha_latency`` is checked, and the catalogue's latencies are what counts."""
+    """Checks ``alpha_latency``; the latencies used are the catalogue's."""
     for key in ("inter", "intra", "base"):
         inner = table.table(key)
-        # ``base`` may give a third, for what is between machines.
+        # ``base`` may have a third, for latency between machines.
         algorithms = ("ring", "tree", "inter") if key == "base" else ("ring", "tree")
         for algorithm in algorithms:
             value = inner.data.get(algorithm)
@@ -239,7 +238,7 @@ def _read_device(table: FileTable, machine: int, found: _File) -> None:
     number = table.integer("global_id")
     kind = table.text("type")
     if table.data.get("local_id") == kind:
-        table.asked.append("local_id")  # what PaddlePaddle writes of network cards
+        table.asked.append("local_id")  # PaddlePaddle writes it for network cards
     else:
         table.integer("local_id", 0)
     model = table.text("model", "").strip()
@@ -283,7 +282,9 @@ def _entry(
     memory: float | None,
     rates: Mapping[str, float | None],
 ) -> CatalogueEntry | None:
-    """The catalogue's entry of a model, with the file's memory where it is another."""
+    """Returns the catalogue's entry of a model, with the file's memory if it
+    differs.
+    """
     if kind == "CPU":
         given = {t: v * _GIGA for t, v in rates.items() if v}
         base = entry("cpu")
@@ -322,7 +323,7 @@ def _read_link(table: FileTable, found: _File) -> None:
     kind = table.text("type")
     bandwidth = table.number("bandwidth", NIC_BANDWIDTH)
     latency = table.number("latency", None)
-    # How many switches there are on the way; latencies are given, or the catalogue's.
+    # Number of switches on the way; latencies are given, or the catalogue's.
     hop = 0 if table.data.get("hop") is None else table.integer("hop", 0)
     table.asked.append("hop")
     table.report_unknown_keys()
@@ -351,7 +352,7 @@ def _read_link(table: FileTable, found: _File) -> None:
 
 
 def _rates(found: _File, devices: Sequence[_Device]) -> list[list[float]]:
-    """``[from][to]`` in bytes per second; 0 where nothing joins two devices."""
+    """Returns ``[from][to]`` in bytes per second; 0 if nothing joins two devices."""
     links = found.links
     direct = {
         (a.number, b.number): links.get((a.number, b.number))
@@ -378,13 +379,13 @@ def _rates(found: _File, devices: Sequence[_Device]) -> list[list[float]]:
 
 
 def _widest(found: _File, devices: Sequence[_Device]) -> dict[tuple[int, int], float]:
-    """The narrowest link of the widest path between two devices."""
+    """Returns the narrowest link of the widest path between two devices."""
     numbers = list(found.devices)
     width = {}
     for (source, target), (rate, _) in found.links.items():
         width[source, target] = rate
         width.setdefault((target, source), rate)
-    # Over another device that computes nothing is sent.
+    # Only devices that do not compute forward data.
     inner = set(numbers) - {device.number for device in devices}
     for middle in sorted(inner):
         for a in numbers:
@@ -490,14 +491,14 @@ def _levels(
 
 
 def _with_network(entries: Sequence[CatalogueEntry]) -> list[CatalogueEntry]:
-    """Kinds for which the catalogue knows no network take their node's link."""
+    """Sets the node's link as network of kinds without one in the catalogue."""
     return [
         dataclasses.replace(one, network=one.network or one.node) for one in entries
     ]
 
 
 def _ring_rate(rates: Sequence[Sequence[float]]) -> float:
-    """The rate that a ring over all of them can keep: every member has two such links.
+    """Returns the rate of a ring over all members, each with two such links.
 
     Args:
         rates: ``[from][to]``, with zeros on the diagonal.

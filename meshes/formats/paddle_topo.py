@@ -1,12 +1,12 @@
-"""``topo``, the form in which PaddlePaddle's launcher gathers a cluster by itself.
+"""``topo``, the form in which PaddlePaddle's launcher itself describes a cluster.
 
     {"topo": {"GPU-Tesla V100-SXM2-32GB": [{
       "hostname": "a", "memory": 300, "bandwidth": 16, "latency": 0,
       "devices": [...], "links": [...]}, ...]}}
 
-Machines are listed by the kind of their devices, number their devices anew, and have no
-network cards: PaddlePaddle takes one rate between all of them. What one machine writes
-of itself alone, without ``topo`` around it, is read too. Everything else is as in
+Machines are listed by the kind of their devices, number their devices from zero, and
+have no network cards: PaddlePaddle assumes one rate between all of them. A single
+machine's description, without ``topo``, is also accepted. Everything else is as in
 ``machines``, and read there.
 """
 
@@ -19,23 +19,23 @@ from whalejax.meshes.checked_tables import FileTable
 
 
 NIC_BANDWIDTH: Final = 24.0
-"""GB/s that PaddlePaddle takes where it knows no link or no bandwidth of one."""
+"""GB/s that PaddlePaddle assumes for an unknown link or bandwidth."""
 
 _BETWEEN_BYTES_PER_SECOND: Final = 12e9
-"""What it takes between machines of a ``topo``."""
+"""Rate that it assumes between machines of a ``topo``."""
 
 _WITHIN: Final = 1e18
-"""From a device to its machine's card: the card is what limits."""
+"""Rate from a device to its machine's card: the card is the bottleneck."""
 
 
 def topo_machines(top: FileTable) -> list[FileTable] | None:
-    """The machines of a ``topo``, with numbers of devices that no others have.
+    """Returns the machines of a ``topo``, with globally unique device numbers.
 
     Args:
-        top: The whole description.
+        top: The full description.
 
     Returns:
-        None where the description is not of this form.
+        Machines, or None if the description has another form.
     """
     if "topo" in top:
         meshes = top.table("topo")
@@ -58,7 +58,7 @@ def topo_machines(top: FileTable) -> list[FileTable] | None:
 
 
 def _several(meshes: FileTable, mesh: str, several: Any) -> Iterator[tuple[str, Any]]:
-    """Machines of one kind: a list of them, or a table by number."""
+    """Yields machines of one kind, from a list of them or a table by number."""
     if isinstance(several, Mapping):
         yield from several.items()
     elif isinstance(several, list):
@@ -73,7 +73,7 @@ def _tables(machine: Any, key: str) -> list[Any]:
 
 
 def _numbered(machine: Any, first: int) -> Any:
-    """The machine with its devices numbered from ``first`` on, in links too."""
+    """Returns the machine with its devices numbered from ``first``, also in links."""
     if not isinstance(machine, Mapping):
         return machine
     devices, links = _tables(machine, "devices"), _tables(machine, "links")
@@ -109,11 +109,11 @@ def join_topo(
     """Gives every machine a network card, and joins the cards.
 
     Args:
-        machines: Numbers of the devices of each.
-        links: Links, extended by those of the cards.
+        machines: Numbers of the devices of each machine.
+        links: Links; those of the cards are added.
 
     Returns:
-        The number of each card, and its machine.
+        Number of each card, and its machine.
     """
     free = max((n for devices in machines.values() for n in devices), default=0) + 1
     cards = {machine: free + place for place, machine in enumerate(machines)}

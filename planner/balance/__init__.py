@@ -1,4 +1,4 @@
-"""Shares of a batch that follow the speed of unlike devices."""
+"""Shares of a batch that follow the speed of mixed devices."""
 
 from whalejax.planner.balance.shares import Device as Device
 from whalejax.planner.balance.shares import balance as balance

@@ -1,7 +1,7 @@
-"""Device kinds corrected by what a model's own micro-batches were measured to take.
+"""Device kinds corrected by measured times of a model's own micro-batches.
 
-A data sheet, and even measured products and bandwidths, say what a device could do; how
-two kinds compare on one model is known once that model has run on both.
+A data sheet, and even measured products and bandwidths, give the limits of a device.
+The relative speed of two kinds on a model is known only after it has run on both.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class _Leaf(Protocol):
 
 
 def weights_hash(leaves: Iterable[_Leaf]) -> str:
-    """Short hash of a model's parameters, by which its timings are found again.
+    """Returns a short hash of a model's parameters, the key of its timings.
 
     Args:
-        leaves: Parameters with paths and shapes; the order does not matter. Neither
-            the batch nor the precision is part of it.
+        leaves: Parameters with paths and shapes, in any order. Neither the batch nor
+            the precision matters.
     """
     text = json.dumps(sorted((leaf.path, leaf.shape) for leaf in leaves))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
-    """Measured over predicted time of a model on each kind.
+    """Returns the measured over the predicted time of a model on each kind.
 
     Args:
         kinds: Kinds of the replicas.
         weights: ``weights_hash`` of the model.
 
     Returns:
-        One ratio for each kind; all are 1 unless the model was timed on every one: a
-        correction of some kinds only would set measured beside predicted.
+        One ratio for each kind. All are 1 unless the model was timed on every kind:
+        otherwise measured times would be compared with predicted ones.
     """
     result = []
     for kind in kinds:
@@ -53,7 +53,7 @@ def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
 
 
 def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
-    """Returns the note on the source of the kinds' measured speeds."""
+    """Returns the note on the sources of the kinds' measured speeds."""
     names = dict.fromkeys(kinds)
     timed = {
         kind: [model for model in kind.timed_models if model.weights == weights]
@@ -74,7 +74,7 @@ def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
 
 
 def _weights_note(kinds: Sequence[DeviceKind]) -> str:
-    """The same where the model was timed on none of them."""
+    """Returns the note if the model was timed on none of them."""
     own = [kind.display_name() for kind in kinds if kind.matmul_points]
     listed = [kind.display_name() for kind in kinds if not kind.matmul_points]
     if not listed:

@@ -1,13 +1,14 @@
-"""Decides shares that follow the measured speed of replicas, while a run goes on.
+"""Shares that follow the measured speed of replicas during a run.
 
-Speeds change: other programs come and go, chips get hot. Every process is told the same
-measurements and comes to the same shares, so nothing has to be agreed on. A change is
-believed when it lasts, sooner the more it costs; shares change when it is worth it, and
-where measurements scatter too widely to say who is fast, they are even.
+Speeds change: other programs come and go, chips get hot. Every process receives the
+    same measurements and computes the same shares, so no agreement is needed. A change
+    is believed when it lasts, sooner the more it costs. Shares change only for a
+    sufficient gain. They are even if measurements scatter too widely to compare speeds.
 
-How long to wait is a question of two costs: shares that ignore a change lose something
-in every step, and shares that follow one which does not last lose as much until they
-are back. Who waits until the loss is as large as following could cost is never far from
+The wait balances two costs. Shares that ignore a change lose time in every step; shares
+    that follow a short change lose as much until they are reset. Waiting until the loss
+    equals the largest cost of following is never far from the best choice without
+    knowledge of the future.
 the best that could be done without knowing what comes.
 """
 
@@ -21,31 +22,32 @@ from whalejax.planner.balance.shares import makespan, shares
 
 
 WINDOW: Final = 16
-"""Measurements of a replica that count, the latest."""
+"""Number of a replica's latest measurements that count."""
 
 LEAST: Final = 3
-"""Measurements before anything is concluded; as many in a row can show a change."""
+"""Measurements before any conclusion; as many in a row can show a change."""
 
 WORTH: Final = 0.01
-"""By which part a step must get shorter for shares to change."""
+"""Part by which a step must get shorter for shares to change."""
 
 LOST: Final = 2.0
-"""Steps that are lost before a change is believed: as many as a measurement takes to
-come to be known. What loses less is followed as the median of the window moves."""
+"""Lost steps before a change is believed: as many as a measurement takes to arrive.
+Smaller losses are followed as the median of the window moves."""
 
 SCATTER: Final = 0.5
-"""Distance of the quartiles over the median from which nothing can be concluded."""
+"""Interquartile range over the median above which nothing is concluded."""
 
 PROBE: Final = 64
-"""Steps after which a replica that takes nothing is given one micro-batch."""
+"""Steps after which a replica without a share gets one micro-batch."""
 
 
 class Rebalance:
-    """Shares of replicas, by what a micro-batch takes on each.
+    """Shares of replicas, by the seconds of a micro-batch on each.
 
     Attributes:
         shares: Micro-batches of each replica, for the next step.
-        seconds: Current estimate of a micro-batch's seconds on each replica; 0 where
+        seconds: Current estimate of a micro-batch's seconds on each replica; 0 if
+            unknown.
             not known.
     """
 
@@ -54,7 +56,7 @@ class Rebalance:
 
         Args:
             given: Micro-batches of each replica.
-            most: Largest share that the memory of each holds; None for no bound.
+            most: Largest share that fits each replica's memory; None for no bound.
         """
         self.shares = tuple(given)
         self._most = [sum(given)] * len(given) if most is None else list(most)
@@ -64,14 +66,14 @@ class Rebalance:
         self._idle = 0
 
     def saw(self, seconds: Sequence[float]) -> tuple[int, ...]:
-        """Takes in one step's measurements.
+        """Records one step's measurements.
 
         Args:
-            seconds: Measured seconds of a micro-batch on each replica; 0 where it was
-                not measured.
+            seconds: Measured seconds of a micro-batch on each replica; 0 if not
+                measured.
 
         Returns:
-            The shares of the next step.
+            Shares of the next step.
         """
         for seen, value in zip(self._seen, seconds, strict=True):
             if value > 0:
@@ -83,7 +85,7 @@ class Rebalance:
         return self.shares
 
     def _forget(self) -> None:
-        """Drops what was measured before a change that has cost enough."""
+        """Drops measurements from before a change that has cost enough."""
         if not all(self._seen):
             return
         for count in range(LEAST, WINDOW // 2 + 1):
@@ -103,7 +105,7 @@ class Rebalance:
 
     def _settle(self) -> None:
         if any(len(seen) < LEAST for seen in self._seen):
-            # Of those that take nothing there is nothing to measure.
+            # Replicas without a share cannot be measured.
             if all(
                 len(seen) >= LEAST or not share
                 for seen, share in zip(self._seen, self.shares, strict=True)
@@ -126,8 +128,8 @@ class Rebalance:
         return shares(self._total, seconds, self._most)
 
     def _probe(self) -> None:
-        """Gives one micro-batch, now and then, to a device that has none, to measure
-        it.
+        """Gives one micro-batch, now and then, to a replica without any, to
+        measure it.
         """
         pairs = enumerate(zip(self.shares, self._most, strict=True))
         idle = [i for i, (share, most) in pairs if most and not share]
@@ -141,9 +143,10 @@ class Rebalance:
 
 
 def _before_and_after_seconds(seen: Sequence[float], count: int) -> tuple[float, float]:
-    """Seconds before so many latest measurements, and what these say at least.
+    """Returns the seconds before the latest measurements, and the least change in
+    these.
 
-    Those show a change if all lie on one side; the one that differs least says how far.
+    Those show a change if all are on one side; the least different one is its size.
     """
     if len(seen) < LEAST + count:
         middle = statistics.median(seen)

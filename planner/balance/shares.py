@@ -1,9 +1,9 @@
-"""Shares of unlike devices: who takes how many micro-batches of a step.
+"""Shares of mixed devices: the micro-batches of a step that each takes.
 
-Data-parallel ranks wait for the slowest, so the shares that matter are the integers
-``k`` that minimise ``max(k_i * t_i)``; a device's memory may bound its share. Whale's
-Formula 1 asks for the same in fractions: ``water_fill`` solves it exactly, and
-``whale_algorithm1`` has the algorithm that the paper prints.
+Data-parallel ranks wait for the slowest, so the shares are the integers ``k`` that
+minimise ``max(k_i * t_i)``; a device's memory may bound its share. Whale's Formula 1
+defines the same in fractions: ``water_fill`` solves it exactly, and
+``whale_algorithm1`` has the algorithm of the paper.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from whalejax.planner.plan_errors import PlanError
 class Device:
     """A device that takes a share of equal pieces: samples, micro-batches or rows.
 
-    Memory is what it holds whatever its share, and what each piece adds. Micro-batches
-    that follow one another add nothing: one of them is part of what it always holds.
+    A device's memory has a part that does not depend on its share, and one that grows
+    with each piece. Sequential micro-batches add nothing: one of them is always
+    included.
 
     Attributes:
         name: Name such as ``"v100-32"``.
         seconds: Seconds of one piece on it, measured or predicted.
         memory_bytes: Memory of the device.
-        static_bytes: Parameters, gradients, optimizer state and whatever else does not
-            grow with its share.
-        piece_bytes: Bytes of every piece: its activations.
+        static_bytes: Bytes of parameters, gradients, optimizer state and all else that
+            does not grow with the share.
+        piece_bytes: Bytes of each piece: its activations.
     """
 
     name: str = "device"
@@ -41,7 +42,7 @@ class Device:
     piece_bytes: float = 0.0
 
     def needs(self, pieces: float) -> float:
-        """Bytes that so many pieces take.
+        """Returns the bytes that some pieces need.
 
         >>> Device(seconds=1.0, static_bytes=4.0, piece_bytes=2.0).needs(3)
         10.0
@@ -49,7 +50,7 @@ class Device:
         return self.static_bytes + pieces * self.piece_bytes
 
     def most(self, total: int) -> int:
-        """Pieces out of so many that its memory holds.
+        """Returns the pieces, at most ``total``, that fit the memory.
 
         >>> Device(seconds=1.0, memory_bytes=9.0, piece_bytes=2.0).most(12)
         4
@@ -64,12 +65,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Shares of devices, beside even ones.
+    """Shares of devices, compared with even ones.
 
     Attributes:
         devices: Devices that take shares.
-        pieces: Number of pieces of each.
-        even: Pieces of each, were all alike to the planner; within memory.
+        pieces: Number of pieces of each device.
+        even: Pieces of each device if all are treated equally; within memory.
     """
 
     devices: tuple[Device, ...]
@@ -78,26 +79,26 @@ class Balance:
 
     @property
     def seconds(self) -> float:
-        """Seconds after which the last device is done."""
+        """Seconds after which the last device finishes."""
         return makespan(self.pieces, [d.seconds for d in self.devices])
 
     @property
     def even_seconds(self) -> float:
-        """Seconds after which the last device would be done with even shares."""
+        """Seconds after which the last device would finish with even shares."""
         return makespan(self.even, [d.seconds for d in self.devices])
 
     @property
     def gain(self) -> float:
-        """Returns the speed-up over even shares."""
+        """Speed-up over even shares."""
         return self.even_seconds / self.seconds if self.seconds else 1.0
 
     @property
     def bound(self) -> float:
-        """The most that any shares could gain: ``speed_bound``."""
+        """Largest possible gain of any shares: ``speed_bound``."""
         return speed_bound([d.seconds for d in self.devices])
 
     def words(self) -> str:
-        """Shares, gain and bound in one line.
+        """Formats shares, gain and bound in one line.
 
         >>> fast, slow = Device(name="a", seconds=1.0), Device(name="b", seconds=2.0)
         >>> balance(12, [fast, slow]).words()
@@ -125,14 +126,14 @@ def gain_words(gain: float, bound: float) -> str:
 def idle_note(
     what: str, pieces: Sequence[int], seconds: Sequence[float], pace: float
 ) -> str | None:
-    """Returns the note on devices that take no pieces, with the reason; None where all
-    take some.
+    """Returns the note on devices without pieces, with the reason; None if all have
+    some.
 
     Args:
-        what: Name of the takers, such as ``"replicas"``.
+        what: Name of the devices, such as ``"replicas"``.
         pieces: Number of pieces of each.
-        seconds: When each would be done with one.
-        pace: When the last is done.
+        seconds: Seconds of one piece on each device.
+        pace: Seconds after which the last device finishes.
 
     >>> idle_note("replicas", (3, 0), (1.0, 2.0), 3.0)
     'replicas 1 take no micro-batch: shares asks for that, or their memory does'
@@ -150,9 +151,10 @@ def idle_note(
 
 
 def speed_bound(seconds: Sequence[float]) -> float:
-    """The most that shares can gain over even ones: Σw / (n · min w), w the speeds.
+    """Returns the largest gain of shares over even ones: Σw / (n · min w), w the
+    speeds.
 
-    Even shares wait for the slowest device; at best all are busy to the end.
+    Even shares wait for the slowest device; ideal ones keep all busy to the end.
 
     Args:
         seconds: Seconds of one piece on each device.
@@ -165,18 +167,17 @@ def speed_bound(seconds: Sequence[float]) -> float:
 
 
 def balance(total: int, devices: Sequence[Device]) -> Balance:
-    """Divides equal pieces among unlike devices, as fast as memory allows.
+    """Divides equal pieces among mixed devices, as fast as memory allows.
 
-    Exact: of all shares in whole pieces that fit, none is done earlier.
+    The result is exact: no integer shares that fit finish earlier.
 
     Args:
-        total: Pieces.
-        devices: Devices to divide the pieces among. A device may get none, if it is
-            slow.
+        total: Total number of pieces.
+        devices: Devices that share the pieces. A slow device may get none.
 
     Raises:
-        PlanError: Some device holds not one piece, or all together too few; it says by
-            how many bytes.
+        PlanError: Some device cannot store one piece, or all together too few; names
+            the missing bytes.
 
     >>> found = balance(
     ...     12,
@@ -198,14 +199,14 @@ def balance(total: int, devices: Sequence[Device]) -> Balance:
 
 
 def room_of(total: int, devices: Sequence[Device]) -> list[int]:
-    """Pieces that every device holds.
+    """Returns the number of pieces that fit each device.
 
     Args:
-        total: Pieces that there are.
-        devices: Devices that are to hold them.
+        total: Total number of pieces.
+        devices: Devices that share the pieces.
 
     Raises:
-        PlanError: Some device holds not one, or all together too few.
+        PlanError: Some device cannot store one piece, or all together too few.
     """
     problems = Problems("memory for shares", PlanError)
     most = [device.most(total) for device in devices]
@@ -231,15 +232,15 @@ def room_of(total: int, devices: Sequence[Device]) -> list[int]:
 
 
 def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -> None:
-    """Refuses shares that were asked for by hand and cannot be.
+    """Refuses impossible shares from the user.
 
     Args:
         pieces: Number of pieces of each device.
-        total: Pieces that there are.
-        devices: Devices that are to take them.
+        total: Total number of pieces.
+        devices: Devices that take them.
 
     Raises:
-        PlanError: A wrong number of shares or of pieces, or more than a device holds.
+        PlanError: Wrong number of shares or pieces, or more than fit a device.
     """
     problems = Problems("shares", PlanError)
     if len(pieces) != len(devices):
@@ -266,19 +267,19 @@ def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -
 def water_fill(
     weights: Sequence[float], most: Sequence[float], total: float = 1.0
 ) -> tuple[float, ...]:
-    """Whale's Formula 1 solved exactly: shares in proportion, within bounds.
+    """Solves Whale's Formula 1 exactly: proportional shares, within bounds.
 
-    ``L_i = min(most_i, level · w_i)`` with the level at which they add up (Jia et al.,
-    2022, section 3.3.1, formula 1). Of all shares that minimise the formula's
-    ``Σ |L_i − w_i / Σw|``, these are also done first.
+    ``L_i = min(most_i, level · w_i)``, with the level at which they add up to the total
+    (Jia et al., 2022, section 3.3.1, formula 1). Of all shares that minimise the
+    formula's ``Σ |L_i − w_i / Σw|``, these also finish first.
 
     Args:
         weights: Speed of each device, in any unit.
-        most: The largest share that each device's memory holds.
+        most: Largest share that fits each device's memory.
         total: Sum of the shares.
 
     Raises:
-        PlanError: The bounds do not hold the total, or a number is none.
+        PlanError: The bounds add up to less than the total, or a number is invalid.
 
     >>> [round(x, 4) for x in water_fill([2.0, 1.0], [1.0, 1.0])]
     [0.6667, 0.3333]
@@ -286,7 +287,7 @@ def water_fill(
     [0.4444, 0.5556]
     """
     _check_fractions(weights, most, total)
-    # The device that is full first comes first; the others share what is left.
+    # The device that fills up first comes first; the others share the rest.
     order = sorted(range(len(weights)), key=lambda i: most[i] / weights[i])
     result, left = [0.0] * len(weights), total
     for place, i in enumerate(order):
@@ -316,11 +317,11 @@ def _check_fractions(
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole pieces in proportion to weights; what is left over goes by remainders.
+    """Divides pieces in proportion to weights; remainders decide about the rest.
 
     Args:
-        total: Pieces.
-        weights: Weight of each device. Of equal remainders the first gets more.
+        total: Total number of pieces.
+        weights: Weight of each device. Of equal remainders, the first device gets more.
 
     >>> largest_remainder(12, [2.0, 1.0])
     (8, 4)
@@ -337,10 +338,10 @@ def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def micro_batch_ranges(shares: Sequence[int]) -> list[range]:
-    """The micro-batches of each replica.
+    """Returns the micro-batches of each replica.
 
     Args:
-        shares: Number of micro-batches that each takes.
+        shares: Number of micro-batches of each replica.
 
     >>> micro_batch_ranges([3, 0, 2])
     [range(0, 3), range(3, 3), range(3, 5)]
@@ -352,21 +353,22 @@ def micro_batch_ranges(shares: Sequence[int]) -> list[range]:
 def shares(
     total: int, seconds: Sequence[float], most: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Splits equal pieces of work so that the last device is done as early as can be.
+    """Divides equal pieces of work so that the last device finishes as early as
+    possible.
 
-    Exact: a piece always goes to the device that would finish it first, which is
-    optimal for pieces of one size. Of equal devices the first takes more.
+    The result is exact: a piece always goes to the device that would finish it first,
+        which is optimal for pieces of one size. Of equal devices, the first takes more.
 
     Args:
         total: Pieces (micro-batches), at least 0.
         seconds: Seconds of one piece on each device.
-        most: Pieces that each device can hold, or None for no bound.
+        most: Pieces that fit each device, or None for no bound.
 
     Returns:
-        Pieces for each device; they add up to ``total``. A device may get none.
+        Pieces of each device; they add up to ``total``. A device may get none.
 
     Raises:
-        PlanError: The bounds hold fewer pieces than there are, or a number is none.
+        PlanError: The bounds allow fewer pieces than ``total``, or a number is invalid.
 
     >>> shares(12, [1.0, 2.0])
     (8, 4)
@@ -375,7 +377,7 @@ def shares(
     """
     bounds = [total] * len(seconds) if most is None else list(most)
     _check(total, seconds, bounds)
-    # Nobody gets less than what all finish before the ideal time, rounded down.
+    # Each gets at least what it finishes before the ideal time, rounded down.
     result = _start(total, seconds, bounds)
     queue = [
         ((result[i] + 1) * t, i) for i, t in enumerate(seconds) if result[i] < bounds[i]
@@ -412,13 +414,13 @@ def _start(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> list[
     speed = math.fsum(1.0 / t for t in seconds)
     if not speed:
         return [0] * len(seconds)
-    # With one piece fewer for each device than at the ideal time, none is over.
+    # With one piece fewer per device than at the ideal time, none is in excess.
     ideal = max(0, total - len(seconds)) / speed
     return [min(b, int(ideal / t)) for t, b in zip(seconds, bounds, strict=True)]
 
 
 def even_shares(total: int, count: int) -> tuple[int, ...]:
-    """Pieces as even as integers allow; the first devices take what is left over.
+    """Returns pieces as even as integers allow; the first devices take the remainder.
 
     >>> even_shares(8, 3)
     (3, 3, 2)
@@ -428,5 +430,5 @@ def even_shares(total: int, count: int) -> tuple[int, ...]:
 
 
 def makespan(pieces: Sequence[int], seconds: Sequence[float]) -> float:
-    """Returns the seconds after which the last device is done."""
+    """Returns the seconds after which the last device finishes."""
     return max((k * t for k, t in zip(pieces, seconds, strict=True)), default=0.0)

@@ -1,19 +1,18 @@
-"""Whale's Formula 1 and Algorithm 1, as the paper prints them, with their gaps closed.
+"""Whale's Formula 1 and Algorithm 1, as in the paper, with their gaps closed.
 
 Jia et al., "Whale: Efficient Giant Model Training over Heterogeneous GPUs", USENIX ATC
 2022, section 3.3.1. The planner takes its shares from ``shares``, which is exact; this
-is here to be compared with it. What the paper leaves open is settled as follows.
+module serves for comparison. The gaps in the paper are closed as follows.
 
-- A peak gives away what it has too much, and no more; otherwise the valley is
-  overloaded for nothing. If one valley cannot take all of it, the peak stays and the
-  next valley takes more.
-- A device that has no room for one more sample is no valley any longer.
-- Shares are whole samples, rounded by largest remainders before memory is looked at.
-- Memory is what a device holds in any case and what each sample adds. The paper scales
-  all of it with the load; that is the case of nothing held in any case.
+- A peak gives away only its excess; otherwise the valley is overloaded needlessly. If
+  one valley cannot take all of it, the peak stays and the next valley takes more.
+- A device without room for one more sample is no longer a valley.
+- Shares are integers, rounded by largest remainders before memory is considered.
+- Memory has a constant part and one per sample. The paper scales all of it with the
+  load, which is the case of no constant part.
 
-It moves the excess of one device to the one that is least busy, all of it at once, so
-that it may be slower than the optimum, and never faster.
+It moves the full excess of one device at once to the least busy one. So it may be
+slower than the optimum, and is never faster.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:
 
     Args:
         loads: Share of each device; they add up to 1.
-        weights: FLOP/s, or speed, of each.
+        weights: FLOP/s, or speed, of each device.
 
     >>> round(formula_1([4 / 9, 5 / 9], [2.0, 1.0]), 4)
     0.4444
@@ -46,17 +45,18 @@ def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
-    """Memory-constraint load balancing, as printed; see the module for its gaps.
+    """Runs memory-constrained load balancing as in the paper; see the module for its
+    gaps.
 
     Args:
         total: Samples of the global batch.
-        devices: Devices of one TaskGraph. Their FLOP/s are one over ``seconds``.
+        devices: Devices of one TaskGraph, with FLOP/s of 1 / ``seconds``.
 
     Returns:
         Samples of each device.
 
     Raises:
-        PlanError: The devices do not hold the batch; by how many bytes.
+        PlanError: The batch does not fit the devices; names the missing bytes.
 
     >>> def device(flops, gigabytes):
     ...     return Device(
@@ -79,7 +79,7 @@ def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
     oom = {i for i, load in enumerate(loads) if load > most[i]}
     free = set(range(len(loads))) - oom
     while oom and free:
-        # Of equals the first, so that the result depends on nothing else.
+        # Of equals the first, for a deterministic result.
         peak = max(sorted(oom), key=memory)
         valley = min(sorted(free), key=busy)
         moved = min(loads[peak] - most[peak], most[valley] - loads[valley])
@@ -95,13 +95,14 @@ def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Uneven shards of one dimension, which Whale's ``split`` gives unlike devices.
+    """Uneven shards of one dimension, which Whale's ``split`` gives mixed devices.
 
     Attributes:
         sizes: Size of each device's shard; the sizes add up to the dimension.
-        padded: Stored size on every device: all shards of one program have one shape.
-        gain: Speed-up over even shards, collectives aside.
-        bound: The most that any shards could gain.
+        padded: Stored size on every device: all shards of one program have the same
+            shape.
+        gain: Speed-up over even shards, without collectives.
+        bound: Largest possible gain of any shards.
     """
 
     sizes: tuple[int, ...]
@@ -111,15 +112,15 @@ class Shards:
 
 
 def uneven_shards(size: int, seconds: Sequence[float], *, multiple: int = 1) -> Shards:
-    """Formula 1 on shard sizes: padded storage, unpadded computation.
+    """Applies Formula 1 to shard sizes: padded storage, unpadded computation.
 
     Args:
         size: Size of the dimension.
-        seconds: Seconds of each device for the whole of it, or for any equal part.
-        multiple: Shard sizes are multiples of it, such as a head's width.
+        seconds: Seconds of each device for the full dimension, or for any equal part.
+        multiple: Divisor of every shard size, such as a head's width.
 
     Raises:
-        PlanError: The dimension is no multiple, or a number is none.
+        PlanError: The dimension is not divisible by it, or a number is invalid.
 
     >>> uneven_shards(12, [1.0, 2.0])
     Shards(sizes=(8, 4), padded=8, gain=1.5, bound=1.5)

@@ -2,14 +2,14 @@
 
 Adasum(a, b) = (1 − a·b / 2‖a‖²) a + (1 − a·b / 2‖b‖²) b for each parameter (Maleki et
 al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 3),
-applied to pairs of ranks, then to pairs of pairs. Every rank takes a part of every
-parameter from all ranks in one all-to-all, combines these parts through all levels, of
-which each needs only the dot products of all parts, and gives its part of the result to
-all in one all-gather. So any number of ranks moves 2 (n − 1) / n of the gradients, as
-an all-reduce does, and of the levels only numbers are exchanged.
+applied to pairs of ranks, then to pairs of pairs. In one all-to-all, every rank gets a
+part of every parameter from all ranks. It combines these parts through all levels; a
+level needs only the dot products of all parts. One all-gather then sends each rank's
+part of the result to all. So any number of ranks moves 2 (n − 1) / n of the gradients,
+as an all-reduce does, and levels exchange only a few numbers.
 
-What is here says how many bytes that are; ``lowering.spmd.adasum`` lays its buffers out
-by it.
+This module computes the bytes; ``lowering.spmd.adasum`` lays out its buffers
+accordingly.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from whalejax.planner.sharding.layout import Spec, shards
 
 
 COLUMN: Final = 64
-"""Numbers that are added up one after the other; a part of a parameter is a multiple of
-so many."""
+"""Numbers that are summed sequentially; the size of a parameter's part is a multiple of
+it."""
 
 DOT_NUMBERS: Final = 8
-"""Numbers that a device sends of a pair of tensors: a dot product and two squared
+"""Numbers that a device sends for a pair of tensors: a dot product and two squared
 norms, each as the sum of two floats, and two exponents."""
 
 DATA: Final = "data"
@@ -43,10 +43,10 @@ class Part:
 
     Attributes:
         slices: Layers that the parameter stacks along its first dimension, each a
-            tensor of its own; 1 where it stacks none.
-        here: Number of its tensors that the device holds.
-        numbers: Elements of one of them on the device.
-        columns: Into which its part of one is laid out, each of ``COLUMN`` numbers.
+            separate tensor; 1 if it stacks none.
+        here: Number of its tensors on the device.
+        numbers: Elements of one tensor on the device.
+        columns: Columns of the device's part of one tensor, each of ``COLUMN`` numbers.
     """
 
     slices: int
@@ -58,12 +58,12 @@ class Part:
     def of(
         cls, shape: Sequence[int], spec: Spec, slices: int, mesh: Mapping[str, int]
     ) -> Part:
-        """The part of a parameter.
+        """Returns the part of a parameter.
 
         Args:
             shape: Shape of the parameter.
-            spec: Its layout on the axes beside ``data``.
-            slices: Layers that it stacks.
+            spec: Layout of the parameter on the axes other than ``data``.
+            slices: Layers that the parameter stacks.
             mesh: Axis sizes.
         """
         stacked = slices > 1
@@ -75,17 +75,17 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Columns of all slices that the device holds."""
+        """Columns of all slices on the device."""
         return self.here * self.columns
 
 
 def node_size(mesh: Mapping[str, int], cluster: Cluster, combine: str) -> int:
-    """Ranks of ``data`` that are averaged first, under a way to combine.
+    """Returns the number of ranks of ``data`` that are averaged first.
 
     Args:
         mesh: Axis sizes, outermost first.
-        cluster: The machine.
-        combine: The way.
+        cluster: Cluster of the mesh.
+        combine: Way to combine gradients.
     """
     if combine != "adasum_nodes":
         return 1
@@ -94,9 +94,9 @@ def node_size(mesh: Mapping[str, int], cluster: Cluster, combine: str) -> int:
 
 
 def levels(groups: int) -> Iterator[int]:
-    """Yields the number of pairs that each level combines, of so many groups of ranks.
+    """Yields the number of pairs that each level combines, for a number of groups.
 
-    One that has no partner goes on as it is, which is what padding with zeros gives.
+    A group without a partner stays unchanged, as padding with zeros would give.
 
     >>> [*levels(8)], [*levels(5)]
     ([4, 2, 1], [2, 1, 1])
@@ -113,7 +113,7 @@ def combining(
     node: int = 1,
     itemsize_bytes: int = 4,
 ) -> list[Collective]:
-    """The collectives of one step's Adasum, on one device.
+    """Returns the collectives of one step's Adasum, on one device.
 
     Args:
         parts: Parts of all trained parameters.
@@ -135,7 +135,7 @@ def combining(
 
 
 def within_ranks(collectives: Sequence[Collective]) -> list[Collective]:
-    """Collectives of a loss and its gradient, on the devices of one rank of ``data``.
+    """Returns the collectives of a loss and its gradient inside one rank of ``data``.
 
     Args:
         collectives: Collectives of the global batch, over all axes that shard it.

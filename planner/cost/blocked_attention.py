@@ -1,9 +1,9 @@
-"""Time and traffic of attention that is computed a block of scores at a time.
+"""Time and traffic of attention computed in blocks of scores.
 
-Forward there are two products for each block, backward five: the scores again, and the
-cotangents of weights, values, queries and keys (Dao et al., "FlashAttention", 2022,
-algorithm 4). The compiler makes a kernel of each of them, so a block's scores pass
-through memory between them.
+Forward there are two products for each block, backward five: the recomputed scores, and
+    the cotangents of weights, values, queries and keys (Dao et al., "FlashAttention",
+    2022, algorithm 4). The compiler makes a kernel of each product, so a block's scores
+    pass through memory between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AHEAD, BEHIND = 2, 5
 """Products of one block, forward and backward."""
 
 _PASSES = 4, 9
-"""How often a block's scores are written or read, in float32."""
+"""Number of times that a block's scores are written or read, in float32."""
 
 _KERNELS = 5, 11
 """Kernels for one block."""
@@ -32,7 +32,7 @@ _busiest = functools.cache(busiest_share)
 
 
 def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, Any]:
-    """``busiest_share`` on devices with so many rows each, one by one."""
+    """Returns ``busiest_share`` on devices with ``rows`` rows each, in turn."""
     sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
     sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
     block_shapes = [
@@ -48,13 +48,13 @@ def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, 
 def block_seconds(
     local: tuple[Any, Any, Any, Any], product: Product, kind: DeviceKind
 ) -> tuple[Any, Any, Any]:
-    """Attention on one device: seconds forward and backward, and kernels of both.
+    """Returns the seconds of attention on one device, both passes, and kernels of both.
 
     Args:
-        local: Rows, depth, columns and count of its product on one device; the columns
+        local: Rows, depth, columns and count of the product on one device; the columns
             are those of all devices. Arrays give arrays.
-        product: Its share and type.
-        kind: The device.
+        product: Product, for its share and type.
+        kind: Kind of device.
     """
     rows, depth, columns, count = local
     height, width, share = _block_shapes(product, rows, columns)

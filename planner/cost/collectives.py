@@ -1,15 +1,14 @@
 """Time of a collective: latency and bandwidth by level of the topology.
 
-The one home of the alpha-beta formulas. A mesh axis has a stride (the devices inside
-it) and a size; where it crosses a level of the topology it is treated as two axes, and
-collectives over several axes are hierarchical: the inner ones move whole payloads, the
-outer ones what the inner ones have reduced or not yet gathered.
+The alpha-beta formulas are all in this module. A mesh axis has a stride (the devices
+inside it) and a size; an axis that crosses a level of the topology is treated as two
+axes. Collectives over several axes are hierarchical: inner ones move full payloads,
+outer ones the values that inner ones have reduced or not yet gathered.
 
-Payloads are bytes on one device: what an all-reduce reduces, what an all-gather
-yields, what a reduce-scatter takes, what an all-to-all exchanges, what a
-collective-permute sends.
+A payload is in bytes on one device: the operand of an all-reduce, reduce-scatter,
+    all-to-all or collective-permute, the result of an all-gather.
 
-What is asked for is not always what runs: see ``runs_as``.
+The compiler may run another collective than requested: see ``runs_as``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from whalejax.planner.sharding.shard_counts import axis_sets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPart:
-    """The piece of a mesh axis that lies in one level of the topology."""
+    """Part of a mesh axis inside one level of the topology."""
 
     size: int
     level: Level
@@ -37,13 +36,13 @@ class AxisPart:
 def axis_parts(
     axes: tuple[str, ...], mesh: Mapping[str, int], cluster: Cluster
 ) -> tuple[AxisPart, ...]:
-    """Cuts mesh axes at the levels of the topology, innermost first.
+    """Divides mesh axes at the levels of the topology, innermost first.
 
     Args:
         axes: The axes a collective runs over.
         mesh: Sizes of all mesh axes, outermost first; the devices are numbered in
             this order, the last axis fastest.
-        cluster: The machine.
+        cluster: Cluster of the mesh.
     """
     parts: list[AxisPart] = []
     stride = 1
@@ -61,7 +60,7 @@ def axis_parts(
 
 
 def _cut(stride: int, size: int, cluster: Cluster) -> list[AxisPart]:
-    """An axis by levels; only what lies inside a level in every group counts there."""
+    """Divides an axis by levels; a level counts only if every group is inside it."""
     parts = []
     reach = 1
     for level in cluster.levels:
@@ -78,12 +77,12 @@ def _cut(stride: int, size: int, cluster: Cluster) -> list[AxisPart]:
 
 
 def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> float:
-    """One collective inside one level.
+    """Returns the seconds of one collective inside one level.
 
     The ring bounds: an all-gather or reduce-scatter moves (n-1)/n of the payload, an
-    all-reduce twice that, an all-to-all (n-1)/n (Thakur et al., 2005, sections 3-4);
-    times the factor by which the level was measured to differ. Threads over one
-    memory form no ring; see ``Level``.
+        all-reduce twice that, an all-to-all (n-1)/n (Thakur et al., 2005, sections
+        3-4); times the measured factor of the level. Threads over one memory form no
+        ring; see ``Level``.
     """
     level = part.level
     if kind == "collective-permute":
@@ -105,10 +104,10 @@ def _permute_seconds(payload_bytes: float, part: AxisPart) -> float:
 
 
 def _permute_rates(size: Any, level: Level) -> tuple[Any, Any]:
-    """Seconds for each byte and each time of one of the steps of a ring.
+    """Returns the seconds per byte and per transfer in one round of a ring.
 
-    On a torus it takes one of the two links of an axis, and without a switch one of
-    those to all peers.
+    On a torus it uses one of the two links of an axis; without a switch, one of the
+    links to all peers.
     """
     links = 2 if level.torus else level.detour(2)
     steps = 1 if level.shared else max(1, level.size - 1)
@@ -125,13 +124,13 @@ def runs_as(
     cluster: Cluster,
     payload_bytes: float = math.inf,
 ) -> CollectiveKind:
-    """The collective that the compiler makes of one, by where it runs.
+    """Returns the collective that the compiler runs in place of the requested one.
 
     Args:
-        kind: The collective that is asked for.
+        kind: Requested collective.
         parts: From ``axis_parts``.
-        cluster: The machine, with what its compiler does.
-        payload_bytes: Bytes on one device; as of a large one if left out.
+        cluster: Cluster, with its compiler's profile.
+        payload_bytes: Bytes on one device; default: large.
 
     >>> from whalejax.meshes import cluster
     >>> for text in ("v5e:4x4", "v5e:4x8"):
@@ -176,11 +175,11 @@ def _reduces_whole(
 
 
 _LONG, _LONG_FLAT = 4, 8
-"""Chips along a torus of three lengths, or of two, from which other ways are taken."""
+"""Chips along a torus of three lengths, or of two, from which other ways are chosen."""
 
 _SMALL_GATHER_BYTES = 2**25
-"""What is smaller is gathered by all-reduces over a large flat torus (16 MiB was seen
-to be, 32 MiB not to be)."""
+"""Size below which gathers over a large flat torus run as all-reduces (16 MiB was seen
+to, 32 MiB not to)."""
 
 
 def collective_seconds(
@@ -188,7 +187,7 @@ def collective_seconds(
     payload_bytes: float,
     parts: tuple[AxisPart, ...],
 ) -> float:
-    """A collective over several levels, hierarchically.
+    """Returns the seconds of a hierarchical collective over several levels.
 
     Args:
         kind: The collective.
@@ -196,7 +195,7 @@ def collective_seconds(
         parts: From ``axis_parts``, innermost first.
     """
     if kind == "collective-permute":
-        # Every device sends at once, so the slowest link and the longest wait decide.
+        # All devices send at once, so the slowest link and the largest latency decide.
         rates = [_permute_rates(part.size, part.level) for part in parts]
         per_byte = max((byte for byte, _ in rates), default=0.0)
         per_time = max((once for _, once in rates), default=0.0)
@@ -217,7 +216,7 @@ def collective_seconds(
 
 
 Spans = list[tuple[np.ndarray, Level]]
-"""Pieces of mesh axes, innermost first, for many meshes at once."""
+"""Parts of mesh axes, innermost first, for many meshes at once."""
 
 
 def spans_of(
@@ -226,14 +225,14 @@ def spans_of(
     names: Sequence[str],
     cluster: Cluster,
 ) -> Spans:
-    """``axis_parts`` for arrays of sizes; a piece that a mesh lacks has size 1.
+    """``axis_parts`` for arrays of sizes; missing parts of a mesh have size 1.
 
     Args:
         axes: The axes a collective runs over.
         ordered: Index into ``names`` of the axis at each place of each mesh's order,
             with its size there, innermost first.
         names: Names of the axes.
-        cluster: The machine.
+        cluster: Cluster of the meshes.
     """
     wanted = np.array([name in axes for name in names])
     spans: Spans = []
@@ -251,7 +250,7 @@ def spans_of(
 
 
 def may_reduce_whole(cluster: Cluster) -> bool:
-    """Whether ``runs_as`` makes an all-reduce of any reduce-scatter on a cluster."""
+    """Whether ``runs_as`` turns any reduce-scatter into an all-reduce on a cluster."""
     whole: list[tuple[Any, Level]] = [(level.size, level) for level in cluster.levels]
     torus = [(size, level) for size, level in whole if level.torus]
     return any(
@@ -262,7 +261,8 @@ def may_reduce_whole(cluster: Cluster) -> bool:
 def torus_reduces_whole(
     added: Mapping[str, Any], mesh: Mapping[str, np.ndarray], cluster: Cluster
 ) -> np.ndarray:
-    """Returns the meshes in which ``runs_as`` makes an all-reduce of a reduce-scatter.
+    """Returns the meshes in which ``runs_as`` turns a reduce-scatter into an
+    all-reduce.
 
     Args:
         added: Whether each axis scatters, by mesh.
@@ -300,9 +300,9 @@ class CollectiveRates:
     """Seconds of one kind of collective over some axes of many meshes.
 
     Args:
-        kind: Collective that is asked for.
-        spans: Pieces of the axes, from ``spans_of``.
-        cluster: Devices, links and their compiler, which may run another one.
+        kind: Requested collective.
+        spans: Parts of the axes, from ``spans_of``.
+        cluster: Devices, links and their compiler, which may run another collective.
     """
 
     def __init__(self, kind: CollectiveKind, spans: Spans, cluster: Cluster) -> None:
@@ -317,7 +317,7 @@ class CollectiveRates:
     def seconds(
         self, payload: np.ndarray, meshes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of one collective, and whether it runs as an all-reduce.
+        """Returns the seconds of one collective, and whether it runs as an all-reduce.
 
         Args:
             payload: Bytes on one device, by case.

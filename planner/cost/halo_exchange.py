@@ -1,9 +1,9 @@
-"""Bytes and number of the exchanges at the borders of devices that share space.
+"""Bytes and number of the halo exchanges between devices that shard space.
 
-Dimensions are exchanged one after the other, each with what the ones before it brought,
-so that corners arrive too. An operation exchanges its operand forward, and sends back
-the cotangents of what it received. The operand is exchanged again where the backward
-pass needs it and it is out of reach there: in a loop, and in a region that is computed
+Dimensions are exchanged in turn, each including the elements received before, so that
+corners arrive too. An operation exchanges its operand forward, and sends back the
+cotangents of the received elements. The operand is exchanged again if the backward pass
+needs it and cannot reach it: in a loop, and in a rematerialised region (``Repeats``).
 again (``Repeats``).
 """
 
@@ -19,7 +19,7 @@ from whalejax.planner.model.windows import Window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HaloExchange:
-    """One strip that every device sends to a neighbour.
+    """Strip that every device sends to a neighbour.
 
     Attributes:
         axis: The mesh axis.
@@ -36,7 +36,9 @@ class HaloExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
-    """A strip of one dimension: its axis, its width and what it grows the part to."""
+    """Strip of one dimension: its axis, its width and the resulting growth of
+    the part.
+    """
 
     axis: str
     own: int
@@ -50,10 +52,11 @@ class BackwardHalo:
     """Needs of an operation's backward pass.
 
     Attributes:
-        image: A gradient flows to the operand.
-        merges: The compiler takes what a checkpointed region exchanges again from the
-            forward pass, where the region receives the same values.
-        narrow: The compiler exchanges what products read in half the bytes.
+        image: Whether a gradient flows to the operand.
+        merges: Whether the compiler reuses the forward pass's exchanges in a
+            checkpointed region, if the region receives the same values.
+        narrow: Whether the compiler exchanges the operands of products in half the
+            bytes.
     """
 
     image: bool
@@ -70,11 +73,11 @@ def exchanges(
     repeats: Repeats,
     backward: BackwardHalo,
 ) -> Iterator[HaloExchange]:
-    """The exchanges of one operation.
+    """Yields the exchanges of one operation.
 
     Args:
         windows: Windows of the operation.
-        axes: Number of a window to the mesh axis that shards its dimension.
+        axes: For the number of a window, the mesh axis that shards its dimension.
         mesh: Axis sizes.
         extents: Unsharded extents of operand and result, by dimension.
         nbytes: Bytes of the operand on one device.

@@ -1,7 +1,7 @@
-"""Layouts of one program as arrays, and which mesh axis shards what in each of them.
+"""Layouts of one program as arrays, with the mesh axes that shard each tensor.
 
-Programs of one loss that differ in what they compute again have the same layouts: what
-is worked out of a grid of meshes and tables serves them all.
+Programs of one loss that differ only in rematerialisation have the same layouts, so one
+grid of meshes and tables serves them all.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Cuts = tuple[LeafShardCounts, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisHits:
-    """Mesh axis that shards each role where some are present, by layout.
+    """Mesh axes that shard the roles of an operation, by layout.
 
     Attributes:
-        code: Number of each layout, equal where the same axes shard the same roles.
-        parts: Array of the shards of each role that some axis shards.
-        tensor: Whether ``tensor`` shards some of them.
+        code: Number of each layout; equal if the same axes shard the same roles.
+        parts: Array of the shards of each sharded role.
+        tensor: Whether ``tensor`` shards some of the roles.
     """
 
     code: np.ndarray
@@ -46,7 +46,7 @@ class AxisHits:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutGrid:
-    """Meshes with compute tables; arrays hold one number for each layout.
+    """Meshes with compute tables; arrays have one element for each layout.
 
     Attributes:
         tables: Distinct compute tables by TaskGraph.
@@ -67,11 +67,13 @@ class LayoutGrid:
         return len(self.table)
 
     def mesh_at(self, index: int) -> dict[str, int]:
-        """Axis sizes of one layout."""
+        """Returns the axis sizes of one layout."""
         return {axis: int(sizes[index]) for axis, sizes in self.mesh.items()}
 
     def _of_home(self, home: int) -> list[tuple[Table, np.ndarray]]:
-        """Distinct tables of a TaskGraph, with the indices of their layouts."""
+        """Returns the distinct tables of a TaskGraph, with the indices of their
+        layouts.
+        """
         if home not in self._homes:
             result: dict[object, tuple[Table, list[np.ndarray]]] = {}
             for index, tables in enumerate(self.tables):
@@ -128,12 +130,13 @@ class LayoutGrid:
     def codes(
         self, layout: Layout, sizes: Layout, home: int, fused: FusedLayout | None = None
     ) -> np.ndarray:
-        """A number for each layout, equal where the same axes shard a tensor alike.
+        """Returns a number for each layout, equal if the same axes shard a tensor
+        equally.
 
         Args:
             layout: Roles of each dimension of the tensor, major atom first.
             sizes: Sizes of the same atoms.
-            home: TaskGraph that computes with it.
+            home: TaskGraph that reads the tensor.
             fused: Storage rule of a fused parameter; None for any other tensor.
         """
         key = layout, sizes, home, fused
@@ -191,11 +194,11 @@ class LayoutCases:
         return functools.reduce(np.multiply, sizes, np.ones(len(self), dtype=np.int64))
 
     def tables_at(self, index: int) -> Mapping[int, Table]:
-        """Computes tables of one case."""
+        """Returns the compute tables of one case."""
         return self.grid.tables[int(self.table[index])]
 
     def mesh_at(self, index: int) -> dict[str, int]:
-        """Axis sizes of one case."""
+        """Returns the axis sizes of one case."""
         return self.grid.mesh_at(int(self.row[index]))
 
     def take(self, rows: np.ndarray) -> LayoutCases:
@@ -210,14 +213,14 @@ class LayoutCases:
         return result
 
     def with_count(self, count: np.ndarray) -> LayoutCases:
-        """The same layouts with other numbers of micro-batches."""
+        """Returns the same layouts with other numbers of micro-batches."""
         result = dataclasses.replace(self, count=count)
         result._origin.append((self, np.arange(len(self))))
         return result
 
     @functools.cached_property
     def batches(self) -> list[tuple[Mapping[int, Table], np.ndarray]]:
-        """Tables that some case has, with the indices of their cases."""
+        """Tables of the cases, with the indices of their cases."""
         order = np.argsort(self.table, kind="stable")
         batches, first = np.unique(self.table[order], return_index=True)
         split = np.split(order, first[1:]) if len(batches) else []
@@ -227,7 +230,8 @@ class LayoutCases:
         ]
 
     def cuts(self, facts: LeafFacts) -> list[tuple[np.ndarray, Cuts]]:
-        """Shard counts of each parameter group, for the cases of each batch.
+        """Returns the shard counts of each parameter group, for the cases of each
+        batch.
 
         Args:
             facts: Parameters of the model, in groups of equal ones.
@@ -252,7 +256,7 @@ class LayoutCases:
         return self._cuts[id(facts)][1]
 
     def _cuts_of_origin(self, facts: LeafFacts) -> list[Cuts] | None:
-        """The same from what these cases were selected from, if that has them."""
+        """Returns the counts from the cases that these were selected from, if known."""
         for other, rows in self._origin:
             known = other._cuts.get(id(facts), (facts, None))[1]
             known = known or other._cuts_of_origin(facts)

@@ -1,11 +1,11 @@
-"""The size of a model and the work of one of its steps, before anything is sharded.
+"""The size of a model and the work of one of its steps, before sharding.
 
-These are what people quote of a model and divide throughput by. They follow from the
-captured loss alone, so they are the same for every plan of it.
+These are the figures that people quote for a model and divide throughput by. They
+follow from the captured loss alone, so they are the same for all its plans.
 
 The FLOPs of a step are those of the "model FLOPs utilization" of Chowdhery et al.,
 "PaLM" (2022, appendix B): matrix products of one forward and one backward pass, scores
-of masked positions included, and nothing that is computed a second time.
+of masked positions included, and no recomputation.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from whalejax.planner.plan_entries import ModelWork
 
 
 TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "input_tokens", "inputs")
-"""Names of a leaf of the batch whose whole numbers are tokens, the surest first."""
+"""Names of a batch leaf whose integers are tokens, the surest first."""
 
 
 def model_work(graph: Graph, samples: int) -> ModelWork:
-    """The size of a captured loss, and its work on a global batch.
+    """Returns the size of a captured loss, and its work on a global batch.
 
     Args:
         graph: Captured loss, on any number of samples.
@@ -32,7 +32,7 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
     products = _in_one_branch(graph, [op for op in graph.ops if op.flops])
     rows = _common_rows(graph, products)
     weight = graph.weight_tensors()
-    # Work grows with the samples: that of a few says what that of all is.
+    # Work is proportional to the samples: a few suffice.
     scale = samples / max(1, graph.batch_size)
     params = graph.params
     return ModelWork(
@@ -52,10 +52,10 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
 
 
 def _in_one_branch(graph: Graph, products: Sequence[Op]) -> list[Op]:
-    """The products without those in branches that are not the largest of their choice.
+    """Returns the products without those in branches other than the largest.
 
-    A step takes one branch of a ``lax.cond``; which is not known, so the one with the
-    most FLOPs counts, and work per second is at most that.
+    A step takes one unknown branch of a ``lax.cond``. So the one with the most FLOPs
+    counts, and work per second is an upper bound.
     """
     kept = [*products]
     choices = sorted({op.position for op in graph.ops if op.kind == "cond"}, key=len)
@@ -79,16 +79,18 @@ def _in_one_branch(graph: Graph, products: Sequence[Op]) -> list[Op]:
 
 
 def _of_weights(weight: Sequence[bool], op: Op) -> bool:
-    """Whether an operation reads weights alone, so that samples do not matter."""
+    """Whether an operation reads only weights, so that the number of samples is
+    irrelevant.
+    """
     return all(weight[t] for t in op.operands)
 
 
 def _both_passes(graph: Graph, op: Op) -> int:
-    """FLOPs of an operation and of the gradients of its operands."""
+    """Returns the FLOPs of an operation and of the gradients of its operands."""
     gradients = sum(graph.tensors[t].differentiable for t in op.operands)
     # Attention is two products, of which each has two gradients.
     behind = min(2, gradients)
-    # A transposed convolution is counted with the zeros between its samples.
+    # The FLOPs of transposed convolutions include the zeros between samples.
     spread = math.prod(window.spread for window in op.windows)
     return op.flops * op.trip * (1 + behind) // spread
 
@@ -102,7 +104,7 @@ def _product_dtype(graph: Graph, products: Sequence[Op]) -> str:
 
 
 def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
-    """Rows that most of the work with weights is done on: tokens, where there are any.
+    """Returns the rows of most of the work with weights: tokens, if there are any.
 
     Returns:
         Number of rows; 0 without products of weights.
@@ -121,33 +123,34 @@ def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
 
 
 def _tokens(graph: Graph, rows: int) -> int:
-    """Tokens of the batch that was traced, by the names of its leaves."""
+    """Returns the tokens of the traced batch, by the names of its leaves."""
     leaves = {
         tensor.path.rpartition(".")[2].partition("[")[0]: tensor
         for tensor in graph.tensors
         if tensor.kind == "batch"
         and tensor.dtype.startswith(("int", "uint"))
-        and not tensor.dtype.endswith("int8")  # Which images are stored in.
+        and not tensor.dtype.endswith("int8")  # Images have this type.
         and len(tensor.shape) <= 2
         and math.prod(tensor.shape) > graph.batch_size
     }
     for name in TOKEN_NAMES:
         if name in leaves:
             count = math.prod(leaves[name].shape)
-            # The last token of a sample is often predicted and not read.
+            # The last token of a sample is often only a target.
             read = rows if 0 <= count - rows <= graph.batch_size else count
             return read + _tokens_beside(graph, leaves[name].id)
     return 0
 
 
 def _tokens_beside(graph: Graph, tokens: int) -> int:
-    """Tokens of other leaves, such as those that a decoder reads beside an encoder's.
+    """Returns the tokens of other leaves, such as those of a decoder next to an
+    encoder.
 
-    They are looked up in tables of as many words; targets are compared, not looked up.
+    They index tables with as many words; targets are compared, not looked up.
 
     Args:
         graph: Captured loss.
-        tokens: Leaf of the batch whose tokens are counted already.
+        tokens: Leaf of the batch whose tokens are already counted.
     """
     weight = graph.weight_tensors()
     leaf_of = {t.id: t.id for t in graph.tensors if t.kind == "batch"}
@@ -174,7 +177,7 @@ def _tokens_beside(graph: Graph, tokens: int) -> int:
 
 
 def _active_parameters(graph: Graph, products: Sequence[Op], rows: int) -> int:
-    """Elements of parameters that a token meets."""
+    """Returns the elements of parameters that a token uses."""
     shares = _expert_shares(graph, products, rows)
     return round(sum(math.prod(t.shape) * shares.get(t.id, 1.0) for t in graph.params))
 
@@ -182,7 +185,7 @@ def _active_parameters(graph: Graph, products: Sequence[Op], rows: int) -> int:
 def _expert_shares(
     graph: Graph, products: Sequence[Op], rows: int
 ) -> Mapping[int, float]:
-    """Parameters of which a token meets a part: by tensor, the part."""
+    """Returns the parameters that a token uses in part: by tensor, the part."""
     weight = graph.weight_tensors()
     origin = _parameter_of(graph, weight)
     expert_shares = _gathered_shares(graph, weight, rows)
@@ -202,7 +205,7 @@ def _expert_shares(
             met //= experts
         taken = _choices(graph, experts)
         share = met / max(1, rows)
-        if taken and met < rows:  # Else each of them computes for every token.
+        if taken and met < rows:  # Otherwise each expert computes every token.
             share = taken / experts
         expert_shares[param] = min(1.0, max(expert_shares.get(param, 0.0), share))
     return expert_shares
@@ -211,7 +214,9 @@ def _expert_shares(
 def _gathered_shares(
     graph: Graph, weight: Sequence[bool], rows: int
 ) -> dict[int, float]:
-    """Stacks of matrices from which each token gathers its own: by tensor, the part."""
+    """Returns the parts used of stacks of matrices from which each token gathers its
+    own.
+    """
     found: dict[int, float] = {}
     tensors = graph.tensors
     params = {t.id for t in graph.params}
@@ -220,7 +225,7 @@ def _gathered_shares(
             continue
         stack, picked = tensors[op.operands[0]], tensors[op.results[0]]
         if len(stack.shape) < 3 or weight[op.results[0]]:
-            continue  # a table of vectors, or matrices that no token chooses
+            continue  # A table of vectors, or matrices that no token chooses.
         taken = math.prod(picked.shape) * op.trip / max(1, rows)
         share = min(1.0, taken / math.prod(stack.shape))
         found[stack.id] = max(found.get(stack.id, 0.0), share)
@@ -228,10 +233,10 @@ def _gathered_shares(
 
 
 def _choices(graph: Graph, experts: int) -> int:
-    """Number of experts that a token takes, by how it chooses; 0 where none is seen.
+    """Returns the number of experts that a token chooses; 0 if no choice is found.
 
-    That is a ``top_k`` over the experts, or so many ``argmax`` for each product that
-    gives a score to every expert.
+    A choice is a ``top_k`` over the experts, or several ``argmax`` per product that
+    scores every expert.
     """
     argmax = routers = 0
     for op in graph.ops:
@@ -246,7 +251,7 @@ def _choices(graph: Graph, experts: int) -> int:
 
 
 def _experts(graph: Graph, op: Op) -> int:
-    """Number of matrices that a product has, each for some rows."""
+    """Returns the number of matrices of a product, each for some rows."""
     if op.kind in RAGGED:
         return graph.tensors[op.operands[2]].shape[-1]
     assert op.matmul is not None
@@ -254,7 +259,7 @@ def _experts(graph: Graph, op: Op) -> int:
 
 
 def _parameter_of(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
-    """Returns the parameter of each tensor that follows from one parameter alone."""
+    """Returns the parameter of each tensor that is made of one parameter alone."""
     parameter = {t.id: t.id for t in graph.params}
     for op in graph.ops:
         origins = {parameter[t] for t in op.operands if t in parameter}
@@ -264,6 +269,6 @@ def _parameter_of(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
             if len(origins) == 1:
                 parameter[result] = next(iter(origins))
             elif slot < len(op.operands) and op.operands[slot] in parameter:
-                # A loop ties its results to what goes in, one by one.
+                # A loop ties its results to its inputs, pair by pair.
                 parameter[result] = parameter[op.operands[slot]]
     return parameter

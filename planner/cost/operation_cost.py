@@ -1,13 +1,13 @@
 """Cost of each operation of a layout: compute, collectives with their bytes, memory.
 
-One rule covers all operations. Forward: the roles that operands hold and results do
-not are summed, so where a mesh axis shards one of them the result is reduced over that
-axis. Backward: the cotangent of an operand is summed over every role of the operation
-that the operand lacks. Megatron's all-reduces, the data-parallel gradient reduction,
-synchronised batch statistics and the vocabulary-parallel loss are all instances.
+One rule covers all operations. Forward: roles of operands that results lack are summed;
+    if a mesh axis shards one of them, the result is reduced over that axis. Backward:
+    the cotangent of an operand is summed over every role of the operation that the
+    operand lacks. Megatron's all-reduces, the data-parallel gradient reduction,
+    synchronised batch statistics and the vocabulary-parallel loss are all instances.
 
-The module is long because time, collectives and memory traffic of a row are all read
-off that one rule.
+The module is long because time, collectives and memory traffic of a row all follow from
+that one rule.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from whalejax.planner.sharding.shard_counts import (
 
 
 _READ_IN_PART = frozenset({"slice", "gather", "dynamic_slice"})
-"""Operations that read of their operand only what they give."""
+"""Operations that read only the elements of their operand that they return."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class RowCost:
         compute_seconds: Matrix products and memory traffic.
         collectives: Collectives of the row.
         launches: Number of separate kernels, for the fixed cost of launching.
-        covers_seconds: The part of the computing while which something goes round.
+        covers_seconds: Computation that overlaps with a ring's transfers.
     """
 
     compute_seconds: float
@@ -68,14 +68,14 @@ class RowCost:
 class CostSetting:
     """Setting in which rows are evaluated.
 
-    Attributes:
+    mesh: Axis sizes; arrays represent many meshes at once.
         mesh: Sizes of the axes; arrays stand for many meshes at once.
-        num_micro_batches: Parts of the batch, or an array of them.
-        cluster: The machine.
+        num_micro_batches: Micro-batches of a step, or an array of them.
+        cluster: Cluster of the meshes.
         dims: The model's logical dimensions.
         batch_roles: Roles of the batch.
-        like: One of the meshes, where ``mesh`` holds arrays and all shard the same
-            roles. Without it, the sharded roles differ from mesh to mesh.
+        like: One of the meshes, if ``mesh`` has arrays and all meshes shard the same
+            roles. Without it, the sharded roles differ between meshes.
     """
 
     mesh: Mapping[str, Any]
@@ -87,11 +87,11 @@ class CostSetting:
 
     @property
     def shape(self) -> Mapping[str, int]:
-        """The mesh that decides which axis shards what."""
+        """Mesh that decides which axis shards which role."""
         return self.mesh if self.like is None else self.like
 
     def take(self, rows: np.ndarray) -> CostSetting:
-        """Some of many meshes."""
+        """Selects some of many meshes."""
         count = self.num_micro_batches
         return dataclasses.replace(
             self,
@@ -101,7 +101,7 @@ class CostSetting:
 
     @property
     def has_unlike_meshes(self) -> bool:
-        """Whether there are many meshes that differ in which axis shards what."""
+        """Whether there are many meshes that differ in the axes that shard roles."""
         arrays = any(isinstance(size, np.ndarray) for size in self.mesh.values())
         return arrays and self.like is None
 
@@ -116,7 +116,7 @@ class CostSetting:
 
         Args:
             layout, sizes: Atoms of each dimension.
-            table: The TaskGraph's table.
+            table: Compute table of the TaskGraph.
             fused: Sharding of a fused parameter.
         """
         if self.has_unlike_meshes:
@@ -127,12 +127,12 @@ class CostSetting:
 
 
 def _parts(roles: frozenset[int], hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Returns the number of parts into which the mesh cuts these roles."""
+    """Returns the number of shards into which the mesh divides these roles."""
     return math.prod(s.mesh[axis] for axis, role in hits.items() if role in roles)
 
 
 def local_bytes(slot: Slot, hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Bytes of a slot on one device in one micro-batch."""
+    """Returns the bytes of a slot on one device in one micro-batch."""
     roles = slot.roles
     nbytes: Any = slot.nbytes / _parts(roles, hits, s)
     if roles & s.batch_roles:
@@ -141,7 +141,7 @@ def local_bytes(slot: Slot, hits: Mapping[str, int], s: CostSetting) -> Any:
 
 
 def hits_of(present: frozenset[int], table: Table, s: CostSetting) -> dict[str, int]:
-    """Mesh axis to the role that it shards in an operation where these are present."""
+    """Returns the role that each mesh axis shards in an operation with these roles."""
     hits: dict[str, int] = {}
     taken: dict[int, int] = {}
     for axis, role in axis_roles(present, table, s.shape).items():
@@ -153,13 +153,13 @@ def hits_of(present: frozenset[int], table: Table, s: CostSetting) -> dict[str, 
 
 
 def row_hits(row: Row, table: Table, s: CostSetting) -> dict[str, int]:
-    """Mesh axis to the role of this operation that it shards."""
+    """Returns the role of this operation that each mesh axis shards."""
     present = frozenset[int]().union(*(slot.roles for slot in row.slots))
     return hits_of(present, table, s)
 
 
 def row_cost(row: Row, hits: Mapping[str, int], s: CostSetting) -> RowCost:
-    """Cost of one row under the axes that hit it."""
+    """Returns the cost of one row with the roles that mesh axes shard."""
     kind = slowest_kind(row, s.cluster)
     ahead, behind, launches = row_seconds(row, hits, s, kind)
     if row.remat:
@@ -178,7 +178,7 @@ def row_cost(row: Row, hits: Mapping[str, int], s: CostSetting) -> RowCost:
 
 
 def slowest_kind(row: Row, cluster: Cluster) -> DeviceKind:
-    """Kind of device that the others wait for in an operation."""
+    """Returns the kind of device that the others wait for in an operation."""
     product = row.product
     return cluster.slowest if product is None else cluster.slowest_for(product.dtype)
 
@@ -186,17 +186,17 @@ def slowest_kind(row: Row, cluster: Cluster) -> DeviceKind:
 def row_seconds(
     row: Row, hits: Mapping[str, int], s: CostSetting, kind: DeviceKind
 ) -> tuple[Any, Any, float]:
-    """One operation of a row on one device: forward, backward and its kernels.
+    """Returns the time of one operation on one device, both passes, and its kernels.
 
     Args:
-        row: Its sizes.
+        row: Row of the operation.
         hits: Mesh axis to the role that it shards.
         s: Mesh and micro-batches; arrays give arrays.
-        kind: The device.
+        kind: Kind of device.
 
     Returns:
-        Seconds forward and backward, without what is computed again, and how many
-        kernels both are.
+        Seconds forward and backward, without rematerialisation, and the number of
+        kernels of both.
     """
     forward, backward = memory_traffic(row, hits, s)
     if row.product is not None and row.kind == ATTENTION:
@@ -224,8 +224,8 @@ def row_seconds(
 
 
 def _turned_bytes(row: Row, hits: Mapping[str, int], s: CostSetting) -> tuple[Any, Any]:
-    """Returns the bytes that a compiler that copies kernels transposes, forward and
-    backward.
+    """Returns the bytes, forward and backward, that are transposed by a compiler that
+    copies convolution kernels.
     """
     if not s.cluster.compiler.copies_kernels:
         return 0.0, 0.0
@@ -246,7 +246,7 @@ def _turned_bytes(row: Row, hits: Mapping[str, int], s: CostSetting) -> tuple[An
 
 
 def _larger(one: Any, other: Any) -> Any:
-    """The larger of two numbers, or of two arrays place by place."""
+    """Returns the larger of two numbers, or elementwise of two arrays."""
     if isinstance(one, float) and isinstance(other, float):
         return max(one, other)
     return np.maximum(one, other)
@@ -259,10 +259,12 @@ def _gradient(row: Row) -> bool:
 def memory_traffic(
     row: Row, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Any, Any]:
-    """Bytes through memory on one device in one micro-batch, forward and backward."""
+    """Returns the memory traffic on one device in one micro-batch, forward and
+    backward.
+    """
     slots = row.slots
     if row.kind in _READ_IN_PART:
-        # What is read is what is written; backward it is filled or added to.
+        # Reads equal writes; the backward pass fills or adds to the operand's gradient.
         some = local_bytes(row.results[0], hits, s)
         return 2 * some, 2 * some if row.results[0].differentiable else 0.0
     reads, writes = row.kernel_memory_slots(s.cluster.compiler)
@@ -270,8 +272,8 @@ def memory_traffic(
     written = sum((local_bytes(slots[i], hits, s) for i in writes), 0.0)
     if not _gradient(row):
         return read + written, 0.0
-    # The backward pass reads the cotangents of what was written and writes those of
-    # what was read, which it reads again where the operation is not linear in it.
+    # The backward pass reads the cotangents of the results and writes those of the
+    # operands. It reads the operands again unless the operation is linear.
     back = written + sum(
         local_bytes(slots[i], hits, s) for i in reads if slots[i].differentiable
     )
@@ -279,7 +281,9 @@ def memory_traffic(
 
 
 def _transcendentals(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Elements on one device whose result costs an exp, tanh or the like."""
+    """Returns the elements on one device whose results need an exp, tanh or
+    the like.
+    """
     if not row.transcendental:
         return 0.0
     slot = row.results[0]
@@ -289,7 +293,7 @@ def _transcendentals(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
 def local_product(
     p: Product, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Any, Any, Any, Any]:
-    """Rows, depth, columns and count of a product on one device."""
+    """Returns the rows, depth, columns and count of a product on one device."""
 
     def local(size: int, roles: frozenset[int]) -> Any:
         scale = s.num_micro_batches if roles & s.batch_roles else 1
@@ -304,7 +308,9 @@ def local_product(
 
 
 def row_flops(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
-    """FLOPs of a row's products on one device in one micro-batch, both passes."""
+    """Returns the FLOPs of a row's products on one device in one micro-batch, both
+    passes.
+    """
     if row.product is None:
         return 0
     first, *again = row.product.times(s.cluster.compiler)
@@ -317,7 +323,7 @@ def row_flops(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
 def row_ahead(
     row: Row, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Any, Any, Any]:
-    """A row's forward pass alone, on one device in one micro-batch.
+    """Returns the cost of a row's forward pass on one device in one micro-batch.
 
     Returns:
         Seconds, kernels and FLOPs of products.
@@ -340,7 +346,7 @@ def _product_seconds(
 
 
 def whole_bytes(nbytes: Any) -> Any:
-    """Bytes without their fraction: an integer, or an array of whole numbers."""
+    """Returns bytes without their fraction: an integer, or an array of integers."""
     return int(nbytes) if isinstance(nbytes, float | int) else np.floor(nbytes)
 
 
@@ -351,7 +357,7 @@ def _axes_on(roles: frozenset[int], hits: Mapping[str, int]) -> tuple[str, ...]:
 def _sums(
     roles: frozenset[int], hits: Mapping[str, int], s: CostSetting
 ) -> tuple[tuple[str, ...], ...]:
-    """Axes of the reductions that sum over some roles, one after the other.
+    """Returns the axes of the reductions that sum over some roles, in order.
 
     A compiler that does not merge partial sums reduces dimension by dimension.
     """
@@ -367,10 +373,10 @@ def _sums(
 def gradients_of(
     row: Row, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Collective, ...]:
-    """Reductions of the gradients of the weights that a row reads.
+    """Returns the gradient reductions of the weights that a row reads.
 
-    Turns of a loop that read the same weights add up what each device has of the
-    gradient; compilers that merge partial sums move the reduction behind the loop.
+    Iterations of a loop that read the same weights sum their gradients on each device;
+    compilers that merge partial sums move the reduction after the loop.
     """
     if not _gradient(row):
         return ()
@@ -395,9 +401,9 @@ def gradients_of(
 def _gradient_sums(
     row: Row, roles: frozenset[int], hits: Mapping[str, int], s: CostSetting
 ) -> tuple[tuple[str, ...], ...]:
-    """The same of a weight's gradient.
+    """Returns the axes of the reductions of a weight's gradient.
 
-    Where devices share space, that of a convolution's kernel is reduced over all
+    If devices shard space, the gradient of a convolution's kernel is reduced over all
     dimensions at once.
     """
     if row.kind != CONVOLUTION or not _spatial_axes(row, hits):
@@ -407,11 +413,12 @@ def _gradient_sums(
 
 
 def rounds_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collective]:
-    """Returns the transfers of ring attention whose sequence is sharded.
+    """Returns the transfers of ring attention with a sharded sequence.
 
-    Keys and values go forward and again backward, where their cotangents go with them
-    and one step further, home. In zig-zag order all is dealt out first, and results are
-    brought back. Where the mesh holds arrays, so do payloads and counts.
+    Keys and values go round forward and again backward. There their cotangents go with
+    them, and one step further, to their owner. In zig-zag order all rows are
+    distributed first, and results are sent back. If the mesh has arrays, so have
+    payloads and counts.
     """
     if row.kind != ATTENTION or row.product is None:
         return []
@@ -431,7 +438,7 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collect
         once = query + key + value + output
         sent.append(("border", "forward", once, again))
         if _gradient(row):
-            # One number for each row goes along with the output's cotangent.
+            # One number for each row accompanies the output's cotangent.
             rows = query / row.operands[0].itemsize_bytes / row.product.k
             wide = max(4, row.operands[0].itemsize_bytes)
             sent.append(("border", "backward", once + rows * wide, 1))
@@ -450,7 +457,7 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collect
 
 
 def halos_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collective]:
-    """Returns the halo exchanges of devices that share space."""
+    """Returns the halo exchanges of devices that shard space."""
     axes = _spatial_axes(row, hits)
     if not axes or row.repeats is None:
         return []
@@ -480,7 +487,7 @@ def halos_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collecti
 
 
 def _spatial_axes(row: Row, hits: Mapping[str, int]) -> dict[int, str]:
-    """Number of a window to the mesh axis that shards its dimension."""
+    """Returns the mesh axis that shards each window's dimension, by window number."""
     return {
         n: axis
         for axis, role in hits.items()
@@ -492,16 +499,16 @@ def _spatial_axes(row: Row, hits: Mapping[str, int]) -> dict[int, str]:
 def flow_cost(
     flow: Flow, tables: Mapping[int, Table], s: CostSetting
 ) -> tuple[Collective, ...]:
-    """Returns the collectives of a value on its way to its readers, and of its
+    """Returns the collectives of a value between its maker and its readers, and of its
     cotangent back.
 
-    Forward, partial sums are reduced where the value is made, or reduced and scattered
-    where every reader wants it sharded over the same axis; then it is brought into each
-    layout that a reader wants, once. Backward the same in reverse: the cotangents of
-    the readers are reduced, one by one or added up first, and brought back.
+    Forward, partial sums are reduced at the maker, or reduce-scattered if every reader
+    needs the value sharded over the same axis. Then the value is brought once into each
+    layout that a reader needs. Backward is the reverse: the readers' cotangents are
+    reduced, individually or after their sum, and brought back.
 
     Args:
-        flow: The value.
+        flow: Value between its maker and its readers.
         tables: Compute table of each TaskGraph.
         s: Mesh, micro-batches and the compiler's profile.
     """
@@ -532,7 +539,9 @@ def _spec(
 
 
 def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
-    """Axes that shard the same dimension in every layout, with that dimension."""
+    """Returns the axes that shard the same dimension in every layout, with that
+    dimension.
+    """
     common: dict[str, int] | None = None
     for layout in layouts:
         here = {axis: dim for dim, axes in enumerate(layout) for axis in axes}
@@ -556,10 +565,10 @@ class _Path:
     def reduce(
         self, spec: Spec, axes: Sequence[str], wanted: Mapping[str, int], phase: str
     ) -> Spec:
-        """Sums over some axes, scattering over those that the next layout wants.
+        """Sums over some axes, scattering over those that the next layout needs.
 
         Returns:
-            The layout that the sum is in.
+            Layout of the sum.
         """
         scattered = (
             [a for a in axes if a in wanted]
@@ -579,7 +588,7 @@ class _Path:
         return tuple(dims)
 
     def bring(self, before: Spec, after: Spec, phase: str) -> None:
-        """Changes the layout; slicing costs nothing."""
+        """Changes the layout; slicing is free."""
         if before == after:
             return
         old = {axis: d for d, axes in enumerate(before) for axis in axes}
@@ -597,7 +606,7 @@ class _Path:
     def back(
         self, source: Spec, targets: Mapping[Use, Spec], tables: Mapping[int, Table]
     ) -> None:
-        """The cotangents of all readers."""
+        """Adds the collectives of the cotangents of all readers."""
         sums: dict[Spec, list[tuple[tuple[str, ...], ...]]] = {}
         for use, layout in targets.items():
             axes: tuple[tuple[str, ...], ...] = ()
@@ -642,15 +651,14 @@ class _Path:
 
 
 def as_run(collective: Collective, s: CostSetting) -> tuple[Collective, float]:
-    """Returns the collective that the compiler makes of a folded one, and its time.
+    """Returns the collective that the compiler runs for a planned one, and its time.
 
     Args:
-        collective: Collective that the plan asks for.
+        collective: Planned collective, with its number of repetitions.
         s: Mesh and cluster.
 
     Returns:
-        The collective that runs, and the seconds of all its repetitions in one
-        micro-batch.
+        Collective that runs, and the seconds of all its repetitions in one micro-batch.
     """
     parts = axis_parts(collective.axes, s.mesh, s.cluster)
     kind = runs_as(collective.kind, parts, s.cluster, collective.payload_bytes)

@@ -1,7 +1,7 @@
-"""Costs of storage: gathers of sharded parameters, and the optimizer's pass.
+"""Costs of storage: gathers of sharded parameters, and the optimizer's update.
 
-Separate from the rows of the model because it is about leaves, once for each of them,
-and because part of it happens once a step and not once a micro-batch.
+The module is separate from the model's rows because it computes costs per leaf, and
+because part of them occur once per step, not once per micro-batch.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def storage_gathers(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> Iterator[tuple[np.ndarray, Collective]]:
-    """Gathers of parameters that storage shards beyond the computation.
+    """Yields the gathers of parameters that storage shards beyond the computation.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
         cuts: Shard counts of each group.
         mesh: Array of sizes of each axis.
-        compiler: Compiler that brings parameters to those who compute with them.
-        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+        compiler: Compiler that gathers parameters for the computation.
+        cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
 
     Yields:
         Cases, and their collective, whose payload is an array over them: those of a
@@ -89,14 +89,14 @@ def _gathers(
 
 
 GATHER_TURNS, CUT_TURNS = 1, 2
-"""By how many turns XLA's CPU compiler is priced for an array whose last dimension is
-gathered, and one that an update cuts into shards of its last dimension and gathers.
+"""Transposes at which XLA's CPU compiler is priced, for an array whose last dimension
+is gathered, and one that an update shards along its last dimension and gathers.
 
-It gathers along the first dimension and turns the result round in memory. Beyond what
-arrays of 0.3 to 9 MB took along other dimensions, gathers took 0.6 to 0.8 times what
-turning them takes as calibration finds it (two shapes of seven, with a power of two in
-each dimension, 1.7 and 4.3 times), and updates by SGD and Adam 0.8 to 2.5 times;
-the 102 MB of a ResNet-50 took 270 ms along the third dimensions and 959 along the last
+It gathers along the first dimension and transposes the result in memory. Compared with
+arrays of 0.3 to 9 MB along other dimensions, gathers took longer by 0.6 to 0.8 times
+the calibrated time of the transpose (two shapes of seven, with a power of two in each
+dimension, 1.7 and 4.3 times), and updates by SGD and Adam by 0.8 to 2.5 times. The 102
+MB of a ResNet-50 took 270 ms along the third dimensions and 959 ms along the last ones,
 where there was a choice."""
 
 
@@ -107,13 +107,14 @@ def turning_seconds(
     cast_bytes: float,
     num_micro_batches: Any,
 ) -> Any:
-    """Time of a step in which gathered parameters are transposed in memory, by case.
+    """Returns the seconds of a step in which gathered parameters are transposed, by
+    case.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
         cuts: Shard counts of each group.
         cluster: Devices and their compiler.
-        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+        cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
         num_micro_batches: Micro-batches of the step.
     """
     if cluster.platform != "cpu":
@@ -132,7 +133,9 @@ def turning_seconds(
 def _turning(
     before: ShardCounts, after: ShardCounts, nbytes: Any, cluster: Cluster
 ) -> Any:
-    """Time to transpose an array once, where storage shards its last dimension."""
+    """Returns the seconds to transpose an array once, if storage shards its last
+    dimension.
+    """
     last = len(after.per_dim) - 1
     if last < 1:
         return 0.0
@@ -146,19 +149,19 @@ def whole_shares(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> tuple[Any, Any]:
-    """Returns the fractions of the gradients that are all-reduced where others are
+    """Returns the fractions of the gradients that are all-reduced rather than
     scattered.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
         cuts: Shard counts of each group.
         compiler: Compiler of the step.
-        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+        cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
 
     Returns:
-        Of those that storage shards, what the compiler reduces whole for their tiles
-        (see ``CompilerProfile.scatters_odd_tiles``); of all, what storage leaves whole;
-        by case.
+        Fraction of the sharded gradients that the compiler all-reduces because of their
+        tiles (see ``CompilerProfile.scatters_odd_tiles``), and fraction of all
+        gradients that storage leaves unsharded; by case.
     """
     sharded: Any = 0.0
     odd: Any = 0.0
@@ -180,7 +183,9 @@ def _odd(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> Any:
-    """Scattering a gradient leaves an odd number of tiles of the last dimension."""
+    """Whether scattering a gradient leaves an odd number of tiles of the last
+    dimension.
+    """
     if len(group.shape) < 2:
         return False
     before, after = cuts.compute.per_dim[-1], cuts.gradient.per_dim[-1]
@@ -198,10 +203,10 @@ def has_odd_tiles(
 
     Args:
         group: Parameters of at least two dimensions.
-        before, after: Shards of the last dimension as computed with, and as scattered;
-            arrays are over cases.
+        before, after: Shards of the last dimension in computation, and after
+            scattering; arrays are over cases.
         compiler: Compiler of the step.
-        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+        cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
     """
     if compiler.scatters_odd_tiles or not group.nbytes:
         return False
@@ -214,7 +219,7 @@ def has_odd_tiles(
 
 
 def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:
-    """Gradients are reduced whole over all of several axes, whichever shard them."""
+    """Whether gradients are all-reduced over several axes, even if some shard them."""
     return len(axes) > 1 and not compiler.reduces_in_parts
 
 
@@ -225,14 +230,14 @@ def reduced_whole(
     s: CostSetting,
     cast_bytes: float,
 ) -> Any:
-    """Whether a sharded gradient is reduced whole and cut, rather than scattered.
+    """Whether a sharded gradient is all-reduced and sliced, rather than scattered.
 
     Args:
-        group: The parameter.
+        group: Group of the parameter.
         cuts: Shard counts of the gradient.
         table: Compute table of the TaskGraph that reads it first.
         s: Meshes and cluster.
-        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+        cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
     """
     compiler = s.cluster.compiler
     if not compiler.reduce_scatter:
@@ -249,7 +254,7 @@ def reduced_whole(
 
 
 def _torus_reduces_whole(cuts: LeafShardCounts, s: CostSetting) -> Any:
-    """Whether links make the reduction that scatters a gradient one of all of it."""
+    """Whether links turn the reduce-scatter of a gradient into an all-reduce."""
     if not may_reduce_whole(s.cluster):
         return False
     added = added_axes(cuts.compute, cuts.gradient)
@@ -270,11 +275,12 @@ def reduced_gradients(
     odd: Any = 0.0,
     kept: Any = 0.0,
 ) -> Iterator[Collective]:
-    """Reductions of all gradients over one set of axes, as the compiler runs them.
+    """Yields the reductions of all gradients over one set of axes, as the compiler runs
+    them.
 
-    XLA combines the all-reduces of a step's end into one. Where it can reduce-scatter
-    and gradients are stored in shards, the axes that shard them take half the traffic
-    and the others reduce what is left; or, by the compiler, all axes reduce at once.
+    XLA combines the all-reduces at the end of a step into one. If it can reduce-scatter
+    and gradients are stored in shards, the axes that shard them carry half the traffic
+    and the others reduce the rest; or, by the compiler, all axes reduce at once.
 
     Args:
         axes: Mesh axes.
@@ -285,7 +291,7 @@ def reduced_gradients(
         odd, kept: From ``whole_shares``.
 
     Yields:
-        Collectives; of no bytes where there is none.
+        Collectives; of zero bytes if there is none.
     """
     sharding = {"fsdp", "data"} if over_data else {"fsdp"}
     scattered = tuple(a for a in axes if a in sharding)
@@ -321,7 +327,7 @@ def _reduction(
 def update_seconds(
     facts: LeafFacts, cuts: Sequence[LeafShardCounts], cluster: Cluster
 ) -> Any:
-    """Time of the optimizer, by case.
+    """Returns the seconds of the optimizer's update, by case.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.

@@ -1,7 +1,8 @@
-"""Builds cost rows from a graph's operations: equal ones are one row with a count.
+"""Builds cost rows from a graph's operations: equal ones are merged, with a count.
 
-It is apart from what a row is because a graph is folded several times: once for each
-way to part its TaskGraphs, and what an operation is does not depend on where it stands.
+The module is separate from the row classes because a graph is merged several times:
+once for each division into TaskGraphs. An operation itself does not depend on its
+TaskGraph.
 """
 
 from __future__ import annotations
@@ -41,32 +42,33 @@ T = TypeVar("T")
 
 
 def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> OperationRows:
-    """Folds a graph's operations into rows.
+    """Merges a graph's operations into rows.
 
     Args:
         graph: The captured loss.
-        dims: Its logical dimensions.
-        fuses: A compiler fuses elementwise neighbours; otherwise every operation that
-            is in no kernel writes its result.
+        dims: Logical dimensions of the loss.
+        fuses: Whether a compiler fuses elementwise neighbours; otherwise every
+            operation outside a kernel writes its result.
     """
     return Views(graph, dims, fuses=fuses).rows(graph)
 
 
 Readers = tuple[tuple[tuple[int, int], int], ...]
-"""Kind and TaskGraph of the readers of a value, each with how many there are."""
+"""Kind and TaskGraph of a value's readers, with the number of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A tensor on its way, wherever its operations stand; numbers are kinds.
+    """A tensor between its maker and readers, whatever their TaskGraphs; numbers are
+    kinds.
 
     Attributes:
-        kind: Kind of its maker.
-        home: The operation in whose TaskGraph it is made, or None.
-        uses: Kinds of its readers, each with its operation; None is that of ``home``.
-        calm: Only a reader in another TaskGraph makes it move.
+        kind: Kind of the maker.
+        home: Operation in whose TaskGraph the tensor is made, or None.
+        uses: Kinds of the readers, each with its operation; None is that of ``home``.
+        calm: Whether only a reader in another TaskGraph makes the tensor move.
         trip: Number of its transfers.
-        scope: One place where it is read or made.
+        scope: Scope of one maker or reader.
     """
 
     kind: int
@@ -78,10 +80,10 @@ class _Value:
 
 
 class Views:
-    """Operations and values in roles, whichever TaskGraphs they stand in.
+    """Operations and values in terms of roles, whatever their TaskGraphs.
 
-    Remembers who makes and who reads each tensor. Graphs that differ in where their
-    operations stand, and in nothing else, are folded from the same views.
+    Stores who makes and who reads each tensor. Graphs that differ only in the
+    TaskGraphs of operations share the views.
     """
 
     def __init__(self, graph: Graph, dims: Dimensions, *, fuses: bool = True) -> None:
@@ -134,15 +136,15 @@ class Views:
             for view, present in self._use_numbers
         ]
         self.counted: dict[Hashable, int] = {}
-        # Most rows are the same, wherever the others stand.
+        # Most rows are the same for all divisions.
         self._row = functools.cache(self._make_row)
         self._flow = functools.cache(self._make_flow)
 
     def rows(self, graph: Graph) -> OperationRows:
-        """Folds the operations of a graph into rows.
+        """Merges the operations of a graph into rows.
 
         Args:
-            graph: The same, but for the TaskGraphs of its operations.
+            graph: The same graph, apart from the TaskGraphs of its operations.
         """
         ops, flows = self._op_rows(graph), self._flows(graph)
         return OperationRows(
@@ -160,7 +162,7 @@ class Views:
         )
 
     def _op_rows(self, graph: Graph) -> list[tuple[int, int, int, str]]:
-        """Every row: its kind, TaskGraph, count and scope."""
+        """Returns the kind, TaskGraph, count and scope of every row."""
         counts: Counter[tuple[int, int]] = Counter()
         scopes: dict[tuple[int, int], str] = {}
         for op, kind in zip(graph.ops, self.ops, strict=True):
@@ -171,7 +173,7 @@ class Views:
         return [(*key, count, scopes[key]) for key, count in counts.items()]
 
     def _flows(self, graph: Graph) -> list[tuple[int, int, Readers, int, str]]:
-        """Every flow: its kind, TaskGraph, readers, count and scope."""
+        """Returns the kind, TaskGraph, readers, count and scope of every flow."""
         homes = [op.task_graph for op in graph.ops]
         counts: Counter[tuple[int, int, Readers]] = Counter()
         scopes: dict[tuple[int, int, Readers], str] = {}
@@ -204,7 +206,7 @@ class Views:
         graph = self.graph
         read = {t for op in graph.ops if op.results for t in op.operands} | self.whole
         for index, op in enumerate(graph.ops):
-            # Flax's loops hand their slices back, and nobody reads them.
+            # Flax's loops return their slices, and nobody reads them.
             idle = op.kind in LOOPS and len(op.operands) == 1 == len(op.results)
             if idle and op.results[0] not in read:
                 continue
@@ -217,7 +219,7 @@ class Views:
                 self.home[t] = None if self.weight[t] else index
 
     def slot(self, index: int, slot: int, tensor: int) -> int:
-        """A tensor as an operation sees it, by its number in ``slot_kinds``."""
+        """Returns the number in ``slot_kinds`` of a tensor as an operation sees it."""
         layout = self.dims.seen.get((index, slot))
         return self.slots[tensor] if layout is None else self._slot(tensor, layout)
 
@@ -233,7 +235,7 @@ class Views:
         )
         number = self._layouts.get(key)
         if number is None:
-            # Shapes of one dimension less or more may give an equal slot.
+            # Shapes with one dimension more or less may give an equal slot.
             slot = Slot(
                 layout=layout,
                 sizes=sizes[tensor],
@@ -248,7 +250,7 @@ class Views:
         return number
 
     def _numbered(self, index: int, op: Op) -> int | None:
-        """The kind of an operation, or None for one that computes nothing."""
+        """Returns the kind of an operation, or None if it computes nothing."""
         if op.reshape or op.kind in LOOPS or op.kind == "slice":
             return None
         count = len(op.operands)
@@ -315,7 +317,7 @@ class Views:
         out = results[0].roles
         m, k, n, batch = op.matmul
         if op.kind == ATTENTION:
-            # Its rows are of the sequence that its columns are of, and stay apart.
+            # Its rows are along the same sequence as its columns, but stay separate.
             rows = frozenset(operands[1].layout[op.column])
             return Product(
                 m=m,
@@ -356,7 +358,7 @@ class Views:
         in_memory: Sequence[bool],
         kernels: Sequence[int | None],
     ) -> tuple[int, ...]:
-        """Operands that come from memory: not those fused in from a neighbour."""
+        """Returns the operands read from memory: those not fused with a neighbour."""
         reads = [slot for slot, t in enumerate(op.operands) if in_memory[t]]
         kernel = kernels[index]
         if kernel is None:
@@ -370,9 +372,10 @@ class Views:
         return tuple(slot for slot in reads if reads_first(op.operands[slot]))
 
     def _in_memory(self, tensor: int, kernels: Sequence[int | None]) -> bool:
-        """Whether a value is ever written: it stays on chip between fused neighbours.
+        """Whether a value is written to memory: it stays on chip between fused
+        neighbours.
 
-        A fusion has one result, so a value with several readers is written for them.
+        A fusion has one result, so a value with several readers is written.
         """
         maker, readers = self.maker[tensor], self.places[tensor]
         if maker is None or not readers:
@@ -389,7 +392,7 @@ class Views:
         return op.elementwise or op.kind.startswith(("reduce", "arg"))
 
     def _present(self, index: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Roles of an operation's factors, and those of them that it sums over."""
+        """Returns the roles of an operation's factors, and those that it sums over."""
         op = self.graph.ops[index]
         if op.reshape or op.kind in LOOPS:
             return frozenset(), frozenset()
@@ -408,7 +411,9 @@ class Views:
         return self._role_sets[key]
 
     def _value(self, tensor: int) -> _Value:
-        """A value with its maker and readers, how often it moves, and where."""
+        """Returns a value with its maker and readers, its number of moves, and its
+        scope.
+        """
         ops = self.graph.ops
         maker, readers = self.maker[tensor], self.readers[tensor]
         present, reduced = frozenset[int](), frozenset[int]()
@@ -465,7 +470,7 @@ class Views:
         )
 
     def _source(self, tensor: int) -> int:
-        """A value as it is made: whole where its maker runs on all of a sequence."""
+        """Returns a value as made: unsharded if its maker runs on a full sequence."""
         maker = self.maker[tensor]
         if maker is not None:
             op = self.graph.ops[maker]
@@ -482,8 +487,8 @@ class Views:
         )
 
     def _lies(self, tensor: int) -> FusedLayout | None:
-        """Returns the sharding of a fused parameter, where it is read in the form of
-        this tensor.
+        """Returns the sharding of a fused parameter if it is read in the form of this
+        tensor.
         """
         fused = self.reading.fused.get(tensor)
         if fused is None:
@@ -494,7 +499,7 @@ class Views:
         return fused
 
     def _is_reread(self, op: Op, tensor: int) -> bool:
-        """Whether a reader takes a value anew for its backward pass."""
+        """Whether a reader gathers a value again for its backward pass."""
         if op.remat is not None:
             return True
         others = (t for t in op.operands if t != tensor)
@@ -505,10 +510,10 @@ class Views:
         )
 
     def _moves(self, maker: int | None, readers: list[tuple[int, int]]) -> int:
-        """Returns the number of transfers of a value: one for each read of its readers.
+        """Returns the number of transfers of a value: one per read.
 
-        What closes a loop stands outside and takes the value in every turn. One that is
-        given and handed back as it is moves once.
+        An operation that closes a loop is outside it and reads the value in every
+        iteration. A value that a loop returns unchanged moves once.
         """
         ops = self.graph.ops
         made = ops[maker].trip if maker is not None else 1
@@ -520,7 +525,7 @@ class Views:
 
 
 def _number(key: T, numbers: dict[T, int]) -> int:
-    """The number of a key among those that were seen, in order of appearance."""
+    """Returns the number of a key, in order of first appearance."""
     return numbers.setdefault(key, len(numbers))
 
 
@@ -529,5 +534,5 @@ def _unplaced(uses: Readers) -> tuple[tuple[int, int], ...]:
 
 
 def _groups(graph: Graph, op: Op) -> int:
-    """Returns the number of matrices of which each row meets one."""
+    """Returns the number of matrices of which each row uses one."""
     return graph.tensors[op.operands[2]].shape[-1] if op.kind in RAGGED else 1

@@ -1,9 +1,9 @@
-"""The time of a step of one program, under one layout or under many.
+"""The time of a step of one program, under one layout or many.
 
-A single plan is an array of one case: what a plan says of a layout and what a search
-says of it beside thousands of others is one computation. Rows of the program are
-priced for all cases at once. Which mesh axis shards what differs between cases, so
-that collectives are worked out once for all cases that agree in it.
+A single plan is an array of one case, so a plan and a search of thousands of layouts
+    share one computation. Rows of the program are evaluated for all cases at once. The
+    axes that shard a role differ between cases, so collectives are computed once for
+    all cases with equal axes.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class TimeColumns:
     """``TimeTerms`` of many cases.
 
     Attributes:
-        terms: Seconds of each term, by its name in ``TimeTerms`` and case.
-        ahead, behind: Seconds that a forward and a backward pass of one micro-batch
-            compute, by case.
-        between: Seconds that a step computes what ``tensor`` does not share, by case.
+        terms: Seconds of each term of ``TimeTerms``, by name and case.
+        ahead, behind: Compute seconds of the forward and of the backward pass of one
+            micro-batch, by case.
+        between: Compute seconds of a step that ``tensor`` does not shard, by case.
         wire: Payload bytes of all collectives of a step, by case.
-        gathered: Bytes of the largest value that is gathered on its way to its
+        gathered: Bytes of the largest value that is gathered between its maker and
             readers, by case.
-        collectives: Every collective as the compiler runs it; of a single case alone.
+        collectives: Every collective as the compiler runs it; only for a single case.
     """
 
     terms: Mapping[str, np.ndarray]
@@ -78,7 +78,6 @@ class TimeColumns:
 
     @classmethod
     def none(cls) -> TimeColumns:
-        """No case."""
         nothing = np.zeros(0)
         return cls(
             terms={},
@@ -91,7 +90,7 @@ class TimeColumns:
 
     @classmethod
     def concatenate(cls, many: Sequence[TimeColumns]) -> TimeColumns:
-        """Cases of several, one after the other."""
+        """Concatenates the cases of several columns."""
         arrays = {
             name: np.concatenate([getattr(one, name) for one in many])
             for name in _ARRAYS
@@ -111,19 +110,20 @@ class TimeColumns:
 
     @property
     def step(self) -> np.ndarray:
-        """Seconds of the whole step, by case."""
+        """Seconds of the step, by case."""
         return sum(self.terms.values(), np.zeros(len(self.ahead)))
 
     def sequence_parallel(self, tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Likely and least seconds of the layouts with the sequence sharded, too.
+        """Returns the likely and least seconds of the layouts with sharded sequence,
+        too.
 
-        What ``tensor`` does not share between products is shared at best evenly, and no
-        value has to change its layout. An all-reduce becomes a reduce-scatter and an
-        all-gather of as many bytes, of which several readers share the second: at least
-        half of its time is left.
+        Operations between products that ``tensor`` does not shard are then shared at
+        best evenly, and no value has to change its layout. An all-reduce becomes a
+        reduce-scatter and an all-gather of as many bytes. Several readers share the
+        all-gather, so at least half of the all-reduce's time remains.
 
         Args:
-            tensor: Size of that axis, by case.
+            tensor: Size of the ``tensor`` axis, by case.
         """
         none = np.zeros(len(tensor))
         less = self.between * (1 - 1 / tensor) + self.terms.get("border", none)
@@ -132,7 +132,7 @@ class TimeColumns:
         return likely, likely - np.where(tensor > 1, half, 0.0)
 
     def at(self, index: int) -> TimeTerms:
-        """Terms of one case."""
+        """Returns the terms of one case."""
         return TimeTerms(
             **{f"{name}_seconds": float(v[index]) for name, v in self.terms.items()}
         )
@@ -151,8 +151,8 @@ class StepTime:
         facts: Parameters of the model, in groups of equal ones.
         dims: Logical dimensions of the loss.
         cluster: Devices, links and their compiler.
-        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
-        traced_parts: Micro-batches into which the traced loss is split already.
+        cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
+        traced_parts: Micro-batches into which the traced loss is already divided.
     """
 
     rows: OperationRows
@@ -170,12 +170,12 @@ class StepTime:
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
-            combined: Collectives by which ranks of ``data`` combine in the update;
-                their gradients, losses and statistics then are reduced over other axes
-                alone. None where all are reduced at once.
+            combined: Collectives by which ranks of ``data`` combine gradients in the
+                update; gradients, losses and statistics are then reduced only over
+                other axes. None if all are reduced at once.
 
         Returns:
-            Terms by case; of a single case every collective, too.
+            Terms by case; with every collective for a single case.
         """
         inside, inverse = self._costs_inside(cases, combined)
         inside.communicate()
@@ -184,17 +184,17 @@ class StepTime:
     def near(
         self, cases: LayoutCases, seconds: float, *, sequence_parallel: bool
     ) -> tuple[np.ndarray, TimeColumns]:
-        """Predicts the steps of the cases that can be as fast as that.
+        """Predicts the steps of the cases that can be as fast as a known step.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
-            seconds: Seconds of a step.
-            sequence_parallel: Whether it is enough that the same layout can be, with
-                the sequence sharded between products.
+            seconds: Seconds of the known step.
+            sequence_parallel: Whether a case also counts if it can be as fast with the
+                sequence sharded between products.
 
         Returns:
-            Indices of the cases whose computation alone takes no longer, and terms of
-            those.
+            Indices of the cases whose computation alone takes no longer, and their
+            terms.
         """
         inside, inverse = self._costs_inside(cases, None)
         parts, tensor = inside.cases.count, inside.cases.mesh["tensor"]
@@ -216,17 +216,17 @@ class StepTime:
         """Returns the costs inside the micro-batches of distinct cases, and the
         distinct case of each.
         """
-        # What happens inside a micro-batch is the same at every ZeRO level.
+        # Costs inside a micro-batch are the same at every ZeRO level.
         first, inverse = distinct_columns([cases.row, cases.count])
         return _StageTimes(self, cases.take(first), combined), inverse
 
     @property
     def launch_seconds(self) -> float:
-        """Seconds that a kernel's launch takes."""
+        """Seconds of a kernel launch."""
         return float(self.cluster.slowest.launch_seconds)
 
     def present(self, row: Row) -> frozenset[int]:
-        """Roles of an operation."""
+        """Returns the roles of an operation."""
         if id(row) not in self._present:
             roles = (slot.roles for slot in row.slots)
             self._present[id(row)] = frozenset[int]().union(*roles)
@@ -237,12 +237,12 @@ class _StageTimes:
     """Sums of compute and collectives inside the micro-batches of some cases.
 
     Attributes:
-        links: Collectives but for the reductions of gradients.
-        gradients: Bytes of gradients that are reduced, by mesh axes and case.
-        compute, ahead: Seconds that a micro-batch computes, and its forward pass.
-        between: Seconds of these in operations that ``tensor`` does not share.
+        links: Collectives other than gradient reductions.
+        gradients: Bytes of reduced gradients, by mesh axes and case.
+        compute, ahead: Compute seconds of a micro-batch, and of its forward pass.
+        between: Compute seconds in operations that ``tensor`` does not shard.
         launches: Kernels of a micro-batch.
-        covers: Seconds beside which a ring's rounds run.
+        covers: Seconds that overlap with a ring's rounds.
     """
 
     def __init__(
@@ -266,14 +266,14 @@ class _StageTimes:
     def _use(self, cases: LayoutCases) -> None:
         self.cases, self.number = cases, len(cases)
         self.parts = cases.count // self.model.traced_parts
-        # Of a single case nothing has to be told apart.
+        # A single case needs no groups.
         self.single: list[tuple[np.ndarray, Mapping[int, Table], CostSetting]] = []
         if len(cases) == 1:
             s = dataclasses.replace(self._setting(cases.mesh), like=cases.mesh_at(0))
             self.single.append((np.zeros(1, dtype=np.int64), cases.tables_at(0), s))
 
     def take(self, rows: np.ndarray) -> None:
-        """Goes on with some of the cases."""
+        """Selects some of the cases."""
         self._use(self.cases.take(rows))
         self.compute, self.ahead = self.compute[rows], self.ahead[rows]
         self.between = self.between[rows]
@@ -289,7 +289,7 @@ class _StageTimes:
         for flow in self.model.rows.flows:
             self._flow(flow)
 
-    # What shards what.
+    # Sharded roles.
 
     def _hits(self, home: int, present: frozenset[int]) -> AxisHits:
         """Returns the axis that shards each role of an operation, over the grid."""
@@ -305,7 +305,7 @@ class _StageTimes:
     def _codes(
         self, slot: Slot, home: int, fused: FusedLayout | None = None
     ) -> np.ndarray:
-        """A number for each case, equal where a value has the same layout."""
+        """Returns a number for each case, equal if a value has the same layout."""
         codes = self.cases.grid.codes(slot.layout, slot.sizes, home, fused)
         some: np.ndarray = codes[self.cases.row]
         return some
@@ -313,10 +313,10 @@ class _StageTimes:
     def _equal_groups(
         self, columns: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, Mapping[int, Table], CostSetting]]:
-        """Cases that agree in some columns.
+        """Yields groups of cases that agree in some columns.
 
         Yields:
-            Their indices, the tables of one of them, and their setting.
+            Indices of the cases, the tables of one of them, and their setting.
         """
         if self.single:
             yield from self.single
@@ -337,7 +337,7 @@ class _StageTimes:
 
     def _operation(self, row: Row) -> None:
         present, model = self.model.present(row), self.model
-        # An operation costs the same whichever axes shard its roles.
+        # An operation's cost does not depend on which axes shard its roles.
         hits = self._hits(row.task_graph, present)
         parts = hits.parts
         names = {f"role {role}": role for role in parts}
@@ -347,15 +347,15 @@ class _StageTimes:
         seconds = (ahead + behind + ahead * row.remat) * row.count
         self.compute += seconds
         self.between += np.where(hits.tensor[self.cases.row], 0.0, seconds)
-        # The backward pass takes twice as long as the forward pass, which it may
-        # contain once more.
+        # The backward pass takes twice as long as the forward pass, and may recompute
+        # it once.
         self.ahead += seconds / (3 + row.remat)
         self.launches += launches * row.count
         if row.kind == ATTENTION:
             self.covers += seconds
 
     def _collectives(self, row: Row) -> None:
-        """Adds what an operation communicates."""
+        """Adds the collectives of an operation."""
         present = self.model.present(row)
         rings = row.kind == ATTENTION and row.product is not None
         weights = any(x.weight and x.differentiable for x in row.operands)
@@ -385,7 +385,7 @@ class _StageTimes:
             self._collect(rows, flow_cost(flow, tables, s))
 
     def _collect(self, rows: np.ndarray, found: Sequence[Collective]) -> None:
-        """Adds collectives, and puts the reductions of gradients by for the last."""
+        """Adds collectives; defers the gradient reductions."""
         for c in found if self.combined is None else within_ranks(found):
             if c.what == "gradient":
                 if c.axes not in self.gradients:
@@ -398,7 +398,7 @@ class _StageTimes:
 def _with_storage(
     inside: _StageTimes, inverse: np.ndarray, cases: LayoutCases
 ) -> TimeColumns:
-    """Adds what storage and the optimizer cost.
+    """Adds the costs of storage and of the optimizer.
 
     Args:
         inside: Costs inside the micro-batches of distinct cases.
@@ -419,7 +419,7 @@ def _with_storage(
     seconds, count = links.seconds, cases.count
     hidden = constants().platforms.get(model.cluster.platform, WHOLE)
     shown = seconds["ring"]
-    if model.cluster.platform != "cpu":  # Where all devices share the cores.
+    if model.cluster.platform != "cpu":  # On CPU all devices share the cores.
         shown = np.maximum(0.0, shown - inside.covers[inverse] * count)
     launches = inside.launches[inverse] * count
     compute, ahead = inside.compute[inverse], inside.ahead[inverse]
@@ -493,14 +493,14 @@ class _Storage:
 
 
 class _Links:
-    """Collectives of some cases, and their seconds while they are added up.
+    """Collectives of some cases, and the running sums of their seconds.
 
     Attributes:
         seconds: Seconds of all collectives of a step, by purpose and case.
-        wire: Payload bytes of all of them, by case.
+        wire: Payload bytes of all collectives, by case.
         gathered: Payload bytes of the largest gather between TaskGraphs, by case.
-        run: Collectives as they run; of a single case alone.
-        gathers: Place among these of gathers of parameters.
+        run: Collectives as they run; only for a single case.
+        gathers: Indices in ``run`` of parameter gathers.
     """
 
     def __init__(self, cases: LayoutCases, cluster: Cluster) -> None:
@@ -539,7 +539,7 @@ class _Links:
         return CollectiveRates(kind, self.spans(axes), self.cluster)
 
     def add(self, rows: np.ndarray, c: Collective) -> None:
-        """Adds a collective in some cases; payload and count may be arrays over
+        """Adds a collective in some cases; its payload and count may be arrays over
         them.
         """
         if not len(rows):
@@ -547,7 +547,7 @@ class _Links:
         rates = self.rates(c.kind, c.axes)
         payload: Any = c.payload_bytes + np.zeros(len(rows))
         times = c.count * (1 if c.phase == "update" else self.cases.count[rows])
-        # What meets in the update has no computation to hide behind.
+        # Collectives of the update have no computation to overlap with.
         late = c.phase == "update" and c.what in ("gradient", "moments")
         once, turned = rates.seconds(payload, self.place[rows])
         self.seconds["combined" if late else c.what][rows] += once * times
@@ -559,7 +559,9 @@ class _Links:
             self._list(c, payload, turned)
 
     def _list(self, c: Collective, payload: np.ndarray, turned: np.ndarray) -> None:
-        """Keeps what a single case runs; equal gathers of parameters are one."""
+        """Stores the collectives of a single case; equal gathers of parameters are
+        merged.
+        """
         one = dataclasses.replace(
             c,
             kind="all-reduce" if turned[0] else c.kind,

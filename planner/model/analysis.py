@@ -1,4 +1,4 @@
-"""A captured model with its dimensions, and the parts that no mark names."""
+"""A captured model with its logical dimensions, and TaskGraphs without marks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from whalejax.planner.model.logical_dimensions import analyse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphAnalysis:
-    """A graph with its dimensions, and experts set apart."""
+    """A graph with its logical dimensions; experts are TaskGraphs of their own."""
 
     graph: Graph
     dims: Dimensions
 
 
 def analyse_graph(graph: Graph) -> GraphAnalysis:
-    """Finds dimensions and TaskGraphs that no mark names.
+    """Finds logical dimensions, and TaskGraphs without marks.
 
     Lowering repeats this on its own trace, so it must depend on the graph alone.
     """

@@ -1,4 +1,4 @@
-"""Logical dimensions: which dimensions of all tensors are one and the same; as data."""
+"""Logical dimensions as data: which dimensions of all tensors are one and the same."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from whalejax.planner.model.roles import Role as Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedTie:
-    """A refused tie: operand ``slot`` of an operation is laid out differently there.
+    """A refused tie: an operation sees its operand ``slot`` in another layout.
 
     Attributes:
         op: Index into ``Graph.ops``.
         slot: Operand or result of the operation.
         dim: Dimension of that tensor.
         nbytes: Size of the tensor, unsharded.
-        other_nbytes: The least that would have to change layout there instead.
+        other_nbytes: Fewest bytes that would have to change layout there instead.
     """
 
     op: int
@@ -34,12 +34,12 @@ Layout = tuple[tuple[int, ...], ...]
 
 @functools.lru_cache(maxsize=2**16)
 def roles_of(layout: Layout) -> frozenset[int]:
-    """Every role that stands in a tensor."""
+    """Returns the roles of a tensor's layout."""
     return frozenset(role for atoms in layout for role in atoms)
 
 
 def op_roles(index: int, op: Op, dims: Dimensions) -> frozenset[int]:
-    """Every role that stands in an operation.
+    """Returns the roles of an operation.
 
     Args:
         index: Index of the operation in its graph.
@@ -56,13 +56,13 @@ class Dimensions:
     """Result of ``analyse``.
 
     Attributes:
-        roles: The logical dimensions.
+        roles: Logical dimensions.
         layouts: For every tensor, the roles of its dimensions.
-        sizes: For every tensor, the sizes of the atoms, in the same places.
-        seen: For (op, slot) where a cut changed it, the layout as that operation
-            needs it; elsewhere the operation sees ``layouts``.
-        cuts: The refused ties.
-        whole: Tensors of ``seen`` whose operation has all of a sequence that others
+        sizes: For every tensor, the sizes of the atoms, in the order of ``layouts``.
+        seen: For an (op, slot) that a cut changed, the layout that the operation needs;
+            other operations see ``layouts``.
+        cuts: Refused ties.
+        whole: Entries of ``seen`` whose operation needs all of a sequence that others
             shard.
     """
 
@@ -74,7 +74,7 @@ class Dimensions:
     whole: frozenset[tuple[int, int]] = frozenset()
 
     def find(self, name: str) -> Role | None:
-        """The role that bears a name or alias, or None."""
+        """Returns the role with a name or alias, or None."""
         for role in self.roles:
             if name == role.name:
                 return role
@@ -82,5 +82,5 @@ class Dimensions:
 
     @property
     def batch(self) -> tuple[Role, ...]:
-        """The batch roles (one, unless the batch leaves never meet)."""
+        """The batch roles: one, unless no operation ties the batch leaves."""
         return tuple(r for r in self.roles if r.is_batch)

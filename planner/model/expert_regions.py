@@ -1,9 +1,9 @@
-"""TaskGraphs found, not marked: the part of a model where experts stand apart.
+"""TaskGraphs without marks: the experts of a model.
 
 A mixture of experts multiplies a batch of tokens by a batch of weights. Between its
-first such product and the last, work divides over experts; before and after, over
-tokens. One table for the whole model cannot say both, so unmarked operations between
-the two become a TaskGraph of their own, with an all-to-all on either side.
+first and its last such product, work is divided over experts; before and after, over
+tokens. One table for the whole model cannot express both. So unmarked operations
+between the two become a TaskGraph of their own, with an all-to-all on either side.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from whalejax.planner.model.logical_dimensions import analyse
 
 
 EXPERTS = "experts"
-"""Name of the TaskGraph of experts that no mark covers."""
+"""Name of the TaskGraph of experts without a mark."""
 
 
 def expert_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
-    """Roles that are a batch dimension of a product of values with weights.
+    """Returns the roles that are a batch dimension of a product of values with weights.
 
     Args:
         graph: The captured loss.
-        dims: Its logical dimensions.
+        dims: Logical dimensions of the loss.
     """
     weight = graph.weight_tensors()
     roles: set[int] = set()
@@ -47,10 +47,10 @@ def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
 
     Args:
         graph: The captured loss.
-        dims: Its logical dimensions.
+        dims: Logical dimensions of the loss.
 
     Returns:
-        The same graph where there are no experts outside marks.
+        New graph; the given one if there are no experts outside marks.
     """
     experts = expert_roles(graph, dims)
     if not experts:
@@ -74,10 +74,10 @@ def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
 
 
 def check_task_graphs(given: Iterable[str], graph: Graph, problems: Problems) -> None:
-    """Notes every name that is none of a TaskGraph.
+    """Records every name that is no TaskGraph's.
 
     Args:
-        given: Names, ``"*"`` for all others among them.
+        given: Names, among them ``"*"`` for all others.
         graph: The captured loss.
         problems: Collector of the errors.
     """
@@ -114,14 +114,14 @@ def _is_expert_op(
 
 
 def weight_homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
-    """The TaskGraph that first computes with each parameter, through casts.
+    """Returns the TaskGraph that first computes with each parameter, through casts.
 
     Args:
         graph: The captured loss.
         weight: For every tensor, whether it depends on parameters alone.
 
     Returns:
-        Tensor id to TaskGraph index, for parameters and what is made of them alone.
+        Tensor id to TaskGraph index, for parameters and values made only of them.
     """
     homes: dict[int, int] = {}
     for op in reversed(graph.ops):

@@ -1,12 +1,12 @@
 """The model as plain data: tensors, operations, marks and TaskGraphs.
 
 Capture (``whalejax.capture``) writes these from a traced loss; the planner reads
-nothing else of the model. It is a module of its own because it is the one border
-between JAX and the planner: no JAX type crosses it.
+nothing else of the model. The module separates JAX from the planner: it has no JAX
+types.
 
-Every operation is described the way an einsum is: a *factor* is one index letter and
-lists in which dimensions of which operands and results that letter stands. Sharding,
-collectives, FLOPs and memory all follow from the factors.
+Every operation is described as an einsum is: a *factor* is one index letter with the
+    dimensions of operands and results that have it. Sharding, collectives, FLOPs and
+    memory all follow from the factors.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ LOOPS = ("scan", "while", "cond")
 """Kinds of operations that tie values across a loop or branches and compute nothing."""
 
 CONVOLUTION = "conv_general_dilated"
-"""The kind of operations that convolve."""
+"""Kind of convolutions."""
 
 RAGGED = frozenset(("ragged_dot_general", "ragged_dot"))
-"""Kinds of products of rows that are sorted by group, each by its group's matrix."""
+"""Kinds of products of rows that are sorted by group, each with its group's matrix."""
 
 CHOOSING_WINDOWS = frozenset(("reduce_window_max", "reduce_window_min"))
-"""Kinds of poolings whose gradient goes to the element that was chosen."""
+"""Kinds of poolings whose gradient goes to the chosen element."""
 
 LINEAR_WINDOWS = frozenset(("reduce_window_sum",))
-"""Kinds of poolings whose backward pass reads nothing of the forward's."""
+"""Kinds of poolings whose backward pass reads no forward value."""
 
 ATTENTION = "attention"
-"""The kind of operations that are attention as a whole: two products and a softmax, run
-a block at a time, with keys and values that go round where the sequence is sharded."""
+"""Kind of complete attention operations: two products and a softmax, computed in
+blocks, with keys and values that go round devices if the sequence is sharded."""
 
 LOOKUPS = frozenset(("gather", "dynamic_slice"))
-"""Operations that take some of a table."""
+"""Operations that read some elements of a table."""
 
 _PASSING = frozenset(
     (*"transpose copy concatenate stack broadcast_in_dim gather".split(), *LOOPS)
 )
-"""Operations that give what they read, in another place, and compute nothing."""
+"""Operations that move their operand's elements and compute nothing."""
 
 TRANSCENDENTAL = frozenset(
     (
@@ -52,7 +52,7 @@ TRANSCENDENTAL = frozenset(
         "erf erfc erf_inv pow lgamma digamma"
     ).split()
 )
-"""Operations whose every element takes an exponential or the like."""
+"""Operations that compute an exponential or the like for every element."""
 
 LINEAR = frozenset(
     (
@@ -60,8 +60,8 @@ LINEAR = frozenset(
         "broadcast_in_dim concatenate pad rev slice gather dropout dispatch"
     ).split()
 )
-"""Operations whose backward pass needs no value of the forward's but, perhaps, a mask
-or indices."""
+"""Operations whose backward pass needs no forward value, except perhaps a mask or
+indices."""
 
 TensorKind = Literal["param", "state", "batch", "rng", "const", "value"]
 MarkKind = Literal["replicate", "split", "stage", "pipeline"]
@@ -70,24 +70,24 @@ FactorKind = Literal["linked", "unshardable", "halo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """One annotation of the user's, as found on the way to an operation.
+    """One annotation of the user's around an operation.
 
     Attributes:
         kind: Name of the primitive, one of four.
-        attributes: Its arguments as (name, text) pairs, sorted by name; arguments
-            that were left out are absent.
+        attributes: Arguments as (name, text) pairs, sorted by name; omitted arguments
+            are absent.
     """
 
     kind: MarkKind
     attributes: tuple[tuple[str, str], ...] = ()
 
     def get(self, name: str) -> str | None:
-        """The text of one argument, or None where it was left out."""
+        """Returns the text of one argument, or None if it was omitted."""
         return dict(self.attributes).get(name)
 
     @property
     def devices(self) -> int | None:
-        """The device count that was asked for, if any."""
+        """Requested number of devices, if any."""
         text = self.get("devices")
         return None if text is None else int(text)
 
@@ -101,18 +101,18 @@ class Tensor:
     """A value of the traced program; ``Graph.tensors[id]`` is the tensor ``id``.
 
     Attributes:
-        id: Its index in ``Graph.tensors``.
-        shape: Dimensions, unsharded.
-        dtype: The numpy name, such as ``"float32"``.
+        id: Index in ``Graph.tensors``.
+        shape: Unsharded dimensions.
+        dtype: NumPy name of the type, such as ``"float32"``.
         itemsize_bytes: Bytes of one element.
-        kind: A leaf of the program (param, state, batch, rng), a constant, or a
-            value computed on the way.
-        path: The leaf's path such as ``"blocks.0.mlp.up.kernel"``; empty for values.
-        names: The user's logical name of each dimension (Flax metadata) or None.
+        kind: Leaf of the program (param, state, batch, rng), constant, or computed
+            value.
+        path: Path of the leaf, such as ``"blocks.0.mlp.up.kernel"``; empty for values.
+        names: Logical name of each dimension from the user (Flax metadata), or None.
         pinned: Mesh axes that the user's metadata fixes for each dimension, or None.
-        called: The model's own names of these mesh axes, in the same order.
-        differentiable: A gradient flows through it (it is a trained parameter, or an
-            inexact value that depends on one); of parameters, that they are trained.
+        called: Names of these mesh axes in the model, in the same order.
+        differentiable: Whether a gradient flows through it: a trained parameter, or an
+            inexact value that depends on one.
     """
 
     id: int
@@ -128,7 +128,7 @@ class Tensor:
 
     @property
     def frozen(self) -> bool:
-        """Returns whether it is a weight that is not trained."""
+        """Whether it is a weight that is not trained."""
         return self.kind == "param" and not self.differentiable
 
     @property
@@ -138,7 +138,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole, unsharded tensor."""
+        """Bytes of the unsharded tensor."""
         return self.size * self.itemsize_bytes
 
 
@@ -147,12 +147,13 @@ class Factor:
     """One index letter of an operation.
 
     Attributes:
-        members: (slot, dimension) pairs that share the letter. Slots count the
+        members: (slot, dimension) pairs that share the letter. Slots number the
             operands first and then the results. All have the same size, above 1.
-        kind: ``linked``: the members are one dimension and may be sharded together
-            (it is contracted where no result holds it); ``unshardable``: the
-            operation needs the whole of this dimension on every device; ``halo``: so it
-            does, because its windows reach over the edges of a shard, unless a spatial
+        kind: ``linked``: the members are one dimension and may be sharded together (it
+            is contracted if no result has it); ``unshardable``: the operation needs
+            this dimension unsharded on every device; ``halo``: as ``unshardable``,
+            because its windows reach over shard edges, unless a spatial axis shards it
+            (see ``Op.windows``).
             axis shards it (see ``Op.windows``).
     """
 
@@ -161,7 +162,7 @@ class Factor:
 
     @property
     def needs_all(self) -> bool:
-        """Every device needs all of it."""
+        """Whether every device needs the full dimension."""
         return self.kind != "linked"
 
 
@@ -170,18 +171,18 @@ class Op:
     """An operation of the forward loss.
 
     Attributes:
-        kind: The primitive's name, such as ``"dot_general"``.
+        kind: Name of the primitive, such as ``"dot_general"``.
         position: Position of the equation: indices of equations and of the inner jaxprs
-            between, outermost first. Lowering finds the equation by it.
+            between them, outermost first. Lowering finds the equation by it.
         operands: Tensor ids.
         results: Tensor ids.
-        factors: Its index letters. A dimension above size 1 that stands in no factor
-            is free: it is neither tied to another nor forbidden to shard.
-        reshape: The operation only regroups dimensions in row-major order; operand 0
-            and result 0 hold the same elements in the same order.
-        elementwise: The result needs one pass over the operands and fuses.
-        flops: Floating-point operations of one execution, unsharded, forward; only
-            matrix products and convolutions count.
+        factors: Index letters. A dimension above size 1 without a factor is free: no
+            tie, no limit on sharding.
+        reshape: Whether the operation only regroups dimensions in row-major order;
+            operand 0 and result 0 have the same elements in the same order.
+        elementwise: Whether the result needs one pass over the operands and fuses.
+        flops: Floating-point operations of one execution, unsharded, forward; only of
+            matrix products and convolutions.
         matmul: (m, k, n, batch) of the product, unsharded, or None.
         saves: Slots whose values the backward pass reads.
         trip: Executions in one forward pass (the product of scan lengths).
@@ -189,13 +190,14 @@ class Op:
         remat: Id of the innermost checkpointed region around it, or None.
         kept: Whether that region's policy saves its results for the backward pass.
         scope: Name stack as text, for reports.
-        unknown: No rule is known for the primitive; all its dimensions stay whole.
-        kernel: Id of the fused kernel it is part of, or None. Values between the
-            operations of one stay on chip and are computed again for the backward pass.
-        share: Part of its work that is done, below 1 where a causal mask skips some.
-        chunks: Into how many parts its tokens are cut, one part in memory at a time.
-        zigzag: Attention whose mask is causal, so that rows are dealt out in zig-zag
-            order.
+        unknown: Whether the primitive has no rule, so all its dimensions stay
+            unsharded.
+        kernel: Id of the fused kernel it is part of, or None. Values inside a kernel
+            stay on chip and are recomputed for the backward pass.
+        share: Part of the work that is done; below 1 if a causal mask skips some.
+        chunks: Number of parts of the tokens, with one part in memory at a time.
+        zigzag: Whether the attention mask is causal, so that rows are distributed in
+            zig-zag order.
         windows: Windows along spatial dimensions of operand 0 and result 0.
     """
 
@@ -223,18 +225,18 @@ class Op:
 
     @property
     def regathers(self) -> bool:
-        """Weights that it reads in shards are gathered again for its backward pass.
+        """Whether sharded weights are gathered again for the backward pass.
 
-        Those of products are large, and read there; what else reads weights (a norm's
-        scale) keeps them.
+        Products have large weights, which the backward pass reads. Other operations (a
+        norm's scale) keep their weights gathered.
         """
         return self.matmul is not None
 
     @property
     def column(self) -> int:
-        """Returns the sequence dimension of an attention's keys.
+        """Sequence dimension of an attention's keys.
 
-        It is tied to the values, and to nothing else.
+        It is tied only to the values.
         """
         return next(
             dict(factor.members)[1]
@@ -244,7 +246,7 @@ class Op:
 
 
 def makes_weights(op: Op, weight: Sequence[bool]) -> bool:
-    """Whether an operation gives something, and nothing that depends on data.
+    """Whether an operation has results that depend only on parameters.
 
     Args:
         op: The operation.
@@ -256,19 +258,19 @@ def makes_weights(op: Op, weight: Sequence[bool]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
-    """A region of the forward loss that one strategy applies to.
+    """Region of the forward loss with one strategy.
 
-    Regions with the same marks at the same place of a repeated block are one
-    TaskGraph; ``Op.task_graph`` says which operations belong to it.
+    Regions with the same marks at the same position of a repeated block are one
+    TaskGraph; ``Op.task_graph`` assigns operations to it.
 
     Attributes:
-        index: Its place in ``Graph.task_graphs``; 0 is what no mark covers.
-        marks: The marks around it, outermost first; empty for what is unmarked.
-        name: A unique short name, such as ``"split"`` or ``"split.2"``.
+        index: Index in ``Graph.task_graphs``; 0 is for operations without a mark.
+        marks: Marks around it, outermost first; empty without marks.
+        name: Unique short name, such as ``"split"`` or ``"split.2"``.
         scope: Name stack of the region in the model, for reports.
-        repeats: Number of separate places of the program that it stands for.
-        path: The indices of the enclosing mark instances, outermost first; two
-            TaskGraphs inside one ``pipeline`` share a prefix.
+        repeats: Number of separate places of the program that it covers.
+        path: Indices of the enclosing mark instances, outermost first; two TaskGraphs
+            inside one ``pipeline`` share a prefix.
     """
 
     index: int
@@ -289,16 +291,16 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopResidual:
-    """A value that every turn of a loop keeps for the backward pass.
+    """A value that every iteration of a loop saves for the backward pass.
 
-    The loop's own differentiation decides what is kept, and compilers keep it as it is.
+    The loop's own differentiation chooses these values, and compilers keep them.
 
     Attributes:
         tensor: Id of a tensor of the loop's body with the same dimensions.
         nbytes: Bytes of one iteration's value, unsharded.
         trip: Number of iterations.
-        multiplied: Whether it is float32 and products alone read it.
-        gathered: Products alone read it, so that it is kept as they read it.
+        multiplied: Whether it is float32 and only products read it.
+        gathered: Whether only products read it, so that it is saved as they read it.
     """
 
     tensor: int
@@ -312,20 +314,20 @@ class LoopResidual:
 class Graph:
     """A captured forward loss.
 
-    Attributes:
+    tensors: Tensors; a tensor's id is its index.
         tensors: Every tensor; a tensor's id is its index.
         ops: Operations in program order, calls inlined, scan bodies once.
-        task_graphs: Regions; index 0 is what no mark covers.
-        loss: Id of the scalar loss (its total, where the user gave a weight).
-        batch_size: Size of the batch dimension that was traced.
+        task_graphs: Regions; index 0 is for operations without a mark.
+        loss: Id of the scalar loss (its total, if the user gave a weight).
+        batch_size: Traced size of the batch dimension.
         batch_dims: (tensor id, dimension) of the batch dimension of each batch leaf.
-        num_micro_batches: Into how many parts the global batch was cut before tracing.
-        weighted: The user divides by a weight of their own (``WeightedLoss``).
+        num_micro_batches: Number of parts of the global batch before tracing.
+        weighted: Whether the user divides by a weight of their own (``WeightedLoss``).
         model_hash: Short hash of leaf paths, shapes and dtypes, batch and marks.
-        unknown_primitives: Names of primitives without a rule, each once.
-        undeclared_marks: Text of marks that were entered and cover no operation.
-        whole: Ids of what the loss gives beside itself (statistics, metrics); every
-            device holds all of it.
+        unknown_primitives: Distinct names of primitives without a rule.
+        undeclared_marks: Text of marks that were entered but cover no operation.
+        whole: Ids of the loss's other results (statistics, metrics); every device has
+            them unsharded.
         stacked: Values that loops save for the backward pass.
     """
 
@@ -345,24 +347,22 @@ class Graph:
 
     @property
     def params(self) -> tuple[Tensor, ...]:
-        """The weights: those that are trained in the order of their tree, then others.
+        """The weights: trained ones in the order of their tree, then the others.
 
-        A weight that is not trained is read as others are, and has no gradient.
+        A non-trainable weight is read as others are, and has no gradient.
         """
         return tuple(t for t in self.tensors if t.kind == "param")
 
     @property
     def layers_in_a_loop(self) -> bool:
-        """Returns whether at least half of the floating-point operations are
-        in loops.
-        """
+        """Whether at least half of the floating-point operations are in loops."""
         work = [(op.flops * op.trip, op.trip > 1) for op in self.ops]
         looped = sum(flops for flops, inside in work if inside)
         return looped > 0 and 2 * looped >= sum(flops for flops, _ in work)
 
     @property
     def frozen_bytes(self) -> int:
-        """Returns the bytes of the weights that are not trained."""
+        """Bytes of the weights that are not trained."""
         return sum(t.nbytes for t in self.params if t.frozen)
 
     def homes(self) -> dict[int, int]:
@@ -377,10 +377,10 @@ class Graph:
         return homes
 
     def runs_again(self) -> tuple[bool, ...]:
-        """Whether the backward pass of its region computes each operation again.
+        """Whether the backward pass recomputes each operation of a remat region.
 
-        That is what the backward pass reads, and what this is made of; the result of
-        a region is there already.
+        It recomputes what the backward pass reads, and what that is made of; the result
+        of a region is already known.
         """
         needed: set[tuple[int | None, int]] = set()
         result = [False] * len(self.ops)
@@ -396,7 +396,7 @@ class Graph:
         return tuple(result)
 
     def leaving(self) -> frozenset[int]:
-        """Values that are put together out of chunks, because others read them."""
+        """Returns values that are assembled from chunks, because others read them."""
         made = {t: op.chunks for op in self.ops for t in op.results}
         return frozenset(
             t
@@ -406,7 +406,7 @@ class Graph:
         )
 
     def only_multiplied(self) -> tuple[bool, ...]:
-        """Whether each tensor is float32 and read by products alone."""
+        """Returns whether each tensor is float32 and read only by products."""
         read = [False] * len(self.tensors)
         only_multiplied = [t.dtype == "float32" for t in self.tensors]
         only_multiplied[self.loss] = False
@@ -431,12 +431,12 @@ class Graph:
         """Returns the operand that is transposed for the gradient of each product's
         weight.
 
-        That gradient has the weight's first dimension as its rows, and contracts what
-        is first in both of its operands: the one that has the rows is turned.
+        That gradient has the weight's first dimension as its rows, and contracts the
+        first dimension of both its operands: the one with the rows is transposed.
 
         Returns:
-            Number of an operation to a slot: an operand, or the result, of whose shape
-            the cotangent is.
+            Index of an operation to a slot: an operand, or the result, for its
+                cotangent.
         """
         source = {t.id: t.id for t in self.params if t.differentiable}
         result: dict[int, int] = {}
@@ -458,7 +458,7 @@ class Graph:
         return result
 
     def weight_tensors(self) -> tuple[bool, ...]:
-        """Whether each tensor depends on parameters and on nothing else."""
+        """Returns whether each tensor depends only on parameters."""
         weight = [t.kind == "param" for t in self.tensors]
         for op in self.ops:
             given = op.operands

@@ -1,8 +1,8 @@
 """Programs written by hand: a graph without tracing.
 
-``GraphBuilder`` takes operations the way one writes an einsum and keeps the bookkeeping
-of tensor ids and factors. It serves models that are known by their sizes alone, such as
-those of a table of published runs, and the planner's own tests.
+``GraphBuilder`` takes operations in einsum notation and manages tensor ids and factors.
+It serves models of which only sizes are known, such as those in a table of published
+runs, and the planner's own tests.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class GraphBuilder:
     """Collects tensors and operations, all of one type.
 
     Attributes:
-        here: Index of the TaskGraph that operations join.
-        trip: Executions of the operations, as in the layers of a scanned stack.
-        remat: Id of the checkpointed region that operations join, or None.
+        here: Index of the TaskGraph of new operations.
+        trip: Executions of new operations, as in the layers of a scanned stack.
+        remat: Id of the checkpointed region of new operations, or None.
         kernels: Number of fused kernels.
     """
 
@@ -66,36 +66,36 @@ class GraphBuilder:
         return index
 
     def param(self, path: str, *shape: int) -> int:
-        """A trained leaf."""
+        """Adds a trained leaf."""
         return self._tensor(shape, "param", path)
 
     def batch(self, path: str, *shape: int) -> int:
-        """A leaf of the batch, its samples along dimension 0."""
+        """Adds a batch leaf, with its samples along dimension 0."""
         index = self._tensor(shape, "batch", path)
         self.batch_dims.append((index, 0))
         return index
 
     def shape(self, tensor: int) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Returns the shape of a tensor."""
         return self.tensors[tensor].shape
 
     def mark(self, mark: Mark, name: str) -> None:
-        """Puts everything from here on into a TaskGraph with this mark."""
+        """Adds a TaskGraph with a mark; later operations join it."""
         self.here = len(self.task_graphs)
         self.task_graphs.append(TaskGraph(index=self.here, marks=(mark,), name=name))
 
     def region(self, name: str) -> None:
-        """Adds a TaskGraph without a mark; operations join it where ``here`` says
-        so.
+        """Adds a TaskGraph without a mark; operations join it if ``here`` is
+        its index.
         """
         self.task_graphs.append(TaskGraph(index=len(self.task_graphs), name=name))
 
     @contextlib.contextmanager
     def kernel(self, *, fused: bool = True, share: float = 1.0) -> Iterator[None]:
-        """Operations inside are one kernel, as those of flash attention are.
+        """Operations inside are one kernel, such as those of flash attention.
 
         Args:
-            fused: Otherwise they stay apart.
+            fused: Whether the operations form a kernel; otherwise they stay separate.
             share: Part of their work that is done.
         """
         before = self._kernel, self._share
@@ -108,7 +108,9 @@ class GraphBuilder:
             self._kernel, self._share = before
 
     def part(self, operand: int, dim: int, size: int | None = None) -> int:
-        """A slice along one dimension; without it where no size is given."""
+        """Adds a slice along one dimension; without ``size`` the dimension
+        disappears.
+        """
         shape = self.shape(operand)
         kept = [d for d in range(len(shape)) if d != dim]
         out = list(shape)
@@ -120,7 +122,7 @@ class GraphBuilder:
         return self._op("slice", (operand,), tuple(out), factors, elementwise=True)
 
     def carry(self, operand: int) -> int:
-        """A value that goes into a loop or comes out of one."""
+        """Adds a value that enters or leaves a loop."""
         factors = tuple(
             Factor(members=((0, dim), (1, dim)))
             for dim, size in enumerate(self.shape(operand))
@@ -132,7 +134,7 @@ class GraphBuilder:
         return result
 
     def dispatch(self, operand: int, *shape: int) -> int:
-        """Tokens to other places, as a router sends them: samples and width remain."""
+        """Adds a move of tokens, as by a router: only samples and width are tied."""
         last = len(self.shape(operand)) - 1
         factors = (
             Factor(members=((0, 0), (1, 0))),
@@ -183,7 +185,7 @@ class GraphBuilder:
         return result
 
     def einsum(self, spec: str, *operands: int) -> int:
-        """An einsum of one or two operands, such as ``"bse,em->bsm"``."""
+        """Adds an einsum of one or two operands, such as ``"bse,em->bsm"``."""
         ins, _, out = spec.partition("->")
         terms = ins.split(",")
         members: dict[str, list[tuple[int, int]]] = {}
@@ -220,7 +222,7 @@ class GraphBuilder:
         )
 
     def add(self, *operands: int, kind: str = "add") -> int:
-        """An elementwise operation; size-1 dimensions broadcast."""
+        """Adds an elementwise operation; size-1 dimensions broadcast."""
         shapes = [self.shape(t) for t in operands]
         shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
         result = len(operands)
@@ -233,17 +235,17 @@ class GraphBuilder:
         return self._op(kind, operands, shape, tuple(factors), elementwise=True)
 
     def keeps(self, *slots: int) -> None:
-        """The backward pass reads these slots of the latest operation."""
+        """Sets the slots of the latest operation that the backward pass reads."""
         self.ops[-1] = replace(self.ops[-1], saves=slots)
 
     def unary(self, kind: str, operand: int) -> int:
-        """An elementwise operation of one operand whose result is kept."""
+        """Adds an elementwise operation of one operand, whose result is saved."""
         result = self.add(operand, kind=kind)
         self.ops[-1] = replace(self.ops[-1], saves=(1,))
         return result
 
     def cast(self, operand: int, dtype: str, itemsize_bytes: int) -> int:
-        """The same values in another type, in which what follows computes."""
+        """Adds a cast, after which operations compute in another type."""
         result = self.add(operand, kind="convert_element_type")
         self.tensors[result] = replace(
             self.tensors[result], dtype=dtype, itemsize_bytes=itemsize_bytes
@@ -251,12 +253,12 @@ class GraphBuilder:
         return result
 
     def reshape(self, operand: int, *shape: int) -> int:
-        """A regrouping of dimensions in row-major order."""
+        """Adds a regrouping of dimensions in row-major order."""
         assert math.prod(shape) == math.prod(self.shape(operand))
         return self._op("reshape", (operand,), shape, (), reshape=True)
 
     def broadcast(self, operand: int, *shape: int) -> int:
-        """New leading dimensions."""
+        """Adds leading dimensions."""
         offset = len(shape) - len(self.shape(operand))
         factors = tuple(
             Factor(members=((0, dim), (1, dim + offset)))
@@ -266,7 +268,7 @@ class GraphBuilder:
         return self._op("broadcast_in_dim", (operand,), shape, factors)
 
     def gather(self, table: int, indices: int) -> int:
-        """Rows of a table."""
+        """Adds a lookup of rows of a table."""
         rows, width = self.shape(table)
         del rows
         shape = (*self.shape(indices), width)
@@ -276,7 +278,7 @@ class GraphBuilder:
         return self._op("gather", (table, indices), shape, tuple(factors))
 
     def graph(self, loss: int) -> Graph:
-        """The program so far, with this scalar as its loss."""
+        """Returns the program so far, with a scalar as its loss."""
         first, dim = self.batch_dims[0]
         return Graph(
             tensors=tuple(self.tensors),

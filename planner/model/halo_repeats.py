@@ -1,8 +1,8 @@
 """Finds halo exchanges that the backward pass repeats.
 
-What the forward pass received is at hand in the backward pass of the same program. In a
-loop and in a checkpointed region it is not: there the operand is kept, or computed
-again, without what neighbours sent.
+Usually the backward pass of a program has the elements that its forward pass received.
+Not so in a loop and in a checkpointed region: there the operand is saved or recomputed
+without the neighbours' elements.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Repeats:
     """Loops and checkpointed regions around one operation with windows.
 
     Attributes:
-        runs_again: The backward pass computes it again.
-        reads_operand: Its own backward pass reads what the windows reach.
+        runs_again: Whether the backward pass recomputes the operation.
+        reads_operand: Whether its own backward pass reads the windows' elements.
         in_loop: Whether it runs several times in one forward pass.
         in_region: Whether it is in a checkpointed region.
-        around_loop: Whether that region holds its whole loop, which then runs again
-            before the loop of the backward pass does.
-        mergeable: The region is given all that the operand is made of, or makes it
-            without a sum over devices that is left to the compiler.
+        around_loop: Whether that region contains its full loop, which then runs again
+            before the backward loop.
+        mergeable: Whether the region receives all inputs of the operand, or makes it
+            without a sum over devices by the compiler.
     """
 
     runs_again: bool
@@ -54,9 +54,9 @@ def repeats(
 
     Args:
         graph: The captured loss.
-        dims: Its logical dimensions.
-        maker: For every tensor, the operation that makes it.
-        again: For every operation, whether the backward pass computes it again.
+        dims: Logical dimensions of the loss.
+        maker: Operation that makes each tensor.
+        again: Whether the backward pass recomputes each operation.
         index: Index of the operation.
     """
     op = graph.ops[index]
@@ -75,7 +75,7 @@ def repeats(
 
 
 def _holds_loop(graph: Graph, op: Op) -> bool:
-    """The checkpointed region around an operation is around its loop, too."""
+    """Whether the checkpointed region around an operation also contains its loop."""
     return op.remat is not None and any(
         loop.kind in LOOPS
         and loop.remat == op.remat
@@ -87,7 +87,7 @@ def _holds_loop(graph: Graph, op: Op) -> bool:
 def _sums_before(
     graph: Graph, dims: Dimensions, maker: Sequence[int | None], index: int
 ) -> bool:
-    """The operand is made, in its region, of sums over samples or space."""
+    """Whether the region makes the operand from sums over samples or space."""
     region = graph.ops[index].remat
     waiting, seen = [graph.ops[index].operands[0]], set[int]()
     while waiting:

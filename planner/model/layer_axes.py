@@ -1,11 +1,10 @@
-"""Finds dimensions of a parameter that count layers, each of which is a tensor of its
-own.
+"""Finds dimensions of a parameter that count layers, each with a tensor of its own.
 
-Layers are taken off a stack by scans, nested or over parts of it, by an index that a
-loop counts, or one by one by numbers. What is made of a parameter alone is followed
-through the program: each of its dimensions is a list of *atoms*, runs of elements of
-one of the parameter's dimensions. A dimension counts layers where single elements of
-all its atoms have been taken before the value meets the samples.
+Layers are taken off a stack by scans (nested, or over parts of it), by a loop's index,
+or by constant indices. Values made of one parameter are followed through the program:
+each of their dimensions is a list of *atoms*, runs of elements of one of the
+parameter's dimensions. A dimension counts layers if single elements of all its atoms
+have been taken before the value meets the samples.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _PICKS = frozenset(
 """Kinds of operations whose result may hold single elements of a dimension."""
 
 _COUNTED = frozenset(("dynamic_slice", "gather"))
-"""Those of them whose elements an index tells."""
+"""Those of them that choose elements by an index."""
 
 _TURNS = frozenset(("rev", "concatenate", "pad", "roll"))
-"""Kinds that keep a dimension's elements, in another order or among others."""
+"""Kinds that keep a dimension's elements, reordered or among others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +36,10 @@ class LayerAxes:
     """Division of a parameter into layers.
 
     Attributes:
-        sizes: Its dimensions, of which one that counts layers and more is written as
-            several.
-        sources: For each of these the dimension that it is, or is a part of.
+        sizes: Dimensions of the parameter; one that counts layers and more is written
+            as several.
+        sources: For each of these, the parameter's dimension that it is, or is a part
+            of.
         layers: Indices of the dimensions in ``sizes`` that count layers.
     """
 
@@ -49,18 +49,18 @@ class LayerAxes:
 
     @property
     def count(self) -> int:
-        """Returns the number of layers."""
+        """Number of layers."""
         return math.prod(self.sizes[i] for i in self.layers)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Numbers of ``sizes``, those that count layers first."""
+        """Indices of ``sizes``, those that count layers first."""
         rest = (i for i in range(len(self.sizes)) if i not in self.layers)
         return (*self.layers, *rest)
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """The shape with all layers along one dimension, the first.
+        """Shape with all layers along the first dimension.
 
         >>> LayerAxes(sizes=(2, 3, 8), sources=(0, 0, 1), layers=(0, 1)).stacked_shape
         (6, 8)
@@ -68,20 +68,20 @@ class LayerAxes:
         return (self.count, *(self.sizes[i] for i in self.order[len(self.layers) :]))
 
     def by_layer(self, of_ranks: Any) -> Any:
-        """Arrays of all ranks, with their layers along the dimension behind theirs.
+        """Returns the arrays of all ranks with the layers along the second dimension.
 
         Args:
-            of_ranks: The parameter's shape, behind a dimension of ranks.
+            of_ranks: Array with a dimension of ranks before the parameter's shape.
         """
         cut = of_ranks.reshape(-1, *self.sizes)
         moved = cut.transpose(0, *(1 + i for i in self.order))
         return moved.reshape(-1, *self.stacked_shape)
 
     def as_stored(self, stacked: Any) -> Any:
-        """An array in the parameter's shape again.
+        """Returns an array in the parameter's shape.
 
         Args:
-            stacked: The shape with all layers along the first dimension.
+            stacked: Array with all layers along the first dimension.
         """
         cut = stacked.reshape(*(self.sizes[i] for i in self.order))
         places = range(len(self.order))
@@ -91,7 +91,7 @@ class LayerAxes:
         return cut.transpose(*(self.order.index(i) for i in places)).reshape(shape)
 
     def stacked_spec(self, spec: Spec, mesh: Mapping[str, int]) -> Spec:
-        """The layout of that shape: what shards layers shards them in order, or not.
+        """Returns the layout of ``stacked_shape``; layers are sharded in order, or not.
 
         Args:
             spec: Spec of the parameter.
@@ -109,13 +109,14 @@ class LayerAxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Atom:
-    """Elements of one dimension of a parameter, ``step`` apart; or of none (-1).
+    """Elements of one dimension of a parameter at stride ``step``; of none if ``dim``
+    is -1.
 
     Attributes:
-        dim: The dimension.
+        dim: Dimension of the parameter.
         size: Number of elements.
         step: Stride between elements.
-        cut: The value holds only some of them, or holds others besides.
+        cut: Whether the value has only some of them, or others in addition.
     """
 
     dim: int
@@ -129,13 +130,13 @@ _Atoms = tuple[_Atom, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """A value that is made of one parameter, and perhaps of others.
+    """A value made of one parameter, and perhaps of others.
 
     Attributes:
-        param: Its tensor.
+        param: Tensor of the parameter.
         dims: Atoms of each dimension.
-        taken: Atoms of which it holds a single element.
-        counted: Dimensions whose element a loop told.
+        taken: Atoms of which the value has a single element.
+        counted: Dimensions whose element was chosen by a loop.
     """
 
     param: int
@@ -145,13 +146,11 @@ class _View:
 
     @property
     def reads_elements(self) -> bool:
-        """Some of its elements are those of the parameter, not sums of all."""
+        """Whether some elements are the parameter's own, not sums of all."""
         return any(a.dim >= 0 for atoms in self.dims for a in atoms)
 
     def without(self, dim: int, *, counted: bool) -> _View:
-        """Returns the view with one element of a dimension, which is left as one of
-        size 1.
-        """
+        """Returns the view with one element of a dimension, which stays with size 1."""
         atoms = [a for a in self.dims[dim] if a.dim >= 0]
         dims = (*self.dims[:dim], (), *self.dims[dim + 1 :])
         by = {a.dim for a in atoms} if counted else set[int]()
@@ -161,17 +160,17 @@ class _View:
 
 
 def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
-    """The parameters that stack layers.
+    """Returns the parameters that stack layers.
 
-    A dimension counts layers if a loop takes its elements one by one, or if all that
-    reads the parameter takes one.
+    A dimension counts layers if a loop takes its elements in turn, or if all readers of
+    the parameter take one element.
 
     Args:
         graph: The captured loss.
 
     Returns:
-        Parameter's tensor to its layers, or to None where it is taken in blocks that
-        are no division of it. Others are one tensor.
+        Parameter's tensor id to its layers, or to None if it is read in blocks that do
+        not divide it. Other parameters are one tensor.
     """
     axes: dict[int, LayerAxes | None] = {}
     for param, reads in _ParameterFollower(graph).reads().items():
@@ -195,7 +194,7 @@ def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
 
 
 def layers_by_path(graph: Graph) -> dict[str, LayerAxes]:
-    """Returns the division into layers of stacked parameters, by path.
+    """Returns the layer divisions of stacked parameters, by path.
 
     Args:
         graph: The captured loss.
@@ -205,11 +204,11 @@ def layers_by_path(graph: Graph) -> dict[str, LayerAxes]:
 
 
 _Cut = tuple[tuple[int, bool], ...]
-"""Sizes that a dimension is written as, and which of them count layers."""
+"""Sizes into which a dimension is divided, and which of them count layers."""
 
 
 def _counting(dim: int, size: int, reads: Sequence[_View]) -> _Cut | None:
-    """Divides one dimension; empty where it counts nothing, None where unclear."""
+    """Divides one dimension; empty if it counts nothing, None if unclear."""
     took = [view for view in reads if any(a.dim == dim for a in view.taken)]
     looped = any(dim in view.counted for view in took)
     whole = any(view not in took and view.reads_elements for view in reads)
@@ -223,7 +222,7 @@ def _counting(dim: int, size: int, reads: Sequence[_View]) -> _Cut | None:
 
 
 def _division(dim: int, size: int, view: _View) -> _Cut | None:
-    """Divides a dimension by one read; None where it takes blocks of a part of it."""
+    """Divides a dimension by one read; None if the read takes blocks of a part."""
     taken = sorted((a for a in view.taken if a.dim == dim), key=lambda a: -a.step)
     left = any(a.dim == dim for atoms in view.dims for a in atoms)
     if any(a.cut for a in taken):
@@ -259,7 +258,9 @@ class _ParameterFollower:
         }
 
     def reads(self) -> dict[int, list[_View]]:
-        """Returns the forms in which operations on samples read each parameter."""
+        """Returns the forms in which operations read each parameter together with
+        samples.
+        """
         reads: dict[int, list[_View]] = defaultdict(list)
         for op in self.graph.ops:
             own = [t for t in op.operands if t in self.views]
@@ -315,14 +316,16 @@ def _unknown(size: int) -> _Atoms:
 
 
 def _part(atoms: _Atoms, size: int) -> _Atoms:
-    """Some elements of a dimension, or all of them among others."""
+    """Returns atoms for some elements of a dimension, or for all among others."""
     if len(atoms) == 1:
         return (replace(atoms[0], size=size, cut=True),)
     return tuple(replace(a, cut=True) for a in atoms)
 
 
 def _links(op: Op, place: int, slot: int) -> dict[int, int]:
-    """Dimensions of an operand that are dimensions of a result, and which."""
+    """Returns the dimensions of an operand that a result shares, with those of the
+    result.
+    """
     links = {}
     for factor in op.factors:
         if factor.needs_all and op.kind != "rev":
@@ -340,7 +343,7 @@ def _others(
     after: Sequence[int],
     there: Mapping[int, int],
 ) -> int | None:
-    """The dimension of a result that holds several of an operand's elements."""
+    """Returns the dimension of a result that has several of an operand's elements."""
     if op.kind == "gather":
         rows = (d for d in range(len(after)) if d not in there.values())
         return next((d for d in rows if after[d] > 1), None)
@@ -349,7 +352,7 @@ def _others(
 
 
 def _regrouped(dims: Sequence[_Atoms], shape: Sequence[int]) -> tuple[_Atoms, ...]:
-    """Atoms of a reshape's result; unknown ones where it cuts across them."""
+    """Returns the atoms of a reshape's result; unknown ones if it cuts across them."""
     waiting = [a for atoms in dims for a in atoms]
     result: list[_Atoms] = []
     for size in shape:
@@ -381,7 +384,7 @@ def _varying(graph: Graph) -> list[bool]:
         for op in graph.ops:
             if not any(varying[t] for t in op.operands):
                 continue
-            # What a loop produces it consumes in its next turn.
+            # A loop reads its results again in the next iteration.
             carried = op.operands[1:] if op.kind in ("scan", "while") else ()
             for t in (*op.results, *carried):
                 changed |= not varying[t]

@@ -1,19 +1,19 @@
-"""Logical dimensions: which dimensions of all tensors are one and the same.
+"""Logical dimensions: finds which dimensions of all tensors are one and the same.
 
 The index letters of the operations (``planner.model.graph.Factor``) tie dimensions of
-different tensors together. Following the ties through the whole program leaves a
-handful of *classes*: batch, sequence, embed, heads and so on, found and not declared.
-Equal layers give equal classes; those fold into one *role*, and a plan speaks of roles.
+different tensors together. The ties through the whole program leave a few *classes*:
+batch, sequence, embed, heads and so on, found and not declared. Equal layers give equal
+classes; these are merged into one *role*, and a plan refers to roles.
 
-Three ideas keep the classes from running together:
+Three rules keep the classes from merging:
 
 * a dimension is a list of *atoms*, major first, fine enough that every reshape is the
   identity on the list of atoms;
 * atoms of one tensor are pairwise different: a tie that would put one class twice into
-  a tensor is refused and becomes a *cut*, a place where a value changes layout;
+  a tensor is refused and becomes a *cut*, where a value changes layout;
 * ties are made in an order: weights first, then elementwise, then products of two
-  activations, each by falling bytes, so that the cheap side of a conflict is cut. Where
-  a product was cut at its dear side all the same, the opposite order is weighed too.
+  activations, each by decreasing bytes, so that a conflict cuts the cheap side. If a
+  product is still cut at its expensive side, the opposite order is evaluated too.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class _Edge(NamedTuple):
     """A tie between two atoms.
 
     Attributes:
-        order: Sort key; ties are made in rising order.
-        op, slot, dim, part: Operation, operand or result of it, dimension and atom of
-            that: what is cut if the tie is refused.
-        wanted: The atom that the operation needs in that place.
-        atom: The atom that stands there.
+        order: Sort key; ties are made in increasing order.
+        op, slot, dim, part: Operation, its operand or result, dimension and atom of
+            that; the cut if the tie is refused.
+        wanted: Atom that the operation needs there.
+        atom: Atom of the tensor there.
     """
 
     order: tuple[int, int, int, int]
@@ -57,13 +57,13 @@ class _Edge(NamedTuple):
 
 
 class _Classes:
-    """Atoms tied into classes, under disequality.
+    """Atoms tied into classes; those of one tensor stay distinct.
 
     Attributes:
         union: Union-find of atoms by class.
-        holds: For each class, by its representative, the tensors it stands in.
-        refused: The ties that would have put one class twice into a tensor.
-        turned: Products of two activations were tied in the opposite order.
+        holds: For each class, by its representative, the tensors with it.
+        refused: Ties that would have put one class twice into a tensor.
+        turned: Whether products of two activations were tied in the opposite order.
     """
 
     def __init__(self, atoms: Atoms, *, turned: bool = False) -> None:
@@ -102,7 +102,7 @@ class _Classes:
                 anchor = _anchor(factor.members, slots, count, nbytes)
                 other = slots[anchor[0]]
                 wanted = first[dim_of(other, anchor[1])]
-                # What a product gives goes before what it sums over.
+                # A product's result dimensions come before those that it sums over.
                 summed = int(anchor[0] < count)
                 for slot, dim in factor.members:
                     if (slot, dim) == anchor:
@@ -140,7 +140,9 @@ def _anchor(
     count: int,
     nbytes: Sequence[int],
 ) -> tuple[int, int]:
-    """The member that the others are tied to: a result, else the largest operand."""
+    """Returns the member that the others are tied to: a result, else the largest
+    operand.
+    """
     for slot, dim in members:
         if slot >= count:
             return slot, dim
@@ -150,9 +152,7 @@ def _anchor(
 def _operand_layouts(
     classes: _Classes, layouts: list[Layout], role_of: dict[int, int]
 ) -> tuple[dict[tuple[int, int], Layout], tuple[RefusedTie, ...]]:
-    """Returns the layouts in which operations see tensors that they need otherwise, and
-    the cuts.
-    """
+    """Returns the layouts in which operations see tensors differently, and the cuts."""
     graph = classes.graph
     seen: dict[tuple[int, int], Layout] = {}
     cuts: dict[tuple[int, int, int], RefusedTie] = {}
@@ -178,13 +178,13 @@ def _operand_layouts(
             )
     for key in [*seen]:
         _settle(graph, key, layouts, seen, cuts)
-    for key in [*seen]:  # What was cut instead may be in conflict too.
+    for key in [*seen]:  # The replaced cuts may be in conflict too.
         _settle(graph, key, layouts, seen, cuts, moves=False)
     return seen, tuple(cuts.values())
 
 
 def _instead(graph: Graph, edge: _Edge, layouts: list[Layout]) -> int:
-    """Bytes of the smallest value that holds what is cut in another place of it."""
+    """Returns the bytes of the smallest value whose layout can change instead."""
     slots = slots_of(graph.ops[edge.op])
     here = slots[edge.slot]
     role = layouts[here][edge.dim][edge.part]
@@ -207,11 +207,11 @@ def _settle(
     *,
     moves: bool = True,
 ) -> None:
-    """Lets no operation see one class in two dimensions of an operand.
+    """Ensures that no operation sees one class in two dimensions of an operand.
 
-    A cut may give a dimension the class of another one, as where a product with a
-    triangle counts rows. Then either the other one's letter is whole there, or what the
-    cut would have followed is cut instead: whatever moves less.
+    A cut may give a dimension the class of another one, for instance if a product with
+    a triangle counts rows. Then either the other dimension is unsharded there, or the
+    tie behind the cut is cut instead: whichever moves less.
     """
     index, slot = key
     op, slots = graph.ops[index], slots_of(graph.ops[index])
@@ -246,7 +246,9 @@ def _settle(
 def _linked_members(
     op: Op, slot: int, dims: set[int]
 ) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Members of other slots that bear the letters of some of a slot's dimensions."""
+    """Yields members of other slots that share a letter with some of a slot's
+    dimensions.
+    """
     for factor in op.factors:
         for d in dims:
             if (slot, d) in factor.members:
@@ -261,7 +263,7 @@ def _replace(
     dim: int,
     atoms: tuple[int, ...],
 ) -> None:
-    """Has an operation see one dimension of a tensor in another class."""
+    """Sets another class for one dimension of a tensor, as an operation sees it."""
     old = seen.get(key, layouts[slots[key[1]]])
     seen[key] = (*old[:dim], atoms, *old[dim + 1 :])
 
@@ -274,15 +276,15 @@ def analyse(graph: Graph) -> Dimensions:
 
     Returns:
         Roles, the layout of every tensor in roles, and the cuts. The cost is about
-        linear in the number of operations; of the last few graphs it is remembered.
+        linear in the number of operations; results for the last few graphs are cached.
     """
     return _analyse_graph(_IdentityKeyedGraph(graph))
 
 
 class _IdentityKeyedGraph:
-    """A graph that equals those that have the same dimensions.
+    """A graph that equals all graphs with the same dimensions.
 
-    Programs of one loss that differ in what is computed again have.
+    Programs of one loss that differ only in rematerialisation are equal.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -304,7 +306,9 @@ class _IdentityKeyedGraph:
 
 
 def _ties_alike(a: Op, b: Op) -> bool:
-    """Whether two operations tie the same dimensions, by what the analysis reads."""
+    """Whether two operations tie the same dimensions, as far as the analysis reads
+    them.
+    """
     return (
         a.kind == b.kind
         and a.operands == b.operands
@@ -329,10 +333,10 @@ def _analyse_graph(same: _IdentityKeyedGraph) -> Dimensions:
 
 
 def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
-    """Returns the bytes of values that operations need in another layout than they are
-    made in.
+    """Returns the bytes of values that operations need in another layout than that of
+    their maker.
 
-    A result is made in parts, which are summed first.
+    A result is made as partial sums, which are reduced first.
     """
     return sum(
         graph.ops[op].trip
@@ -343,7 +347,7 @@ def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
 
 
 def _dear(graph: Graph, dims: Dimensions) -> bool:
-    """Some product of two values is cut where more may have to move than elsewhere."""
+    """Whether the cut of some product may move more than a cut elsewhere."""
     return any(
         graph.ops[cut.op].matmul is not None
         and (

@@ -1,7 +1,7 @@
-"""Weights that every turn of a loop reads whole, as loops over time do.
+"""Weights that every iteration of a loop reads unsliced, as loops over time do.
 
-Loops over layers take a slice of their weights in each turn. Which of both an operation
-does is read off the scans around it and the slices that its weights are.
+Loops over layers read a slice of their weights in each iteration. The scans around an
+operation, and the slices of its weights, tell the two kinds apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from whalejax.planner.model.graph import LOOPS, Graph, Op, makes_weights
 
 
 def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
-    """Returns how many executions in a row of each operation read the same weights.
+    """Returns the number of consecutive executions of each operation that read the same
+    weights.
 
     Args:
         graph: The captured loss.
@@ -34,8 +35,8 @@ def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _slice_count(graph: Graph, op: Op) -> int:
-    """Returns the number of slices of which an operation reads another in each
-    iteration; 1 if of none.
+    """Returns the number of slices that an operation reads in turn over the iterations;
+    1 without slices.
     """
     if not op.operands:
         return 1

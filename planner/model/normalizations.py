@@ -1,14 +1,13 @@
-"""Softmax and norms of rows, of which a compiler makes one kernel.
+"""Softmax and norms of rows, which a compiler fuses into one kernel.
 
-XLA for GPUs computes a reduction over a row and the operations that read both its
-result and the row itself in one kernel: the row is read once, however many passes over
-it the program writes down. So it is with and without remat: the programs that JAX
-0.10.2 compiles for an H100 of GPTs with 12 and 24 layers hold one kernel of a softmax
-forward and one backward in each layer, and a gpt-small of 16 samples takes 68 ms
-without remat, which as separate operations would be 92 ms.
+XLA for GPUs fuses a reduction over a row with the operations that read both its result
+and the row: the row is read once, however many passes the program has. This holds with
+and without remat. JAX 0.10.2 compiles GPTs with 12 and 24 layers for an H100 with one
+softmax kernel forward and one backward in each layer. A gpt-small of 16 samples takes
+68 ms without remat; as separate operations that would be 92 ms.
 
-The operations of such kernels are found here; which compilers make them says
-``meshes.CompilerProfile``.
+This module finds the operations of such kernels; ``meshes.CompilerProfile`` has the
+compilers that make them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from whalejax.planner.model.reshape_factors import Union
 
 
 _STEPS = 4
-"""Elementwise operations at most between a row and what is read of it again."""
+"""Most elementwise operations between a row and its second read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +29,9 @@ class Dataflow:
     """Makers and readers of the tensors of a graph.
 
     Attributes:
-        graph: The operations.
+        graph: Graph of the operations.
         maker: Operation that makes each tensor, or None.
-        readers: Operations that read each tensor, and as which operand.
+        readers: Operations that read each tensor, with the index of the operand.
     """
 
     graph: Graph
@@ -41,11 +40,11 @@ class Dataflow:
 
 
 def normalization_kernels(flow: Dataflow) -> list[int | None]:
-    """The kernel of each operation: the ``kernel`` it has, or that of a normalization.
+    """Returns each operation's kernel: its own ``kernel``, or that of a normalization.
 
     A normalization is a reduction, the operations from its result back to the size of
-    the row, and the elementwise operations between the row and there. Those that share
-    operations, as the two reductions of a softmax do, are one kernel.
+    the row, and the elementwise operations between the row and those. Normalizations
+    that share operations, as the two reductions of a softmax do, are one kernel.
 
     Args:
         flow: Graph of the model's forward pass.
@@ -70,7 +69,7 @@ class _Kernels:
     joined: set[int] = field(default_factory=set)
 
     def add(self, index: int, op: Op) -> None:
-        """Joins a reduction with what reads both its result and its row."""
+        """Joins a reduction with the readers of both its result and its row."""
         row = op.operands[0]
         size = self._size(row)
         if size == self._size(op.results[0]):
@@ -88,7 +87,7 @@ class _Kernels:
                     self._join(index, *path, reader, *sources[nearest], *other[nearest])
 
     def numbers(self) -> list[int | None]:
-        """The kernels of all operations, the graph's own among them."""
+        """Returns the kernels of all operations, including the graph's own."""
         self._join_makers()
         count = len(self.flow.graph.ops)
         return [
@@ -101,7 +100,9 @@ class _Kernels:
         ]
 
     def _join_makers(self) -> None:
-        """Takes in what is made for a kernel alone, the last operation first."""
+        """Joins operations whose result only one kernel reads, the last operation
+        first.
+        """
         for index in reversed(range(len(self.flow.graph.ops))):
             op = self.flow.graph.ops[index]
             if index in self.joined or not (op.elementwise and self._passes(index)):
@@ -128,7 +129,9 @@ class _Kernels:
         return sources
 
     def _readers_at(self, tensor: int, size: int) -> list[tuple[tuple[int, ...], int]]:
-        """The operations where a reduction's result meets values of the row's size."""
+        """Returns the operations that combine a reduction's result with row-sized
+        values.
+        """
         readers: list[tuple[tuple[int, ...], int]] = []
         latest: list[tuple[int, tuple[int, ...]]] = [(tensor, ())]
         for _ in range(_STEPS + 2):

@@ -1,8 +1,7 @@
-"""A graph for another number of samples, without tracing the model again.
+"""A graph for another number of samples, without a new trace.
 
-Dimensions that were traced with one batch are known by the analysis of dimensions; what
-holds one of them grows with it. Where that cannot be told for certain, nothing is said:
-the model is then traced.
+The analysis finds the dimensions that belong to the batch; values with one of them grow
+with it. If that is uncertain, the result is None, and the model is traced.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ from whalejax.planner.model.logical_dimensions import analyse
 
 
 _MAKES = ("broadcast_in_dim", "iota", "random_bits", "reshape")
-"""Operations whose result may hold samples that no operand of them is tied to."""
+"""Operations whose result may have samples that are tied to no operand."""
 
 _FOLDS = ("argmax", "argmin")
-"""Operations that leave no sample out, beside products and what starts so."""
+"""Further operations, besides products and reductions, that combine all samples."""
 
 
 class _UnknownBatchGrowthError(Exception):
-    """Raised where it is unknown what grows with the batch."""
+    """Raised if it is unknown which sizes grow with the batch."""
 
 
 def rebatch_graph(graph: Graph, batch_size: int) -> Graph | None:
-    """The graph that a trace with another batch would give, but for its hash.
+    """Returns the graph of a trace with another batch, apart from its hash.
 
     Args:
         graph: Graph of a trace.
-        batch_size: Samples of a micro-batch of the other one.
+        batch_size: Samples of a micro-batch of the new graph.
 
     Returns:
-        None where it cannot be told without a trace: samples are looped over, picked
-        out, meet one another, or a dimension that is no batch is as long as it. What
-        Python decides by the number of samples while tracing, such as a branch, leaves
-        nothing in a graph and cannot be told.
+        The graph, or None if it is unknown without a trace: samples are looped over,
+            picked or combined, or another dimension is as long as the batch. Decisions
+            that Python makes by the number of samples while tracing, such as a branch,
+            leave no trace in a graph and are not detected.
     """
     if 1 in (batch_size, graph.batch_size):
-        return None  # dimensions of size 1 are no dimensions of operations
+        return None  # Operations do not see dimensions of size 1.
     try:
         return _GraphResizer(graph, batch_size).graph()
     except _UnknownBatchGrowthError:
@@ -48,7 +47,7 @@ def rebatch_graph(graph: Graph, batch_size: int) -> Graph | None:
 
 
 class _GraphResizer:
-    """One graph on its way to another batch."""
+    """Converts one graph to another batch size."""
 
     def __init__(self, graph: Graph, batch_size: int) -> None:
         self.given = graph
@@ -75,15 +74,15 @@ class _GraphResizer:
         ]
 
     def _check_told(self, dims: Dimensions) -> None:
-        """Every dimension comes from a leaf, so that no rule of the model made it.
+        """Checks that every dimension comes from a leaf, not from a rule of the model.
 
-        A capacity, say, is a number that the model computes, perhaps from the batch.
+        A capacity, for instance, is computed by the model, perhaps from the batch.
         """
         told: set[int] = set()
         for tensor in self.given.tensors:
             if tensor.kind in ("param", "state", "batch"):
                 told |= roles_of(dims.layouts[tensor.id])
-        # The same values where they are laid out anew, as keys are beside queries.
+        # The same values in another layout, as keys next to queries.
         for (index, slot), layout in dims.seen.items():
             op = self.given.ops[index]
             tensor_id = (*op.operands, *op.results)[slot]
@@ -96,7 +95,7 @@ class _GraphResizer:
     def _grows(
         self, dims: Dimensions, tensor: Tensor, dim: int, batch: set[int]
     ) -> bool:
-        """Whether a dimension holds the batch."""
+        """Whether a dimension contains the batch."""
         roles, sizes = dims.layouts[tensor.id][dim], dims.sizes[tensor.id][dim]
         samples = [
             n for role, n in zip(roles, sizes, strict=True) if role in batch and n > 1
@@ -112,14 +111,14 @@ class _GraphResizer:
         return bool(samples)
 
     def scale_with_batch(self, number: int) -> int:
-        """A number that is in proportion to the batch."""
+        """Scales a number in proportion to the batch."""
         with_batch, rest = divmod(number * self.after, self.before)
         if rest:
             raise _UnknownBatchGrowthError
         return with_batch
 
     def graph(self) -> Graph:
-        """The whole graph."""
+        """Returns the resized graph."""
         given = self.given
         return replace(
             given,
@@ -148,7 +147,7 @@ class _GraphResizer:
     def _check_whole(
         op: Op, slots: list[tuple[bool, ...]], together: list[frozenset[int]]
     ) -> None:
-        """No operation picks some of the samples, or makes them of something else."""
+        """Checks that no operation picks some of the samples, or makes new ones."""
         number = len(op.operands)
         if not _folds(op) and any(max(held) < number for held in together):
             raise _UnknownBatchGrowthError
@@ -165,7 +164,7 @@ class _GraphResizer:
         if op.trip > 1 and op.trip % self.before == 0:
             raise _UnknownBatchGrowthError  # perhaps a loop over samples
         if not _made_of(op.trip, self.given_sizes | {op.chunks}):
-            raise _UnknownBatchGrowthError  # nothing but the loss says how often
+            raise _UnknownBatchGrowthError  # only the loss knows the trip count
         together: list[frozenset[int]] = []
         for factor in op.factors:
             more = {slots[slot][dim] for slot, dim in factor.members}
@@ -193,7 +192,7 @@ class _GraphResizer:
 
 
 def _folds(op: Op) -> bool:
-    """Whether every sample counts in the result of what keeps none apart."""
+    """Whether every sample counts in a result without a dimension of samples."""
     return op.matmul is not None or op.kind in _FOLDS or op.kind.startswith("reduce")
 
 
@@ -207,11 +206,11 @@ def _made_of(number: int, sizes: set[int]) -> bool:
 
 
 def _place(op: Op, slots: frozenset[int]) -> int:
-    """Returns the position of a product's index in its (m, k, n, batch).
+    """Returns the position of an index letter in a product's (m, k, n, batch).
 
     Args:
         op: The product.
-        slots: Slots that have the index.
+        slots: Slots that have the letter.
     """
     left, right = 0 in slots, 1 in slots
     out = any(slot >= len(op.operands) for slot in slots)

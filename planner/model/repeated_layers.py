@@ -1,7 +1,7 @@
-"""The repeated layers of a model: found, not marked.
+"""Finds the repeated layers of a model, without marks.
 
-Layers are the body of a scan that holds most of the work, or parameters whose paths
-differ in one number and whose shapes agree.
+Layers are the body of a scan with most of the work, or parameters with equal shapes
+whose paths differ in one number.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ _NUMBER = re.compile(r"^(.*?)(\d+)(?=\.|$)(.*)$")
 
 
 def layer_starts(graph: Graph) -> tuple[int, ...]:
-    """Returns the first operations of an unrolled model's layers, and the end of the
-    last one.
+    """Returns the first operation of each layer of an unrolled model, and the end of
+    the last layer.
 
     Args:
         graph: The captured loss.
 
     Returns:
-        Numbers of operations: the first that reads a layer's weights, for each layer,
-        and the one behind the last that does. Empty where no layers were found.
+        Indices of operations: the first that reads a layer's weights, for each layer,
+            and the one after the last that does. Empty if no layers were found.
     """
     layers = _by_use(graph, graph.weight_tensors(), _numbered(graph))
     order = list(layers.values())
     if len(set(order)) < 2 or order != sorted(order):
-        # None, or a model that passes through its layers more than once.
+        # No layers, or a model that uses its layers more than once.
         return ()
     first = {layer: index for index, layer in reversed(layers.items())}
     return (*sorted(first.values()), max(layers) + 1)
 
 
 def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
-    """The position of the scan over slices of weights that does most work, or None.
+    """Returns the position of the scan over slices of weights with most work, or None.
 
     Args:
         graph: The captured loss.
@@ -46,10 +46,11 @@ def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
 
 
 def stacked_loops(graph: Graph) -> list[tuple[int, ...]]:
-    """Positions of the scans over slices of weights, that of most work first.
+    """Returns the positions of the scans over slices of weights, that with most work
+    first.
 
-    A few layers below a large vocabulary hold less than half of the parameters, and
-    are layers all the same.
+    A few layers below a large vocabulary have less than half of the parameters, but are
+    still layers.
 
     Args:
         graph: The captured loss.
@@ -72,7 +73,9 @@ def stacked_loops(graph: Graph) -> list[tuple[int, ...]]:
 
 
 def sliced_params(graph: Graph) -> frozenset[int]:
-    """Ids of the parameters that loops slice, through casts and the like."""
+    """Returns the ids of the parameters that loops slice, through casts and
+    the like.
+    """
     tensors = graph.tensors
     same = {t.id: t.id for t in graph.params}
     sliced: set[int] = set()
@@ -93,7 +96,7 @@ def sliced_params(graph: Graph) -> frozenset[int]:
 def _by_use(
     graph: Graph, weight: Sequence[bool], numbered: Mapping[int, int]
 ) -> dict[int, int]:
-    """Layers of the operations that read their weights, by their first use."""
+    """Returns the layers of operations that read their weights, by the first use."""
     of_tensor = dict(numbered)
     reads: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
@@ -107,7 +110,7 @@ def _by_use(
 
 
 def _numbered(graph: Graph) -> dict[int, int]:
-    """Parameters of equal layers: tensor id to the number of its layer."""
+    """Returns the layer number of parameters of equal layers, by tensor id."""
     families: dict[str, dict[int, list[tuple[str, int]]]] = defaultdict(
         lambda: defaultdict(list)
     )

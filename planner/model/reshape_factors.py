@@ -1,10 +1,10 @@
 """Finds atoms of dimensions such that every reshape is the identity.
 
 A reshape only regroups: written as lists of *atoms*, major first, its operand and its
-result are the same list. The first pass of the dimension analysis finds the coarsest
-atoms for which that holds everywhere at once, by pushing cut points through reshapes
-and ties until nothing changes. A reshape that no common refinement explains is a
-*barrier*: what it regroups has to be whole there.
+    result are the same list. The first pass of the dimension analysis finds the
+    coarsest atoms for which that is true everywhere, by pushing cut points through
+    reshapes and ties until nothing changes. A reshape that no common refinement
+    explains is a *barrier*: its dimensions must be unsharded there.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def slots_of(op: Op) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouping:
-    """One run of dimensions of a reshape.
+    """One group of dimensions of a reshape.
 
     Attributes:
         op: Index of the reshape.
         operand, result: Tensor ids.
-        ins, outs: Dimensions of the operand and of the result that hold the same
-            elements; size-1 dimensions are left out.
+        ins, outs: Dimensions of the operand and of the result with the same elements,
+            without size-1 dimensions.
     """
 
     op: int
@@ -47,7 +47,7 @@ class Union:
         self.parent = list(range(count))
 
     def find(self, node: int) -> int:
-        """The representative of a set."""
+        """Returns the representative of a set."""
         parent = self.parent
         while parent[node] != node:
             parent[node] = parent[parent[node]]
@@ -55,7 +55,7 @@ class Union:
         return node
 
     def join(self, a: int, b: int) -> int:
-        """Makes two sets one; its representative."""
+        """Joins two sets; returns the representative."""
         a, b = self.find(a), self.find(b)
         if a != b:
             self.parent[b] = a
@@ -65,7 +65,9 @@ class Union:
 def groups(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Pairs of runs of dimensions with equal products, size-1 dimensions left out."""
+    """Yields pairs of runs of dimensions with equal products, without size-1
+    dimensions.
+    """
     left = [d for d, size in enumerate(before) if size != 1]
     right = [d for d, size in enumerate(after) if size != 1]
     i = j = 0
@@ -90,8 +92,7 @@ def groups(
 class Atoms:
     """The atoms of every dimension of a graph.
 
-    Dimensions are numbered through all tensors; atoms likewise, so that an atom is one
-    integer.
+    Dimensions are numbered over all tensors, and so are atoms; an atom is one integer.
 
     Attributes:
         graph: Graph that was refined.
@@ -99,7 +100,7 @@ class Atoms:
         barriers: Reshapes that no refinement explains.
         sizes: For each dimension, the sizes of its atoms, major first.
         first: For each dimension, the number of its first atom.
-        owners: For each atom, the tensor it stands in.
+        owners: For each atom, its tensor.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -127,11 +128,11 @@ class Atoms:
         self.barriers |= {r for r in self.regroupings if not self._explained(r)}
 
     def dim(self, tensor: int, dim: int) -> int:
-        """Number of a dimension."""
+        """Returns the number of a dimension."""
         return self._base[tensor] + dim
 
     def of(self, tensor: int, dim: int) -> range:
-        """Numbers of the atoms of a dimension, major first."""
+        """Returns the numbers of a dimension's atoms, major first."""
         node = self.dim(tensor, dim)
         return range(self.first[node], self.first[node + 1])
 
@@ -146,7 +147,7 @@ class Atoms:
                     )
 
     def _tie_lengths(self) -> None:
-        """Joins what a factor or a reshape says is one dimension, conflicts or not."""
+        """Joins dimensions that factors or reshapes equate, even in conflicts."""
         for op in self.graph.ops:
             slots = slots_of(op)
             for factor in op.factors:
@@ -170,7 +171,9 @@ class Atoms:
             self._points[root] = _chain(points)
 
     def _push(self, regrouping: Regrouping) -> bool:
-        """Carry cut points from each side to the other; whether any was new."""
+        """Copies cut points from each side to the other; returns whether any
+        was new.
+        """
         sides = [
             [self.dim(tensor, d) for d in reversed(dims)]
             for tensor, dims in (
@@ -219,7 +222,7 @@ class Atoms:
 
 
 def _chain(points: set[int]) -> set[int]:
-    """The points of which each divides the next; others were left by a barrier."""
+    """Returns the points that each divide the next; barriers leave others."""
     chain: list[int] = []
     for point in sorted(points):
         if not chain or point % chain[-1] == 0:

@@ -1,8 +1,8 @@
-"""Roles: classes of dimensions folded over equal layers, and named.
+"""Roles: classes of dimensions, merged over equal layers and named.
 
-The analysis leaves one class for the heads of every layer; a plan speaks of the heads.
-Classes that stand in the same places of equal layers fold into one role, told by the
-weights that hold them, their layer numbers starred.
+The analysis gives one class for the heads of every layer; a plan refers to the heads.
+Classes at the same places of equal layers are merged into one role, found by the
+weights that have them, with ``*`` as layer number.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from whalejax.planner.plan_entries import starred
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """A logical dimension of the model, folded over equal layers.
+    """A logical dimension of the model, merged over equal layers.
 
     Attributes:
-        index: Its place in ``Dimensions.roles``.
-        name: The Flax logical name where there is one, ``"batch"``, or the first leaf
-            that holds it, as in ``"blocks.*.mlp.up.kernel[1]"``.
-        size: Length, unsharded.
-        aliases: Every name by which a user may pin it.
-        unshardable: Reason why it must stay whole, or empty.
+        index: Index in ``Dimensions.roles``.
+        name: Flax logical name if there is one, ``"batch"``, or the first leaf that has
+            the dimension, as in ``"blocks.*.mlp.up.kernel[1]"``.
+        size: Unsharded length.
+        aliases: Every name by which a user may refer to it.
+        unshardable: Reason why it must stay unsharded, or empty.
         is_batch: Whether it is the batch dimension.
-        of_weights: Some parameter holds it.
-        copies: Number of classes that were folded into it.
-        space: The mesh axis that may shard it though windows slide along it: one of
+        of_weights: Whether some parameter has it.
+        copies: Number of merged classes.
+        space: Mesh axis that may shard it although windows slide along it: one of
             ``SPACES``, or empty.
-        common: Common divisor of its extents at every resolution of the model where
-            windows slide along it, ``size`` being that of the highest; else 0.
-        unshared: The axis that could shard it, or several joined by "and", and why
-            it cannot, or empty.
+        common: Common divisor of its extents at every resolution of the model if
+            windows slide along it, with ``size`` the highest; else 0.
+        unshared: Axis that could shard it, or several joined by "and", and why it
+            cannot; or empty.
     """
 
     index: int
@@ -55,19 +55,19 @@ class Role:
 
     @property
     def divisible(self) -> int:
-        """Returns the number that a device count must divide to shard it everywhere."""
+        """Number that a device count must divide to shard the role everywhere."""
         return self.common or self.size
 
 
 def fold(
     atoms: Atoms, classes: Union, holds: Sequence[set[int]]
 ) -> tuple[dict[int, int], tuple[Role, ...]]:
-    """Folds classes into roles.
+    """Merges classes into roles.
 
     Args:
         atoms: Atoms of the graph.
         classes: Union-find of atoms by class.
-        holds: For each class, by its representative, the tensors it stands in.
+        holds: For each class, by its representative, the tensors with it.
 
     Returns:
         Representative of a class to the index of its role, and the roles.
@@ -103,9 +103,9 @@ def fold(
 def _separate_coexisting_roots(
     roots: list[int], holds: Sequence[set[int]]
 ) -> list[list[int]]:
-    """Classes that look alike, parted where two of them stand in one tensor.
+    """Splits classes that look equal if two of them are in one tensor.
 
-    Square layers in a row give such classes; they alternate between two roles.
+    Consecutive square layers give such classes; they alternate between two roles.
     """
     parts: list[tuple[list[int], set[int]]] = []
     for root in roots:
@@ -151,7 +151,7 @@ class _Facts:
                 for slot, dim in factor.members:
                     for k, atom in enumerate(atoms.of(slots[slot], dim)):
                         root = root_at[atom]
-                        if root not in known:  # The others are told by these.
+                        if root not in known:  # These identify the other classes.
                             self.uses[root].add((op.kind, slot, dim, k))
                         if whole:
                             self.blocked.setdefault(root, _blame(op, factor))
@@ -181,7 +181,7 @@ class _Facts:
         return [self.size[root] for root in roots]
 
     def signature(self, root: int) -> object:
-        """Equal for classes that play the same part in equal layers."""
+        """Returns a key that is equal for the same classes of equal layers."""
         if root in self.batch:
             return ("batch", self.size[root], frozenset(self.inputs[root]))
         if self.weights[root]:
@@ -191,7 +191,7 @@ class _Facts:
         return (self.size[root], "use", frozenset(self.uses[root]))
 
     def role(self, index: int, roots: list[int], taken: Counter[str]) -> Role:
-        """The role of some classes, under a name that no other role has."""
+        """Returns the role of some classes, under a unique name."""
         logical = Counter[str]()
         for root in roots:
             logical += self.names[root]
@@ -223,7 +223,9 @@ class _Facts:
     def _leaf_names(
         self, roots: list[int], found: Mapping[int, dict[str, int]]
     ) -> list[str]:
-        """Leaves of a role, the largest first; starred where several fold into one."""
+        """Returns the leaves of a role, largest first; starred if several are
+        merged.
+        """
         sizes: dict[str, int] = {}
         paths: dict[str, set[str]] = defaultdict(set)
         for root in roots:
@@ -238,7 +240,7 @@ class _Facts:
 
 
 def _blame(op: Op, factor: Factor) -> str:
-    # As the marks are written: scopes carry their arguments in brackets.
+    # In the form of the marks: scopes have their arguments in brackets.
     scope = re.sub(r"wh\.(\w+)\[([^\]/]*)\]", r"\1(\2)", op.scope)
     place = f" at {scope}" if scope else ""
     if op.unknown:

@@ -1,10 +1,10 @@
 """The sequence of a model, and the operations that need all of it on every device.
 
 A dimension that meets itself in a product of two values, as attention's sequence does,
-is what a ``context`` axis shards, and what sequence parallelism shards where no product
-stands. One operation that cannot work on a part of it (a shift, a running sum, a
-convolution) must not forbid that for all others: such an operation runs whole. What it
-reads is gathered before, what it gives is sharded after; cotangents the other way.
+is sharded by a ``context`` axis, or, outside products, by sequence parallelism. One
+operation that cannot work on a part of it (a shift, a running sum, a convolution) must
+not forbid that for all others. Such an operation runs unsharded: its operands are
+gathered before, its results are sharded after; cotangents in reverse.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from whalejax.planner.model.reshape_factors import slots_of
 
 
 MOST_PLACES = 4
-"""Operations that a note names."""
+"""Most operations that a note names."""
 
 
 Place = tuple[int, int, int]
-"""An operation, an operand or result of it, and a dimension of that."""
+"""An operation, its operand or result, and a dimension of that."""
 
 
 def attended(graph: Graph, dims: Dimensions) -> set[int]:
-    """The sequences of attention in blocks, where no scores meet themselves."""
+    """Returns the sequences of attention in blocks, where no scores meet themselves."""
     return {
         role
         for op in graph.ops
@@ -39,11 +39,11 @@ def attended(graph: Graph, dims: Dimensions) -> set[int]:
 def meeting_in_values(
     graph: Graph, dims: Dimensions, weight: Sequence[bool]
 ) -> set[int]:
-    """Roles that meet themselves in products of values with values.
+    """Returns the roles that meet themselves in products of values with values.
 
     Args:
         graph: The captured loss.
-        dims: Its logical dimensions.
+        dims: Logical dimensions of the loss.
         weight: Whether each tensor depends on parameters alone.
     """
     meeting = attended(graph, dims)
@@ -55,7 +55,7 @@ def meeting_in_values(
 
 
 def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
-    """Lets operations that need the sequence whole have it so, and no others.
+    """Gives operations that need the sequence unsharded all of it, and no others.
 
     Args:
         graph: The captured loss.
@@ -88,8 +88,8 @@ def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
 def _needed(
     graph: Graph, dims: Dimensions, index: int, op: Op, roles: Collection[int]
 ) -> Iterator[tuple[int, Place | None]]:
-    """Yields the slots where an operation needs a role whole; None where it cannot have
-    it so.
+    """Yields the slots where an operation needs a role unsharded; None if it cannot
+    have it so.
     """
     slots = slots_of(op)
     for factor in op.factors:
@@ -128,11 +128,11 @@ def _seen_whole(
 def run_whole(
     graph: Graph, dims: Dimensions, sharded: Collection[int]
 ) -> dict[int, list[Op]]:
-    """The operations that run on all of a sharded sequence, by its role.
+    """Returns the operations that run on all of a sharded sequence, by its role.
 
     Args:
         graph: The captured loss.
-        dims: Its logical dimensions.
+        dims: Logical dimensions of the loss.
         sharded: Roles that some axis shards.
     """
     whole: dict[int, dict[int, None]] = defaultdict(dict)
@@ -153,7 +153,7 @@ def whole_notes(graph: Graph, dims: Dimensions, sharded: Collection[int]) -> lis
     elsewhere.
 
     Args:
-        graph: The captured loss.
+        dims: Logical dimensions of the loss.
         dims: Its logical dimensions.
         sharded: Roles that some axis shards.
     """

@@ -2,8 +2,8 @@
 
 A strided convolution or a pooling makes a dimension shorter, and a transposed
 convolution longer. For devices that shard space it stays the same dimension: each has
-the same fraction of it before and after. Here the windows of operations tie such
-dimensions of different sizes; the dimension analysis ties only equal ones.
+the same fraction of it before and after. This module ties such dimensions of different
+sizes by the windows of operations; the dimension analysis ties only equal ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REMEDIES = {
         ("concatenate", "slice", "dynamic_slice", "gather", "rev"), _BEFORE
     ),
 }
-"""What to do about operations that need a spatial dimension whole, by kind."""
+"""Remedies for operations that need a spatial dimension unsharded, by kind."""
 
 _SINGLE = (
     "makes a single element of it, or slides along one, of which devices can have no "
@@ -40,12 +40,12 @@ _REGROUPED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spatial:
-    """A spatial dimension, made of several classes.
+    """A spatial dimension of several classes.
 
     Attributes:
-        number: Identifies it among the spatial dimensions.
-        space: The mesh axis that may shard it.
-        unshared: Reason why it still cannot be sharded, or empty.
+        number: Number of the spatial dimension.
+        space: Mesh axis that may shard it.
+        unshared: Reason why it cannot be sharded, or empty.
     """
 
     number: int
@@ -56,7 +56,7 @@ class Spatial:
         """Returns the role of its classes, with the facts of this dimension.
 
         Args:
-            role: Role that lacks these facts.
+            role: Role without these facts.
             sizes: Sizes of the classes.
         """
         return replace(
@@ -76,11 +76,11 @@ def spatial(
     Args:
         atoms: Atoms of the graph.
         classes: Union-find of atoms by class.
-        holds: For each class, by its representative, the tensors it stands in.
+        holds: For each class, by its representative, the tensors with it.
 
     Returns:
         The spatial dimension of each such class, by its representative; for other
-        classes along which convolutions slide, why devices cannot shard them.
+        classes along which convolutions slide, the reason why they cannot be sharded.
     """
     windowed = [op for op in atoms.graph.ops if op.windows]
     if not windowed:
@@ -131,13 +131,13 @@ class _Chains:
     def spatial_chains(
         self, holds: Sequence[set[int]]
     ) -> tuple[dict[int, Spatial], dict[int, str]]:
-        """Finds the chains of which a convolution names the spatial dimension.
+        """Finds the chains with a convolution, which names the spatial dimension.
 
         Args:
-            holds: Tensors of each class, as ``spatial`` takes them.
+            holds: Tensors of each class, as in ``spatial``.
 
         Returns:
-            As ``spatial`` does.
+            The same as ``spatial``.
         """
         self._add_unshardable()
         chains: dict[int, list[int]] = defaultdict(list)

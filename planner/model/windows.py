@@ -1,12 +1,12 @@
-"""Windows that slide over space: what a device needs of its neighbours' samples.
+"""Windows that slide over space: the samples that a device needs of its neighbours.
 
-A convolution or a pooling reads, for one element of its result, a window of its
-operand. Where devices share a spatial dimension in equal parts, the windows at the
-border of a part reach into the next one: that strip is the *halo*. Its width follows
-from the window alone: with a window that spans ``span`` elements, moves by ``stride``
-and begins ``low`` elements before the first, a part needs ``low`` elements below and
-``span - low - stride`` above (Dryden et al., "Improving Strong-Scaling of CNN Training
-by Exploiting Finer-Grained Parallelism", IPDPS 2019, section III).
+A convolution or a pooling reads a window of its operand for each element of its result.
+If devices share a spatial dimension in equal parts, windows at the edge of a part reach
+into the next one: that strip is the *halo*. Its width follows from the window alone:
+with a window that spans ``span`` elements, moves by ``stride`` and begins ``low``
+elements before the first, a part needs ``low`` elements below and ``span - low -
+stride`` above (Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting
+Finer-Grained Parallelism", IPDPS 2019, section III).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Window:
     """Window of an operation along one spatial dimension.
 
     Attributes:
-        dim, out: The dimension of operand 0 and that of result 0.
-        space: One of ``SPACES`` where the operation tells (a convolution does), or
+        dim, out: Dimension of operand 0 and of result 0.
+        space: One of ``SPACES`` if the operation names it (a convolution does), or
             empty.
         span: Elements from the first to the last that one window reads.
         stride: Elements of the operand from one window to the next.
-        low: Elements of padding before the first.
-        spread: Elements of the result that one of the operand gives: above 1 for a
-            transposed convolution, whose windows then do not overlap.
+        low: Padding elements before the first element.
+        spread: Elements of the result for one of the operand: above 1 for a transposed
+            convolution, whose windows then do not overlap.
         refused: Reason why devices cannot share the dimension here, or empty.
     """
 
@@ -45,12 +45,12 @@ class Window:
     refused: str = ""
 
     def halo(self, size: int, result: int, parts: int) -> tuple[int, int]:
-        """Elements that a device receives from below and from above.
+        """Returns the elements that a device receives from below and from above.
 
         Args:
-            size: Elements of the operand along the dimension, of all devices.
+            size: Elements of the operand along the dimension, over all devices.
             result: Elements of the result.
-            parts: Devices.
+            parts: Number of devices.
 
         >>> Window(dim=1, out=1, span=3, low=1).halo(16, 16, 4)
         (1, 1)
@@ -76,7 +76,7 @@ class Window:
         return max(0, *below), max(0, *above)
 
     def reach(self, size: int, result: int, parts: int) -> tuple[int, int]:
-        """Elements that a device reads beyond its part, padding among them.
+        """Returns the elements that a device reads beyond its part, with padding.
 
         Args:
             size, result, parts: Arguments of ``halo``, unchanged.
@@ -96,14 +96,16 @@ class Window:
 
         Args:
             size, result, parts: Arguments of ``halo``, unchanged.
-            part: Number of the device, which may be traced.
+            part: Number of the device, which may be a tracer.
         """
         before, _ = self.reach(size, result, parts)
         step = result // parts * self.stride - size // parts
         return part * step + (before - self.low) if step else before - self.low
 
     def read(self, size: int, result: int, parts: int) -> int:
-        """Elements of the operand that a device's part of the result is made of."""
+        """Returns the operand elements that a device's part of the result is
+        made of.
+        """
         if self.spread > 1:
             return size // parts
         return (result // parts - 1) * self.stride + self.span

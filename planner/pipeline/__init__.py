@@ -1,1 +1,1 @@
-"""Pipelines: schedules, where stages are cut, and where they lie."""
+"""Pipelines: schedules, cuts into stages, and the stages' devices."""

@@ -1,8 +1,8 @@
-"""Stages of a pipeline on devices of unlike kinds: which lies where, and its gain.
+"""Pipeline stages on mixed device kinds: their devices, and the gain.
 
-The devices are cut into equal parts, in node order, each of one kind. The model's
-smallest parts are timed on every kind, and ``stage_placement`` finds the order of
-the devices and the cut together; memory is that of each kind, with the activations in
+The devices are divided into equal parts, in node order, each of one kind. The model's
+smallest parts are timed on every kind, and ``stage_placement`` chooses the order of the
+devices and the cut together. Memory is that of each kind, with the activations in
 flight.
 """
 
@@ -39,12 +39,12 @@ from whalejax.planner.plan_errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDevices:
-    """Devices that a stage may run on: one of the equal parts of a cluster.
+    """Possible devices of a stage: one of the equal parts of a cluster.
 
     Attributes:
         block: Devices of the part, in node order.
-        cluster: Its devices.
-        ratio: Measured over predicted time of the model there.
+        cluster: Cluster of these devices.
+        ratio: Measured over predicted time of the model on them.
     """
 
     block: int
@@ -53,23 +53,24 @@ class StageDevices:
 
     @property
     def kind(self) -> DeviceKind:
-        """Returns the kind of its devices."""
+        """Kind of the devices."""
         return self.cluster.kinds[0]
 
 
 def grounds(
     graph: Graph, cluster: Cluster, devices: int, stages: int
 ) -> tuple[StageDevices, ...]:
-    """The parts of a cluster that stages lie on.
+    """Returns the parts of a cluster on which stages can run.
 
     Args:
-        graph: The captured loss, whose timings are looked for.
+        graph: The captured loss, the key of its timings.
         cluster: All devices.
         devices: Number of devices of a stage.
         stages: Number of stages.
 
     Raises:
-        PlanError: Links join no such number, or a stage would lie on several kinds.
+        PlanError: No such number of devices is linked, or a stage would have mixed
+            kinds.
     """
     first = devices_of_stage(cluster, devices, stages)
     each = [node.kind for node in cluster.nodes for _ in range(node.count)]
@@ -96,29 +97,29 @@ def grounds(
 
 
 def by_memory(found: Sequence[StageDevices]) -> list[StageDevices]:
-    """One ground of each kind, that with the least memory first."""
+    """Returns one part of each kind, that with the least memory first."""
     kinds = {ground.kind.name: ground for ground in reversed(found)}
     return sorted(reversed(kinds.values()), key=lambda g: g.kind.memory_bytes)
 
 
 def has_several_kinds(found: Sequence[StageDevices]) -> bool:
-    """Returns whether they are of several kinds."""
+    """Returns whether the parts are of several kinds."""
     return len({ground.kind.name for ground in found}) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeterogeneousPlacement:
-    """A chain of layers on unlike devices.
+    """A chain of layers on mixed devices.
 
     Attributes:
-        placed: The order of the devices, and the cut.
-        work: Seconds that each stage computes for a micro-batch.
-        seconds: Step time under the schedule, transfers included.
-        equal_seconds: The same, were it cut as for devices alike, in node order.
-        equal_fits: So cut it would fit the memory.
-        least_seconds: Step time if all devices computed all the time, could layers be
-            cut.
-        needs_bytes: Bytes that a device of each stage needs, as the cut counts them.
+        placed: Order of the devices, and the cut.
+        work: Compute seconds of each stage for a micro-batch.
+        seconds: Step time under the schedule, including transfers.
+        equal_seconds: Step time if cut as for equal devices, in node order.
+        equal_fits: Whether that cut would fit the memory.
+        least_seconds: Step time if all devices computed all the time and layers were
+            divisible.
+        needs_bytes: Bytes needed on a device of each stage, by the cut's estimate.
     """
 
     placed: StageAssignment
@@ -141,12 +142,12 @@ def allot(
     """Places stages and cuts the model for them.
 
     Args:
-        chains: Layers of the model as the devices of each kind run them, by its name,
-            in equal layouts; their memory is taken from the first.
-        found: The devices of the stages, in node order.
-        table: The schedule, of one part of the model on each stage.
-        reserved: Bytes of a device that belong to no layer, by kind.
-        hidden: Whether transfers overlap with computing; else they take time of both
+        chains: Layers of the model on the devices of each kind, by its name, in equal
+            layouts; memory is that of the first.
+        found: Devices of the stages, in node order.
+        table: Schedule with one part of the model on each stage.
+        reserved: Bytes of a device outside layers, by kind.
+        hidden: Whether transfers overlap with computation; otherwise they add to both
             stages.
 
     Raises:
@@ -190,7 +191,7 @@ def _spans(found: ChainCut) -> Iterator[tuple[int, int]]:
 
 
 def _work(found: ChainCut, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """Seconds that every stage computes for a micro-batch."""
+    """Returns the compute seconds of every stage for a micro-batch."""
     return tuple(
         sum(stage.seconds[a:b])
         for stage, (a, b) in zip(stages, _spans(found), strict=True)
@@ -203,7 +204,9 @@ def _step_seconds(
     stages: Sequence[Stage],
     table: Schedule,
 ) -> float:
-    """A step with a cut; of a stage's work one part in three is its forward pass."""
+    """Returns the step time of a cut; one third of a stage's work is its
+    forward pass.
+    """
     part = [seconds / 3 for seconds in _work(found, stages)]
     borders = [b - 1 for _, b in _spans(found)][:-1]
     handed = max((layers[at].transfer_seconds / 2 for at in borders), default=0.0)
@@ -218,7 +221,7 @@ def _step_seconds(
 
 
 def _fits(found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage]) -> bool:
-    """Every stage of a cut fits its device's memory."""
+    """Returns whether every stage of a cut fits its device's memory."""
     return all(
         np.isfinite(interval_seconds(layers, stage)[a, b])
         for stage, (a, b) in zip(stages, _spans(found), strict=True)
@@ -226,7 +229,7 @@ def _fits(found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage]) -> 
 
 
 def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
-    """The pace of a pipeline whose layers can be cut anywhere; exact for its order.
+    """Returns the pace of a pipeline with divisible layers; exact for its order.
 
     Args:
         seconds: Seconds of every layer of the model on each stage's devices.
@@ -255,7 +258,7 @@ def notes(
     """Yields the notes of a plan whose stages run on unlike kinds.
 
     Args:
-        found: Their devices, in node order.
+        found: Devices of the stages, in node order.
         graph: The captured loss.
         one: Placement of the model on them.
     """
@@ -270,7 +273,7 @@ def notes(
         )
     )
     gain, bound = (one.equal_seconds / t for t in (one.seconds, one.least_seconds))
-    words = gain_words(max(1.0, gain), bound)  # The search priced it in more detail.
+    words = gain_words(max(1.0, gain), bound)  # The search evaluated it in more detail.
     other = "in node order" if total == len(kinds) else "equal layers"
     words = words.replace("even shares", other)
     fits = "" if one.equal_fits else "; equal layers do not fit the memory"

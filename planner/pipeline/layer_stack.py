@@ -1,7 +1,7 @@
-"""The layers that pipeline stages alike divide, as the planner sees them.
+"""The layers that equal pipeline stages divide, in the planner's view.
 
-They are the turns of one scan over stacked parameters. The model of one stage is the
-whole one with fewer turns.
+They are the iterations of one scan over stacked parameters. The model of one stage is
+the full model with fewer iterations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_LAYERS = (
     "Write its layers as one scan (nnx.scan, nn.scan, jax.lax.scan), or leave the axis "
     "stage out",
 )
-"""Why a model cannot be cut into stages alike, and the remedy."""
+"""Reason why a model cannot be cut into equal stages, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class StackedLayers:
 
     Attributes:
         position: Position of the scan.
-        paths: Parameters that it slices.
+        paths: Parameters that the scan slices.
         length: Number of layers.
-        carried: Ids of the tensors that a layer hands to the next.
-        others: Further scans that estimates divide alike.
+        carried: Ids of the tensors that a layer passes to the next.
+        others: Further scans that estimates divide equally.
     """
 
     position: tuple[int, ...]
@@ -49,14 +49,14 @@ class StackedLayers:
 
     @classmethod
     def of(cls, graph: Graph, *, every: bool = False) -> StackedLayers:
-        """The layers of a model.
+        """Returns the layers of a model.
 
         Args:
             graph: The captured loss.
-            every: Whether stages divide every scan of layers: no executor does.
+            every: Whether stages divide every scan of layers, which no executor does.
 
         Raises:
-            PlanError: They are no scan over stacked parameters.
+            PlanError: The layers are no scan over stacked parameters.
         """
         positions = stacked_loops(graph)
         if not positions:
@@ -84,7 +84,7 @@ class StackedLayers:
 
     @classmethod
     def _at(cls, graph: Graph, position: tuple[int, ...]) -> StackedLayers:
-        """The scan at a position."""
+        """Returns the scan at a position."""
         source = {t.id: t for t in graph.params}
         paths: dict[str, int] = {}
         carried: list[int] = []
@@ -115,11 +115,11 @@ class StackedLayers:
         )
 
     def of_stage(self, graph: Graph, layers: int) -> Graph:
-        """The model of one stage: as many layers as it holds.
+        """Returns the model of one stage, with its number of layers.
 
         Args:
             graph: The captured loss.
-            layers: Number of those layers.
+            layers: Number of layers of the stage.
         """
         for other in self.others:
             graph = other.of_stage(graph, max(1, other.length * layers // self.length))
@@ -155,11 +155,11 @@ class StackedLayers:
 
 
 def _summing(op: Op, makers: Mapping[int, Op], graph: Graph) -> Op:
-    """A lookup of one element in each row, as stages run it: as a sum over the row.
+    """Replaces a lookup of one element per row by a sum over the row, as stages run it.
 
-    A sum fuses with what makes its rows, such as logits in 32 bits, of a value that is
-    in memory anyway, such as those of the product. It reads that value; a lookup wants
-    the rows themselves. Other operations are as they are.
+    A sum fuses with the operations that make its rows, such as 32-bit logits, and reads
+    a value that is in memory anyway, such as the product's. A lookup needs the rows
+    themselves. Other operations stay unchanged.
     """
     if op.kind != "gather":
         return op
@@ -186,12 +186,12 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
     """Refuses a number of stages that the devices do not divide into.
 
     Args:
-        devices: Number of devices in all.
+        devices: Total number of devices.
         stages: Number of stages.
-        most: Stages that there can be.
+        most: Largest number of stages.
 
     Raises:
-        PlanError: The numbers, and those that would do.
+        PlanError: Names the numbers, and those that would work.
     """
     if devices % stages == 0:
         return
@@ -211,7 +211,7 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
 
 
 def devices_of_stage(cluster: Cluster, devices: int, stages: int) -> Cluster:
-    """The devices of one stage.
+    """Returns the devices of one stage.
 
     Args:
         cluster: All devices.
@@ -219,7 +219,7 @@ def devices_of_stage(cluster: Cluster, devices: int, stages: int) -> Cluster:
         stages: Number of stages.
 
     Raises:
-        PlanError: Links join no such number.
+        PlanError: No such number of devices is linked.
     """
     try:
         return cluster.part(devices)
@@ -232,7 +232,7 @@ def devices_of_stage(cluster: Cluster, devices: int, stages: int) -> Cluster:
 
 
 def of_stage(spec: Spec) -> Spec:
-    """A layout as one stage sees it.
+    """Returns a layout inside one stage.
 
     >>> of_stage((("stage", "fsdp"), ("tensor",)))
     (('fsdp',), ('tensor',))

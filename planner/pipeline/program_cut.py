@@ -1,14 +1,14 @@
-"""A program in parts: which of its equations each place of a pipeline runs.
+"""A program in parts: the equations that each virtual stage runs.
 
-Stages that have programs of their own can cut a model anywhere. It is written down as
-units, the equations of the loss with calls inlined, in order; loops, branches and
-checkpointed regions are one unit each. A border between two parts is named by the
-parameter whose reading begins the second: that name means the same in another trace.
+Stage programs can cut a model anywhere. The model is written as units: the equations of
+the loss with calls inlined, in order; loops, branches and checkpointed regions are one
+unit each. The name of a cut point is the parameter whose read begins the second part:
+it means the same in another trace.
 
-Cheap units that read data and parameters alone (masks, keys, casts) are run wherever
-something reads them, so that nobody waits for them. Two are not, because a parameter
-would have to be there too: what data look up in a parameter, and what a parameter is
-summed to, as in a penalty on its size.
+Cheap units that read only data and parameters (masks, keys, casts) run wherever
+something reads them, so nothing waits for them. Two kinds do not, because their
+parameter would be needed there too: lookups of data in a parameter, and sums of a
+parameter, as in a penalty on its size.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from whalejax.planner.plan_errors import PlanError
 Position = tuple[int, ...]
 
 Value = tuple[Position, int]
-"""What an equation gives: its position, and which of its results. Inputs of the
-program stand at the position ``()``."""
+"""A result of an equation: its position, and the index of the result. Inputs of the
+program have the position ``()``."""
 
 
 SUMS = frozenset(("reduce_sum", "reduce_max"))
-"""Operations that leave little of what they read."""
+"""Operations whose results are much smaller than their operands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """An equation that runs at one place.
+    """An equation that is assigned as one.
 
     Attributes:
         position: Position of the equation.
-        reads: The values that it reads, each once.
-        writes: The values that it gives.
-        tensors: Their ids in the graph; None for scalar constants.
-        sizes: Bytes of each.
+        reads: Distinct values that it reads.
+        writes: Its results.
+        tensors: Ids of the results in the graph; None for scalar constants.
+        sizes: Bytes of each result.
         cheap: Whether it has no products and no loops.
-        line: Source line of the user's.
+        line: Source line in the user's code.
         kind: Name of the operation.
     """
 
@@ -63,18 +63,17 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """A program in units.
+    """A program as a list of units.
 
     Attributes:
         units: Units that something depends on, in order.
         params: Dotted paths of the trained parameters, which are the first inputs.
-        frozen: Numbers of the inputs behind them that are weights too.
-        results: The loss and what it is reported with; values or None for constants.
-        fresh: Value that replaces a non-trainable input after a micro-batch, by its
+        frozen: Numbers of the later inputs that are weights too.
+        results: Loss and reported values; values or None for constants.
+        fresh: Value that replaces a non-trainable input after a micro-batch, by input
             number.
-        others: Dotted paths of what is not trained, the inputs that follow.
-        counters: Increment of a non-trainable counter in each micro-batch, by its
-            number.
+        others: Dotted paths of the non-trainable inputs, which follow.
+        counters: Increment of a non-trainable counter per micro-batch, by input number.
     """
 
     units: tuple[Unit, ...]
@@ -87,12 +86,12 @@ class Units:
 
     @functools.cached_property
     def makers(self) -> dict[Value, int]:
-        """The unit that gives each value."""
+        """Unit that makes each value."""
         return {v: i for i, unit in enumerate(self.units) for v in unit.writes}
 
     @functools.cached_property
     def free(self) -> tuple[bool, ...]:
-        """Whether each unit is cheap, reads only such ones, and is no lookup."""
+        """Whether each unit is cheap, reads only such units, and is no lookup."""
         result: list[bool] = []
         behind: list[frozenset[int]] = []
         for unit in self.units:
@@ -106,27 +105,27 @@ class Units:
 
     @functools.cached_property
     def frozen_others(self) -> frozenset[int]:
-        """The same by their numbers among what is not trained."""
+        """``frozen`` as numbers among the non-trainable inputs."""
         return frozenset(n - len(self.params) for n in self.frozen)
 
     def is_weight(self, number: int) -> bool:
-        """An input is a weight, trained or not."""
+        """Whether an input is a weight, trained or not."""
         return number < len(self.params) or number in self.frozen
 
     def path(self, number: int) -> str:
-        """The dotted path of an input that is of the model."""
+        """Returns the dotted path of an input that belongs to the model."""
         trained = len(self.params)
         mine = number < trained
         return self.params[number] if mine else self.others[number - trained]
 
     def _mix(self, inputs: Collection[int]) -> bool:
-        """Whether there are both weights and data among the inputs."""
+        """Whether the inputs include both weights and data."""
         data = len(self.params) + len(self.others)
         return any(map(self.is_weight, inputs)) and any(n >= data for n in inputs)
 
     @functools.cached_property
     def inputs(self) -> tuple[frozenset[int], ...]:
-        """Numbers of the inputs that each unit reads, through free units too."""
+        """Numbers of the inputs that each unit reads, also through free units."""
         inputs: list[frozenset[int]] = []
         for unit in self.units:
             own: set[int] = set()
@@ -140,7 +139,7 @@ class Units:
         return tuple(inputs)
 
     def unit_at(self, position: Position) -> int | None:
-        """The unit that an operation at a position belongs to, if any does."""
+        """Returns the unit of the operation at a position, if any."""
         place = bisect_right(self._positions, position) - 1
         if place < 0:
             return None
@@ -153,10 +152,9 @@ class Units:
 
     @functools.cached_property
     def borders(self) -> dict[str, int]:
-        """Returns the possible cut points: a unit's number by the parameter that it
-        reads first.
+        """Possible cut points: a unit's number, by the parameter that it reads first.
 
-        Between two units that read parameters the border lies where least crosses it.
+        Between two units that read parameters, the cut point has the fewest cut bytes.
         """
         crossing = self.border_bytes
         seen: set[int] = set()
@@ -177,7 +175,7 @@ class Units:
 
     @functools.cached_property
     def border_bytes(self) -> list[int]:
-        """Bytes that go from the units before each unit to it and those behind."""
+        """Bytes that go from the units before each unit to it and later ones."""
         last: dict[Value, int] = {}
         for index, unit in enumerate(self.units):
             if not self.free[index]:
@@ -194,11 +192,11 @@ class Units:
         return list(itertools.accumulate(steps))
 
     def labels(self, graph: Graph) -> tuple[int | None, ...]:
-        """Returns the number of the stage into which marks put each unit, if any does.
+        """Returns the number of the stage into which marks put each unit, or None.
 
         Raises:
-            PlanError: A stage is marked inside a loop, whose line is named, or does
-                nothing that the loss needs.
+            PlanError: A stage is marked inside a loop (names its line), or has no part
+                in the loss.
         """
         result: list[set[int | None]] = [set() for _ in self.units]
         for op in graph.ops:
@@ -225,7 +223,7 @@ class Units:
 
 
 def _check_needed(graph: Graph, labels: Sequence[int | None]) -> None:
-    """Refuses stages of which the loss needs nothing: they would have no part of it."""
+    """Refuses marked stages without a part in the loss."""
     stages = [
         (int(mark.get("i") or 0), region.scope)
         for region in graph.task_graphs
@@ -247,11 +245,11 @@ class PlacePart:
     """Units of one virtual stage.
 
     Attributes:
-        units: Numbers of its units, in order.
-        inputs: Numbers of the program's inputs that they read.
-        imports: Values that earlier places hand it, in their order.
-        exports: Values that it hands to later places.
-        fresh: Inputs of which it makes the value after a step.
+        units: Numbers of the units, in order.
+        inputs: Numbers of the program's inputs that the units read.
+        imports: Values received from earlier virtual stages, in their order.
+        exports: Values sent to later virtual stages.
+        fresh: Inputs whose value after a step is made here.
     """
 
     units: tuple[int, ...]
@@ -268,8 +266,8 @@ class Division:
     Attributes:
         units: The program.
         parts: Part of each virtual stage.
-        made_at: The place that makes each value that another one reads.
-        starts: Cut points of the parts but the first; empty where marks define them.
+        made_at: Virtual stage that makes each value that another one reads.
+        starts: Cut points of all parts after the first; empty if marks define them.
     """
 
     units: Units
@@ -278,15 +276,16 @@ class Division:
     starts: tuple[str, ...] = ()
 
     def readers(self, value: Value) -> tuple[int, ...]:
-        """The places that are handed a value."""
+        """Returns the virtual stages that receive a value."""
         return tuple(i for i, part in enumerate(self.parts) if value in part.imports)
 
     def owner(self, number: int, stages: int) -> int:
-        """The first stage that reads or makes an input; the first of all if none does.
+        """Returns the first stage that reads or makes an input; the first of all if
+        none does.
 
         Args:
             number: Number of the input.
-            stages: Number of stages; parts are assigned to them in turn.
+            stages: Number of stages; parts are assigned round-robin.
         """
         parts = enumerate(self.parts)
         places = (i for i, x in parts if number in x.inputs or number in x.fresh)
@@ -294,15 +293,15 @@ class Division:
 
 
 def divide_program(units: Units, starts: Sequence[str]) -> Division:
-    """Cuts a program at borders.
+    """Divides a program at cut points.
 
     Args:
         units: The program.
-        starts: Parameters whose first reading begins every part but the first, as in
+        starts: Parameters whose first read begins each part after the first, as in
             ``Units.borders``.
 
     Raises:
-        PlanError: No border has that name, or they are not in the program's order.
+        PlanError: A cut point is unknown, or they are not in program order.
     """
     unknown = [name for name in starts if name not in units.borders]
     if unknown:
@@ -321,17 +320,17 @@ def divide_program(units: Units, starts: Sequence[str]) -> Division:
 
 
 def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
-    """Cuts a program where the user's ``stage`` marks say.
+    """Divides a program at the user's ``stage`` marks.
 
-    What no mark covers goes to the latest stage that makes something it reads; what
-    reads parameters and data alone, to the first that reads it.
+    Units without a mark go to the latest stage that makes one of their operands, or, if
+    they read only parameters and data, to the first stage that reads them.
 
     Args:
         units: The program.
-        labels: For each unit the number of its stage, or None.
+        labels: Number of each unit's stage, or None.
 
     Raises:
-        PlanError: A stage reads what a later one makes; both lines are named.
+        PlanError: A stage reads a value that a later one makes; names both lines.
     """
     stages = 1 + max((n for n in labels if n is not None), default=0)
     homes: list[int | None] = list(labels)
@@ -353,7 +352,9 @@ def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
 
 
 def _division(units: Units, homes: Sequence[int], count: int) -> Division:
-    """Parts by the place of each unit; free ones run where they are read."""
+    """Makes parts from each unit's virtual stage; free units run where they
+    are read.
+    """
     readers = _readers(units, homes, count)
     places = _places(units, homes, count, readers)
     members: list[list[int]] = [[] for _ in range(count)]
@@ -397,7 +398,7 @@ def _division(units: Units, homes: Sequence[int], count: int) -> Division:
 
 
 def _check_changed(units: Units, parts: Sequence[PlacePart]) -> None:
-    """Refuses what one place changes and another reads."""
+    """Refuses values that one virtual stage changes and another reads."""
     for place, part in enumerate(parts):
         for number in part.fresh:
             others = [
@@ -443,7 +444,7 @@ def _places(
     for number, value in units.fresh.items():
         maker = units.makers.get(value)
         if maker is not None and units.free[maker]:
-            # Beside who reads it; else beside who reads what it is made of.
+            # On a reader's stage; else on a stage that reads its operands.
             others = (p for n in units.inputs[maker] for p in readers.get(n, ()))
             there = readers.get(number) or {*others}
             wanted[maker].add(min(there, default=0))
@@ -487,7 +488,7 @@ def _inputs(
 
 
 class FlowsBackwards(PlanError):
-    """A stage reads what a later one makes."""
+    """A stage reads a value that a later one makes."""
 
 
 def _check_order(units: Units, homes: Sequence[int]) -> None:

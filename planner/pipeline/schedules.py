@@ -1,13 +1,12 @@
-"""Pipeline schedules as data: who does what at which tick.
+"""Pipeline schedules as data: the actions of each stage, by tick.
 
-A schedule is rows of (tick, stage, chunk, micro-batch, action) and little else; cost
-and memory, executors and pictures read the same rows. Whale's PreferForward is GPipe
+A schedule consists of rows of (tick, stage, chunk, micro-batch, action). Cost and
+memory models, executors and pictures read the same rows. Whale's PreferForward is GPipe
 (Huang et al., 2019), its PreferBackward is 1F1B (PipeDream, Narayanan et al., 2019,
-made synchronous by DAPPLE, Fan et al., 2021), its PreferBackwardOptimizer holds one
+made synchronous by DAPPLE, Fan et al., 2021), its PreferBackwardOptimizer stores one
 micro-batch more; interleaving is Megatron-LM's (Narayanan et al., 2021); ZB-H1 splits
 the backward (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). The lockstep tables
-are those of one program that runs on all stages. What they take in time is
-``simulate``'s work.
+are for one program on all stages. ``simulate`` computes their time.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ NAMES = (
 """Schedules that ``schedule`` builds."""
 
 SPLIT = frozenset(("zb-h1",))
-"""Schedules whose backward is in two parts."""
+"""Schedules with a backward pass in two parts."""
 
 TURN_TICKS = {"gpipe-lockstep": 1, "1f1b-lockstep": 2}
-"""Schedules whose stages wait for each other after so many ticks."""
+"""Schedules whose stages synchronise after this number of ticks."""
 
 Key = tuple[int, int, Action]
-"""Place along the whole pipeline, micro-batch and action: what identifies a row."""
+"""Virtual stage, micro-batch and action, which identify a row."""
 
 
 class ScheduleRow(NamedTuple):
     """One action of a stage.
 
     Attributes:
-        tick: When, if every action took one tick and transfers none.
-        stage: Number of the stage that acts; each stage has devices of its own.
-        chunk: Number of the stage's part of the model, 0 where it has one.
+        tick: Tick, if every action takes one tick and transfers take none.
+        stage: Number of the stage; each stage has its own devices.
+        chunk: Number of the stage's part of the model; 0 if it has one.
         micro_batch: Number of the micro-batch.
-        action: Forward, backward, or weight. Where a schedule splits the backward,
-            ``backward`` is the gradient of the input alone and ``weight`` that of the
-            parameters; elsewhere ``backward`` is both.
+        action: Forward, backward, or weight. If a schedule splits the backward pass,
+            ``backward`` is only the gradient of the input and ``weight`` that of the
+            parameters; otherwise ``backward`` is both.
     """
 
     tick: int
@@ -71,11 +70,11 @@ class Schedule:
 
     Attributes:
         name: One of ``NAMES``.
-        num_stages, num_micro_batches: Its size.
+        num_stages, num_micro_batches: Numbers of stages and of micro-batches.
         num_chunks: Parts of the model on each stage.
-        splits_backward: The gradient of the parameters is an action of its own.
-        turn_ticks: Ticks of a turn, at whose end all stages wait for each other; what
-            one makes another takes in a later turn. 0 where each goes on by itself.
+        splits_backward: Whether the gradient of the parameters is a separate action.
+        turn_ticks: Ticks of a turn, at whose end all stages synchronise; results are
+            read in a later turn. 0 if stages do not synchronise.
         rows: Rows by tick, then stage.
     """
 
@@ -89,14 +88,12 @@ class Schedule:
 
     @property
     def num_places(self) -> int:
-        """Parts of the model along the whole pipeline."""
+        """Number of virtual stages."""
         return self.num_stages * self.num_chunks
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Returns the actions of every virtual stage on every micro-batch, in this
-        order.
-        """
+        """Actions of every virtual stage on every micro-batch, in this order."""
         plain: tuple[Action, ...] = ("forward", "backward")
         return (*plain, "weight") if self.splits_backward else plain
 
@@ -105,10 +102,11 @@ class Schedule:
         return row.chunk * self.num_stages + row.stage, row.micro_batch, row.action
 
     def needs(self, row: ScheduleRow) -> Key | None:
-        """The row whose result a row takes in, or None for the first forward.
+        """Returns the key of the row whose result a row reads; None for the first
+        forward.
 
-        The backward of the last place follows its own forward, and the gradient of the
-        parameters its own backward.
+        The backward of the last virtual stage follows its own forward, and the gradient
+        of the parameters its own backward.
         """
         place, micro_batch, action = self.key(row)
         if action == "weight":
@@ -120,19 +118,19 @@ class Schedule:
         return place + 1, micro_batch, "backward"
 
     def turn(self, row: ScheduleRow) -> int:
-        """Returns the lockstep turn of a row; always 0 where there are none."""
+        """Returns the lockstep turn of a row; always 0 without lockstep."""
         return row.tick // self.turn_ticks if self.turn_ticks else 0
 
     def of_stage(self, stage: int) -> tuple[ScheduleRow, ...]:
-        """A stage's rows in order."""
+        """Returns a stage's rows in order."""
         return tuple(row for row in self.rows if row.stage == stage)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Largest number of a chunk's activations that each stage holds.
+        """Largest number of a chunk's activations that each stage stores.
 
-        It holds them until the last action that reads them is done: the gradient of
-        the parameters, where that is one of its own.
+        They are stored until the last action that reads them ends: the gradient of the
+            parameters, if that is a separate action.
         """
         last = self.actions[-1]
         held = [0] * self.num_stages
@@ -152,11 +150,11 @@ def schedule(
         name: One of ``NAMES``.
         num_stages: Number of stages, 1 or more.
         num_micro_batches: Number of micro-batches, 1 or more; a multiple of the stages
-            where interleaved.
-        num_chunks: Parts of the model on each stage; above 1 only where interleaved.
+            if interleaved.
+        num_chunks: Parts of the model on each stage; above 1 only if interleaved.
 
     Raises:
-        PlanError: The numbers make no such schedule; all problems are listed.
+        PlanError: No such schedule with these numbers; lists all problems.
 
     >>> [(r.action, r.micro_batch) for r in schedule("1f1b", 2, 2).of_stage(1)]
     [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
@@ -186,7 +184,9 @@ class Columns(NamedTuple):
 def build_columns(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
 ) -> tuple[Schedule, Columns]:
-    """Builds a schedule with its rows as columns alone: much faster for many."""
+    """Builds a schedule with its rows only as columns, which is much faster
+    for many.
+    """
     _check(name, num_stages, num_micro_batches, num_chunks)
     empty = Schedule(
         name=name,
@@ -205,7 +205,7 @@ def build_columns(
 
 
 def columns_of(table: Schedule) -> Columns:
-    """The rows of a table as arrays."""
+    """Returns the rows of a table as arrays."""
     index = {name: i for i, name in enumerate(table.actions)}
     rows = [(*row[:-1], index[row.action]) for row in table.rows]
     return Columns(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
@@ -266,16 +266,17 @@ def most_in_flight(
 
 
 def _order(empty: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Every stage's actions: some forwards first, then in turn, then what is left.
+    """Orders every stage's actions: some forwards, then alternating actions, then the
+    rest.
 
-    A split schedule begins as 1F1B does. A stage then lags behind with as many
-    gradients of parameters as there are stages before it: all hold the same number of
-    activations, and the gradients that the stages before wait for come sooner. The
-    order is fixed beforehand and suits stages that take about as long as each other:
-    a stage that waits for a forward does not fill the time with what it put off.
+    A split schedule begins as 1F1B does. A stage then delays as many gradients of
+    parameters as there are stages before it: all store the same number of activations,
+    and the gradients that earlier stages wait for come sooner. The order is fixed and
+    suits stages of about equal time: a stage that waits for a forward does not do
+    delayed work meanwhile.
 
     Returns:
-        Indices of the actions, and of what each is done with; (stage, position).
+        Indices of the actions, and the index within each kind; (stage, position).
     """
     stages, count = empty.num_stages, empty.num_micro_batches * empty.num_chunks
     name = "1f1b" if empty.splits_backward else empty.name
@@ -283,7 +284,7 @@ def _order(empty: Schedule) -> tuple[np.ndarray, np.ndarray]:
     sizes = empty.num_micro_batches, empty.num_chunks
     first = most_in_flight(name, stages, stage, *sizes)
     index = np.arange(count)[None] + 0 * stage
-    # A backward, the gradient of parameters that has waited, and the next forward.
+    # A backward, a delayed gradient of parameters, and the next forward.
     late = np.where(index < first, index - first, 3 * (index - first) + 2)
     places = {"forward": late, "backward": 3 * index}
     waited = index + stage
@@ -296,10 +297,10 @@ def _order(empty: Schedule) -> tuple[np.ndarray, np.ndarray]:
 def _parts(
     empty: Schedule, action: np.ndarray, index: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Chunk and micro-batch of a stage's action number ``index`` of its kind.
+    """Returns chunk and micro-batch of a stage's action number ``index`` of its kind.
 
-    Chunks take turns, each with as many micro-batches as there are stages; backward
-    they come in reverse.
+    Chunks alternate, each with as many micro-batches as there are stages; the backward
+    order is reversed.
     """
     stages, chunks = empty.num_stages, empty.num_chunks
     if chunks == 1:
@@ -315,7 +316,8 @@ def numbered(table: Schedule, columns: Columns) -> tuple[np.ndarray, np.ndarray]
     (``Schedule.needs``).
 
     Returns:
-        Numbers below actions × places × micro-batches, in that order; -1 for none.
+        Numbers below actions × virtual stages × micro-batches, in that order; -1 for
+        none.
     """
     places, count = table.num_places, table.num_micro_batches
     place = columns.chunk * table.num_stages + columns.stage
@@ -328,14 +330,14 @@ def numbered(table: Schedule, columns: Columns) -> tuple[np.ndarray, np.ndarray]
 
 
 def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns:
-    """The rows at the earliest tick, if every stage acts in its own order.
+    """Places the rows at the earliest tick, with every stage's own order.
 
     Args:
-        empty: Schedule whose keys and dependencies are used.
-        action, index: Each stage's order.
+        empty: Schedule with keys and dependencies.
+        action, index: Order of each stage.
 
     Raises:
-        ValueError: The orders wait for each other in a circle.
+        ValueError: The orders wait for each other in a cycle.
     """
     stages, number = action.shape
     everyone = np.arange(stages)
@@ -344,7 +346,7 @@ def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns
         np.full_like(action, -1), stage, *_parts(empty, action, index), action
     )
     key, needs = numbered(empty, rows)
-    # The last entries are for rows that need nothing, and for stages that are done.
+    # The last entries are for rows without dependencies, and for finished stages.
     done = np.append(np.full(key.size, key.size), [key.size, -1])
     needs = np.concatenate([needs, np.full((stages, 1), key.size)], axis=1)
     at = np.zeros(stages, dtype=np.int64)
@@ -362,11 +364,11 @@ def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns
 
 
 def _in_turns(empty: Schedule) -> Columns:
-    """The rows of a program whose stages all run one loop.
+    """Returns the rows of a program whose stages all run one loop.
 
-    Of GPipe the backward mirrors the forward, as a differentiated loop does. In a turn
-    of 1F1B a stage does a forward and then a backward, each where there is one: forward
-    ``m`` in turn ``m + stage``, backward ``m`` in turn ``m + 2 (stages - 1) - stage``.
+    GPipe's backward mirrors its forward, as a differentiated loop does. In a turn of
+    1F1B a stage does a forward and then a backward, each if there is one: forward ``m``
+    in turn ``m + stage``, backward ``m`` in turn ``m + 2 (stages - 1) - stage``.
     """
     stages, count = empty.num_stages, empty.num_micro_batches
     grid = np.indices((2, stages, count)).reshape(3, -1)

@@ -1,7 +1,7 @@
-"""Pipeline schedules in time: how long the rows of a table take.
+"""Pipeline schedules in time: the durations of a table's rows.
 
-Separate from the tables because nothing here knows one schedule from another: only
-rows, what they need, and whether stages wait for each other at the end of a turn.
+The module is separate from the tables because it does not depend on the kind of
+schedule: only on rows, their dependencies, and whether stages synchronise after a turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whalejax.planner.plan_errors import PlanError
 
 
 STEADY_AFTER = 3
-"""Micro-batches for each stage after which a pipeline's pace is steady."""
+"""Micro-batches per stage after which a pipeline's pace is steady."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class ScheduleTimeline:
     """A schedule in seconds.
 
     Attributes:
-        step_seconds: Until the last action ends.
-        ends_seconds: When each row ends, in the schedule's order.
-        busy_seconds: Work of each stage.
+        step_seconds: Seconds until the last action ends.
+        ends_seconds: End of each row, in the schedule's order.
+        busy_seconds: Busy seconds of each stage.
     """
 
     step_seconds: float
@@ -45,7 +45,7 @@ class ScheduleTimeline:
 
     @property
     def bubble(self) -> float:
-        """Part of all stages' time in which they wait."""
+        """Fraction of all stages' time in which they wait."""
         whole = self.step_seconds * len(self.busy_seconds)
         return 1.0 - sum(self.busy_seconds) / whole if whole else 0.0
 
@@ -58,21 +58,21 @@ def simulate(
     *,
     weight_seconds: Sequence[float] | None = None,
 ) -> ScheduleTimeline:
-    """Runs a schedule in time.
+    """Simulates a schedule.
 
     Args:
         table: The schedule.
         forward_seconds, backward_seconds: Seconds of one micro-batch on each virtual
             stage (stages × chunks, in the model's order).
-        transfer_seconds: From one place to the next, where that is another stage;
-            sending does not keep a stage from its next action.
+        transfer_seconds: Seconds from one virtual stage to the next, if that is on
+            another stage; sending does not delay a stage's next action.
         weight_seconds: Seconds of the gradients of parameters on each virtual stage.
-            Given where the schedule splits the backward, and only there;
-            ``backward_seconds`` are then those of the gradients of inputs.
+            Given only if the schedule splits the backward; ``backward_seconds`` are
+            then those of the gradients of inputs.
 
     Raises:
-        PlanError: Times for another number of places, or for actions that the
-            schedule does not have; all problems are listed.
+        PlanError: The times are for another number of virtual stages, or for actions
+            that the schedule lacks; lists all problems.
 
     >>> from whalejax.planner.pipeline.schedules import schedule
     >>> simulate(schedule("gpipe", 2, 3), [1.0, 1.0], [2.0, 2.0]).step_seconds
@@ -87,14 +87,14 @@ def simulate(
     ends: list[float] = []
     sent: dict[Key, float] = {}
     turn = 0
-    for row in table.rows:  # by tick: in each stage's order, behind what they need
+    for row in table.rows:  # by tick: in each stage's order, after their dependencies
         if table.turn(row) > turn:
             turn, free = table.turn(row), [max(free)] * table.num_stages
         key, needed = table.key(row), table.needs(row)
         start, took = free[row.stage], seconds[row.action][key[0]]
-        # What the place itself did before lies behind it in the stage's own order.
+        # The virtual stage's own earlier rows precede it in the stage's order.
         if needed is not None and needed[0] != key[0]:
-            # One reads it alone, so that it is forgotten once it is read.
+            # It has one reader, so it is dropped when read.
             start = max(start, sent.pop(needed) + wait)
         free[row.stage] = end = start + took
         busy[row.stage] += took
@@ -110,13 +110,13 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _TickRows:
-    """Rows of several stages at one tick; they do not wait for one another.
+    """Independent rows of several stages at one tick.
 
     Attributes:
-        together: All stages wait for each other before.
+        together: Whether all stages synchronise before.
         stages, places, actions: Fields of the rows, one array each.
-        reads, waits: Slots that rows take in, and which rows those are.
-        writes, leaves: Slots that rows leave, and which rows those are.
+        reads, waits: Slots that rows read, and indices of those rows.
+        writes, leaves: Slots that rows write, and indices of those rows.
     """
 
     together: bool
@@ -131,12 +131,12 @@ class _TickRows:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A schedule as steps over arrays, for many times at once.
+    """A schedule as steps over arrays, for many sets of times at once.
 
     Attributes:
-        table: The schedule; without rows, if it was compiled from its columns.
-        beats: Its rows, those of a tick together.
-        slots: Results that are on their way at most.
+        table: Schedule; without rows, if it was compiled from its columns.
+        beats: Rows of the schedule, grouped by tick.
+        slots: Most results under way at once.
     """
 
     table: Schedule
@@ -154,13 +154,13 @@ class Compiled:
         """Returns the step time of many cases, each by the rules of ``simulate``.
 
         Args:
-            forward, backward: Seconds at each place along the pipeline, (place, case).
-            transfer: Seconds from one place to the next, (case,).
+            forward, backward: Seconds on each virtual stage, (virtual stage, case).
+            transfer: Seconds from one virtual stage to the next, (case,).
             weight: Seconds of the gradients of parameters, shaped like ``backward``;
-                where the schedule splits the backward, and only there.
+                only if the schedule splits the backward.
 
         Raises:
-            PlanError: As ``simulate``.
+            PlanError: The same as of ``simulate``.
         """
         table = self.table
         given = _by_action(table, forward, backward, weight)
@@ -184,11 +184,11 @@ class Compiled:
 
 
 def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:
-    """A schedule whose rows are looked at once.
+    """Compiles a schedule for repeated evaluation.
 
     Args:
         table: A legal schedule.
-        columns: Its rows, where the table has none.
+        columns: Rows of the schedule, if the table has none.
 
     >>> from whalejax.planner.pipeline.schedules import schedule
     >>> steps = compiled(schedule("gpipe", 2, 3))
@@ -200,7 +200,7 @@ def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:
     key, needs = numbered(table, rows)
     place = rows.chunk * table.num_stages + rows.stage
     turn = rows.tick // table.turn_ticks if table.turn_ticks else 0 * rows.tick
-    # What the place itself did before lies behind it in the stage's own order.
+    # The virtual stage's own earlier rows precede it in the stage's order.
     last = table.num_places - 1
     waits = ((rows.action == 0) & (place > 0)) | ((rows.action == 1) & (place < last))
     leaves = ((rows.action == 0) & (place < last)) | ((rows.action == 1) & (place > 0))
@@ -240,12 +240,13 @@ def _window(
     needs: np.ndarray,
     needed: np.ndarray,
 ) -> int:
-    """Returns the number of micro-batches after which every place has read the first.
+    """Returns the number of micro-batches after which every virtual stage has read the
+    first.
 
     Args:
         table: The schedule.
-        keys, ticks: Its rows, and when they are.
-        needs, needed: Rows that others read, and when those are.
+        keys, ticks: Keys and ticks of the rows.
+        needs, needed: Rows that others read, and the ticks of these reads.
     """
     shape = len(table.actions) * table.num_places, table.num_micro_batches
     made, read = np.zeros(math.prod(shape)), np.full(math.prod(shape), -1)
@@ -260,7 +261,7 @@ def _window(
 def _by_action(
     table: Schedule, forward: Any, backward: Any, weight: Any
 ) -> dict[Action, Any]:
-    """Times of each action at each place, checked."""
+    """Returns the checked times of each action on each virtual stage."""
     problems = Problems(f"times of {table.name}", PlanError)
     given: dict[Action, Any] = {"forward": forward, "backward": backward}
     if weight is not None:

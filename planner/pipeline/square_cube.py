@@ -1,9 +1,9 @@
-"""The square-cube law of pipelines: compute grows faster than what stages exchange.
+"""The square-cube law of pipelines: compute grows faster than transfers of stages.
 
-A stage of width d takes time in proportion to d² a token, and its border d values, so
-over the same link wider stages wait less (SWARM, section 3.1). More layers a stage help
-as much: they compute more behind the same border. Stages are given as what was counted
-of them; a width relative to theirs is predicted by that law.
+A stage of width d takes time in proportion to d² per token, and its border d values. So
+over the same link wider stages wait less (SWARM, section 3.1). More layers per stage
+help as much: they compute more for the same border. Stages are given by their counted
+work; the law predicts other widths relative to theirs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class StageWork:
 
     Attributes:
         flops: FLOPs of products, forward and backward.
-        compute_seconds: Forward, and backward that computes forward again.
-        received_bytes, sent_bytes: Over the peer's link, either way.
+        compute_seconds: Seconds of forward, and of backward with a recomputed forward.
+        received_bytes, sent_bytes: Bytes over the peer's link in each direction.
     """
 
     flops: float
@@ -32,7 +32,7 @@ class StageWork:
         return self.received_bytes + self.sent_bytes
 
     def wire_seconds(self, bytes_per_second: float) -> float:
-        """Returns the seconds over a link that sends and receives at once."""
+        """Returns the seconds over a full-duplex link."""
         return max(self.received_bytes, self.sent_bytes) / bytes_per_second
 
 
@@ -41,7 +41,7 @@ class StageOverLink:
     """A stage over a link of some bandwidth.
 
     Attributes:
-        stage: Its number.
+        stage: Number of the stage.
         bytes_per_second: Bandwidth of the link.
         compute_seconds, wire_seconds: Compute and transfer times of a micro-batch.
     """
@@ -53,22 +53,22 @@ class StageOverLink:
 
     @property
     def utilization(self) -> float:
-        """Part of the time that a device computes, where it waits for its link."""
+        """Fraction of the time that a device computes, if it waits for its link."""
         return self.compute_seconds / (self.compute_seconds + self.wire_seconds)
 
     @property
     def overlapped(self) -> float:
-        """The same where it computes while its link works."""
+        """Fraction of the time that a device computes, if transfers overlap."""
         longest = max(self.compute_seconds, self.wire_seconds)
         return self.compute_seconds / longest
 
     @property
     def busy_width(self) -> float:
-        """The least width that keeps the device busy, relative to the stage's own."""
+        """Least width that keeps the device busy, relative to the stage's own."""
         return self.wire_seconds / self.compute_seconds
 
     def with_link_speed(self, bytes_per_second: float) -> StageOverLink:
-        """The stage over another link.
+        """Returns the stage over another link.
 
         Args:
             bytes_per_second: Bandwidth of the other link.
@@ -78,10 +78,11 @@ class StageOverLink:
         return replace(self, bytes_per_second=bytes_per_second, wire_seconds=seconds)
 
     def at(self, width: float, layers: float = 1.0) -> StageOverLink:
-        """The stage at another width and number of layers, by the square-cube law.
+        """Returns the stage at another width and number of layers, by the square-cube
+        law.
 
         Args:
-            width: Relative to the stage's own.
+            width: Width relative to the stage's own.
             layers: Number of layers, relative to the stage's own.
         """
         return replace(

@@ -1,8 +1,8 @@
-"""Cuts a chain of layers into pipeline stages: exact, by intervals.
+"""Cuts a chain of layers into pipeline stages, exactly, by intervals.
 
-The slowest stage sets the pace of a pipeline, so the cut minimises the largest time of
-a stage, within every stage's memory. Stages may be unlike: a slow device gets fewer
-layers, an early stage holds more activations in flight.
+The slowest stage determines the pace of a pipeline, so the cut minimises the largest
+time of a stage, within every stage's memory. Stages may differ: a slow device gets
+fewer layers, an early stage stores more activations in flight.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from whalejax.planner.plan_errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One link of the chain; all for one micro-batch, on the devices of one stage.
+    """One link of the chain, for one micro-batch on the devices of one stage.
 
     Attributes:
-        seconds: Forward and backward, at speed 1.
-        static_bytes: Parameters, gradients and optimizer state.
-        activation_bytes: Kept from forward to backward.
-        transfer_seconds: Time to transfer its result to another stage, and a cotangent
-            back.
+        seconds: Seconds forward and backward, at speed 1.
+        static_bytes: Bytes of parameters, gradients and optimizer state.
+        activation_bytes: Bytes saved for the backward pass.
+        transfer_seconds: Seconds to transfer its result to another stage, and a
+            cotangent back.
     """
 
     seconds: float
@@ -36,12 +36,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The devices that a stage runs on.
+    """Devices of a stage.
 
     Attributes:
-        speed: Speed relative to the devices that the layers were timed on.
+        speed: Speed relative to the devices on which the layers were timed.
         memory_bytes: Memory of one device.
-        in_flight: Micro-batches whose activations it holds at most.
+        in_flight: Most micro-batches whose activations it stores.
         seconds: Measured seconds of each layer on these devices, used in place of
             ``speed``; or None.
         kind: Name of the devices' kind.
@@ -56,11 +56,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainCut:
-    """A chain in stages.
+    """Division of a chain into stages.
 
     Attributes:
         counts: Layers of each stage, in order.
-        seconds: Time of each stage for one micro-batch, transfers into it included.
+        seconds: Seconds of each stage for one micro-batch, including transfers to it.
     """
 
     counts: tuple[int, ...]
@@ -68,15 +68,15 @@ class ChainCut:
 
     @property
     def slowest_seconds(self) -> float:
-        """Pace of the pipeline."""
+        """Seconds of the slowest stage."""
         return max(self.seconds)
 
 
 def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
-    """Cuts a chain so that its slowest stage is as fast as can be.
+    """Cuts a chain for the fastest possible slowest stage.
 
-    Exact: dynamic programming over (stage, last layer), every stage with at least one
-    layer. Time and memory O(stages · layers²).
+    The result is exact: dynamic programming over (stage, last layer), every stage with
+        at least one layer. Time and memory are O(stages · layers²).
 
     Args:
         layers: Layers in the model's order.
@@ -119,14 +119,14 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
 
 
 def interval_seconds(layers: Sequence[Layer], stage: Stage) -> np.ndarray:
-    """Time of a stage that holds layers start to end; infinite where it cannot.
+    """Returns the seconds of a stage by first layer and end; infinite if impossible.
 
     Args:
         layers: Layers in the model's order.
-        stage: Its devices.
+        stage: Devices of the stage.
 
     Raises:
-        PlanError: The stage has times of another number of layers.
+        PlanError: The stage has times for another number of layers.
 
     >>> interval_seconds([Layer(seconds=2.0), Layer(seconds=4.0)], Stage(speed=2.0))
     array([[inf,  1.,  3.],

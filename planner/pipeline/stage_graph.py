@@ -1,4 +1,4 @@
-"""The model of one pipeline stage: a part of the whole, fed with what it is handed."""
+"""The model of one pipeline stage: a part of the full model, with received inputs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from whalejax.planner.pipeline.program_cut import Division, Units, Value
 def stage_graph(
     graph: Graph, dims: Dimensions, division: Division, places: Sequence[int]
 ) -> Graph:
-    """The model of one stage: its operations, and what it is handed as inputs.
+    """Returns the model of one stage: its operations, with received values as inputs.
 
     Args:
         graph: The captured loss.
-        dims: Its logical dimensions.
+        dims: Logical dimensions of the loss.
         division: Division of the model into parts.
-        places: The parts of the stage.
+        places: Parts of the stage.
     """
     units = division.units
     inside = {index for place in places for index in division.parts[place].units}
@@ -30,9 +30,9 @@ def stage_graph(
         units, [v for place in places for v in division.parts[place].exports]
     )
     read = {t for op in ops for t in op.operands}
-    # What is only reported is read by no operation.
+    # Values that are only reported have no operation that reads them.
     read |= {n for place in places for n in division.parts[place].inputs}
-    # What no stage reads lies on the first.
+    # Inputs that no stage reads are stored on the first.
     everywhere = {n for part in division.parts for n in part.inputs}
     unread = {t.id for t in graph.params} - everywhere if 0 in places else set()
     batch = {role.index for role in dims.batch}
@@ -62,7 +62,7 @@ def stage_graph(
 
 
 def handed_to(division: Division, places: Sequence[int]) -> list[Value]:
-    """The values that other stages hand to one, in order."""
+    """Returns the values that one stage receives from others, in order."""
     return sorted(
         {
             v
@@ -74,7 +74,7 @@ def handed_to(division: Division, places: Sequence[int]) -> list[Value]:
 
 
 def tensors_of(units: Units, values: Sequence[Value]) -> list[int]:
-    """Ids of values in the graph, rising; scalar constants have none."""
+    """Returns the ids of values in the graph, in order; scalar constants have none."""
     tensors = set()
     for value in values:
         unit = units.units[units.makers[value]]
@@ -83,5 +83,5 @@ def tensors_of(units: Units, values: Sequence[Value]) -> list[int]:
 
 
 def places_of(stage: int, stages: int, chunks: int) -> tuple[int, ...]:
-    """The parts of a model that a stage runs."""
+    """Returns the parts of a model that a stage runs."""
     return tuple(range(stage, stages * chunks, stages))

@@ -1,10 +1,10 @@
-"""Chooses the kinds of devices that hold pipeline stages.
+"""Chooses the kinds of devices for pipeline stages.
 
-Whale places earlier stages on devices with more memory, because they hold the
+Whale places earlier stages on devices with more memory, because they store the
 activations of more micro-batches, and then cuts the model by FLOP (Jia et al., 2022,
-section 3.3.2). Here the order of the devices and the cut are chosen together: exact,
-by dynamic programming over how many devices of each kind are taken and where the last
-stage ends.
+section 3.3.2). Here the order of the devices and the cut are chosen together and
+exactly, by dynamic programming over the numbers of used devices per kind and the end of
+the last stage.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from whalejax.planner.pipeline.stage_cuts import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAssignment:
-    """Devices in the order of the pipeline, and the model cut for them.
+    """Devices in the order of the pipeline, and the cut of the model for them.
 
     Attributes:
-        order: For each stage, the index of its devices among those that were given.
-        stages: The devices of each stage, with the activations that it holds there.
+        order: For each stage, the index of its devices in the given list.
+        stages: Devices of each stage, with the activations that it stores there.
         cut: Cut of the model.
     """
 
@@ -41,11 +41,10 @@ class StageAssignment:
 
 
 def memory_order(devices: Sequence[Stage]) -> tuple[int, ...]:
-    """Whale's rule: devices with more memory hold earlier stages.
+    """Returns the order by Whale's rule: earlier stages on devices with more memory.
 
     Args:
-        devices: Devices of each stage. Of equal memory, those that come first stay
-            first.
+        devices: Devices of each stage. Devices with equal memory keep their order.
 
     >>> memory_order([Stage(memory_bytes=16e9), Stage(memory_bytes=32e9)])
     (1, 0)
@@ -59,13 +58,13 @@ def in_order(
     in_flight: Sequence[int],
     order: Sequence[int],
 ) -> StageAssignment:
-    """The best cut for devices in a given order.
+    """Returns the best cut for devices in a given order.
 
     Args:
         layers: Layers in the model's order.
         devices: Devices of each stage; their ``in_flight`` is replaced.
-        in_flight: Micro-batches whose activations each stage holds, in the order of
-            the pipeline, as ``Schedule.in_flight`` has them.
+        in_flight: Micro-batches whose activations each stage stores, in the order of
+            the pipeline, as in ``Schedule.in_flight``.
         order: For each stage, the index of its devices.
 
     Raises:
@@ -81,16 +80,16 @@ def in_order(
 def place(
     layers: Sequence[Layer], devices: Sequence[Stage], in_flight: Sequence[int]
 ) -> StageAssignment:
-    """The order of the devices and the cut whose slowest stage is fastest.
+    """Returns the order of the devices and the cut with the fastest slowest stage.
 
-    Exact. Of orders that are equally fast, one in which earlier stages have more
-    memory. Time O(S · L²) for every combination of how many devices of each kind are
-    taken, S kinds and L layers.
+    The result is exact. Among equally fast orders, earlier stages have more memory.
+    Time is O(S · L²) for every combination of used devices per kind, with S kinds and L
+    layers.
 
     Args:
         layers: Layers in the model's order.
         devices: Devices of each stage, in any order; their ``in_flight`` is replaced.
-        in_flight: Micro-batches whose activations each stage holds, in the order of
+        in_flight: Micro-batches whose activations each stage stores, in the order of
             the pipeline.
 
     Raises:
@@ -109,7 +108,7 @@ def place(
     paces, parents = _search(layers, kinds, in_flight)
     counts = tuple(len(where) for _, where in kinds)
     if not np.isfinite(paces[counts][-1]):
-        # The cut says what is missing; in Whale's order early stages have most room.
+        # The cut names what is missing; in Whale's order early stages have most room.
         return in_order(layers, devices, in_flight, memory_order(devices))
     order = []
     state, end = counts, len(layers)
@@ -122,7 +121,7 @@ def place(
 
 
 def _kinds(devices: Sequence[Stage]) -> list[tuple[Stage, list[int]]]:
-    """Devices that are alike, and which they are; those with more memory first."""
+    """Groups equal devices, with their indices; those with more memory first."""
     alike: dict[Stage, list[int]] = {}
     for i in memory_order(devices):
         alike.setdefault(replace(devices[i], in_flight=1), []).append(i)
@@ -130,7 +129,7 @@ def _kinds(devices: Sequence[Stage]) -> list[tuple[Stage, list[int]]]:
 
 
 State = tuple[int, ...]
-"""How many devices of each kind are taken."""
+"""Number of used devices of each kind."""
 
 
 def _less(state: State, kind: int) -> State:
@@ -142,7 +141,9 @@ def _search(
     kinds: Sequence[tuple[Stage, list[int]]],
     in_flight: Sequence[int],
 ) -> tuple[dict[State, np.ndarray], dict[State, np.ndarray]]:
-    """Best pace of the first layers on some devices, and what was taken last."""
+    """Returns the best pace of the first layers on some devices, and the last
+    choice.
+    """
     count = len(layers)
     ranges = [range(len(where) + 1) for _, where in kinds]
     states = sorted(itertools.product(*ranges), key=sum)
@@ -157,7 +158,7 @@ def _search(
     for state in states[1:]:
         held = in_flight[sum(state) - 1]
         best, parent = np.full(count + 1, np.inf), np.zeros((2, count + 1), dtype=int)
-        # The kind with least memory is tried last first: ties keep it behind.
+        # The kind with least memory is tried last first, so ties put it last.
         for kind in reversed(range(len(kinds))):
             if not state[kind]:
                 continue

@@ -1,7 +1,7 @@
-"""A plan's schedule in seconds: the rows of its stages, each with begin and end.
+"""A plan's schedule in seconds: the rows of its stages, with start and end.
 
-Apart from ``simulate`` because this starts from a plan, as it was written to a file:
-its stages' own predictions say how long each row takes.
+It is separate from ``simulate`` because it starts from a plan file: the predictions of
+the plan's stages give the duration of each row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Timed:
 
     Attributes:
         row: Row of the schedule.
-        start_seconds, end_seconds: Since the step began.
+        start_seconds, end_seconds: Seconds since the step began.
     """
 
     row: ScheduleRow
@@ -46,13 +46,13 @@ class TimedSchedule:
 
 
 def table_of(plan: PlanData) -> Schedule:
-    """The schedule that a plan's stages follow.
+    """Returns the schedule of a plan's stages.
 
     Args:
         plan: Plan with stages.
 
     Raises:
-        PlanError: It has none.
+        PlanError: The plan has no stages.
     """
     stages = plan.stages
     if stages is None:
@@ -63,16 +63,16 @@ def table_of(plan: PlanData) -> Schedule:
 
 
 def time_schedule(plan: PlanData) -> TimedSchedule:
-    """The rows of a plan's schedule in seconds.
+    """Returns the rows of a plan's schedule in seconds.
 
-    Where stages run one loop, each of its turns does the forwards of all stages, then
-    their backwards, then what stages hand on; a stage that has nothing to do waits.
+    If stages run one loop, each of its turns does the forwards of all stages, then
+    their backwards, then the transfers; a stage without work waits.
 
     Args:
         plan: Plan with stages.
 
     Raises:
-        PlanError: It has none.
+        PlanError: The plan has no stages.
     """
     table, stages = table_of(plan), plan.stages
     assert stages is not None
@@ -100,17 +100,17 @@ def time_schedule(plan: PlanData) -> TimedSchedule:
 
 
 def paced_beside(plan: PlanData) -> list[TimedSchedule]:
-    """The rows of pipelines side by side, each with the micro-batches of its share.
+    """Returns the rows of parallel pipelines, each with the micro-batches of its share.
 
     Args:
-        plan: Plan with stages; of one pipeline, the list has one item.
+        plan: Plan with stages; for one pipeline, the list has one item.
 
     Returns:
-        Of each pipeline, in node order. Micro-batches have their numbers in the step;
-        one that takes none has no rows.
+        Timed schedule of each pipeline, in node order. Micro-batches have their numbers
+        in the step; a pipeline without micro-batches has no rows.
 
     Raises:
-        PlanError: It has no stages.
+        PlanError: The plan has no stages.
     """
     if not plan.pipelines:
         return [time_schedule(plan)]
@@ -148,7 +148,7 @@ def _seconds(pace: VirtualStagePrediction, action: Action) -> float:
 def _in_turns(
     table: Schedule, pace: VirtualStagePrediction, handed_seconds: float
 ) -> Iterator[Timed]:
-    """Every row of stages in lockstep, which take the same for each turn."""
+    """Yields every row of stages in lockstep, whose turns take equally long."""
     turns: dict[int, list[ScheduleRow]] = {}
     for row in table.rows:
         turns.setdefault(table.turn(row), []).append(row)

@@ -1,8 +1,8 @@
-"""Orders the rows of a schedule and their transfers for issuing.
+"""Orders the rows of a schedule and their transfers for execution.
 
-One list for all stages: every process goes through it from the front, does the rows of
-its own stages, and takes part in what these hand over. Two processes never wait for
-each other in a circle, because both stand at places of one list.
+There is one list for all stages. Every process goes through it in order, runs the rows
+    of its own stages, and takes part in their transfers. Two processes never wait for
+    each other in a cycle, because both follow one list.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class ScheduledTransfer:
 
     Attributes:
         micro_batch: Number of the micro-batch.
-        source, target: Places along the pipeline.
-        action: ``forward`` hands on values, ``backward`` their cotangents.
+        source, target: Virtual stages.
+        action: ``forward`` transfers values, ``backward`` their cotangents.
     """
 
     micro_batch: int
@@ -31,7 +31,7 @@ class ScheduledTransfer:
 
 
 def words_of(event: ScheduleRow | ScheduledTransfer) -> str:
-    """A row or a hand-over in words.
+    """Describes a row or a transfer.
 
     >>> words_of(ScheduledTransfer(micro_batch=3, source=0, target=1, action="forward"))
     'what part 0 hands part 1 of micro-batch 3, forward'
@@ -52,27 +52,26 @@ def issue_order(
     back: Iterable[tuple[int, int]],
     seconds: Mapping[Action, Sequence[float]],
 ) -> tuple[ScheduleRow | ScheduledTransfer, ...]:
-    """All rows, and what they hand over, in an order in which they can be issued.
+    """Returns all rows and their transfers in a possible order of execution.
 
-    What is handed from stage to stage is put where both have time for it, if every row
-    takes as long as is said: devices that run one program after the other would
-    otherwise wait in the middle of a row's time. It stands before rows that could
-    begin at the same time.
+    A transfer is placed where both stages have time for it, if every row takes the
+    given time: otherwise devices that run programs in order would wait in the middle of
+    a row. It precedes rows that could begin at the same time.
 
     Args:
         table: The schedule.
-        ahead: Pairs of places, one of which hands values to the other.
-        back: Pairs, one of which hands cotangents to the other.
+        ahead: Pairs of virtual stages, of which the first sends values to the second.
+        back: Pairs of which the first sends cotangents to the second.
         seconds: Seconds of each action on each virtual stage.
 
     Raises:
-        ValueError: Rows and hand-overs wait for each other in a circle.
+        ValueError: Rows and transfers wait for each other in a cycle.
     """
     return _Order(table, ahead, back, seconds).issued()
 
 
 class _Order:
-    """Rows and hand-overs in time."""
+    """Simulates rows and transfers in time."""
 
     def __init__(
         self,
@@ -118,9 +117,7 @@ class _Order:
         return rows[at] if at < len(rows) else None
 
     def _handings(self) -> list[tuple[float, float, ScheduledTransfer]]:
-        """Returns the time at which each pending transfer could be done, and its
-        beginning.
-        """
+        """Returns the end and the start of each pending transfer, with the transfer."""
         stages = self.table.num_stages
         return [
             (
@@ -132,8 +129,8 @@ class _Order:
         ]
 
     def _rows(self) -> list[tuple[float, int]]:
-        """Returns the time at which each stage's next row could begin, where it has its
-        inputs.
+        """Returns the earliest start of each stage's next row, if its inputs have
+        arrived.
         """
         rows = []
         for stage in range(self.table.num_stages):

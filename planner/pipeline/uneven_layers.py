@@ -1,8 +1,8 @@
-"""Layers that do not divide among pipeline stages: how many each gets, and their store.
+"""Layers that stages cannot divide evenly: the number for each, and their storage.
 
-Stages in lockstep wait for the slowest of them, so layers are dealt out such that it
-has the least to do. Only the last stage computes what stands behind the layers, where
-nothing inside a stage is sharded; elsewhere all stages do.
+Lockstep stages wait for the slowest, so layers are assigned to give it the least work.
+If nothing inside a stage is sharded, only the last stage computes the operations after
+the layers; otherwise all stages do.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ P = TypeVar("P", bound=PlanData)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSplit:
-    """Layers as stages have them.
+    """Layers by stage.
 
     Attributes:
-        length: Layers in all.
+        length: Total number of layers.
         stages: Number of stages.
         seconds: Seconds of a layer, and of the last stage's work after the layers.
     """
@@ -42,22 +42,22 @@ class LayerSplit:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Returns the number of layers of each stage."""
+        """Number of layers of each stage."""
         layer, behind = self.seconds
         return layers_of(self.length, self.stages, behind / layer)
 
     @property
     def equal(self) -> bool:
-        """All have as many."""
+        """Whether all stages have the same number."""
         return len(set(self.layers)) == 1
 
     @property
     def spared_seconds(self) -> float:
-        """Returns how much less than all stages' share the slowest stage computes in a
-        turn.
+        """Seconds per turn that the slowest stage computes less than the joint estimate
+        of all stages.
 
-        That is of the most layers and of what stands behind them, which are not both on
-        one stage.
+        That estimate has the most layers and the operations after them, which are not
+        both on one stage.
         """
         layer, behind = self.seconds
         return min(behind, (max(self.layers) - self.layers[-1]) * layer)
@@ -66,14 +66,14 @@ class LayerSplit:
 def layers_of(length: int, stages: int, behind: float = 0.0) -> tuple[int, ...]:
     """Returns the number of layers that each stage gets.
 
-    Equally many, where they divide; else so that the slowest stage has the least to do,
-    one at least each.
+    The numbers are equal if possible; otherwise the slowest stage has the least work,
+    with at least one layer each.
 
     Args:
-        length: Layers in all.
+        length: Total number of layers.
         stages: Number of stages.
-        behind: Time of what stands behind the layers, in that of a layer, as far as the
-            last stage alone computes it.
+        behind: Time of the operations after the layers, in units of a layer's, if only
+            the last stage computes them.
 
     >>> layers_of(6, 4)
     (2, 2, 1, 1)
@@ -100,7 +100,7 @@ def seconds_of(
     Args:
         graph: The captured loss.
         shared: Its layers.
-        cluster: Devices, each of which computes it alone.
+        cluster: Devices, each of which computes alone.
         num_micro_batches: Number of micro-batches in a step.
 
     Returns:
@@ -129,7 +129,7 @@ def seconds_of(
 
 
 def parts(shape: Sequence[int], stages: int) -> bool:
-    """Whether stages can each store a part of every layer of a stack.
+    """Whether each stage can store a part of every layer of a stack.
 
     Args:
         shape: Shape of all layers.
@@ -139,15 +139,15 @@ def parts(shape: Sequence[int], stages: int) -> bool:
 
 
 def stored_apart(leaf: LeafPlan, mesh: Mapping[str, int]) -> LeafPlan:
-    """A stack of layers of which each stage stores a part of every layer.
+    """Returns a stack of layers of which each stage stores a part of every layer.
 
     Args:
-        leaf: All layers, laid out as one stage's are.
-        mesh: Sizes of the axes, with that of the stages.
+        leaf: Stack of all layers, with the layout of one stage.
+        mesh: Axis sizes, with that of the stages.
 
     Returns:
-        The leaf with its stored layouts extended by ``stage`` in the dimension that
-        other axes shard least; where none divides, every stage stores all of it.
+        The leaf with ``stage`` added to its stored layouts, in the dimension that other
+        axes shard least; if none is divisible, every stage stores all of it.
     """
     stored = [
         ((), *spec[1:])
@@ -178,9 +178,9 @@ def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collec
     gradients.
 
     Args:
-        leaf: Parameter as it is stored.
+        leaf: Parameter in its stored layout.
         most: Layers of the fullest stage.
-        mesh: Sizes of the axes, with that of the stages.
+        mesh: Axis sizes, with that of the stages.
     """
     size = most * mesh[STAGE] * math.prod(leaf.shape[1:])
     stored = itemsize_bytes(leaf.dtype)
@@ -213,7 +213,7 @@ def unequal_notes(dealt: LayerSplit, *, alone: bool) -> list[str]:
 
     Args:
         dealt: Assignment of layers to stages.
-        alone: A stage is one device.
+        alone: Whether a stage is one device.
     """
     if dealt.equal:
         return []
@@ -231,10 +231,10 @@ def unequal_notes(dealt: LayerSplit, *, alone: bool) -> list[str]:
 
 
 def with_layers(plan: P, layers: tuple[int, ...]) -> P:
-    """A plan whose stages have other numbers of layers; predictions stay as they were.
+    """Returns a plan with other numbers of layers per stage and unchanged predictions.
 
     Args:
-        plan: With stages that have equally many.
+        plan: Plan whose stages have equal numbers of layers.
         layers: Number of layers of each stage, 1 or more; their sum stays.
     """
     assert plan.stages is not None

@@ -1,1 +1,1 @@
-"""The plan as data, its files, and what is checked when it is read."""
+"""Plan data, plan files, and the checks of a plan that is read."""

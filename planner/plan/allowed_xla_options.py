@@ -1,9 +1,9 @@
-"""Options of XLA that a plan may carry: those known to change only how a step runs.
+"""XLA options that a plan may carry: those known to change only how a step runs.
 
-XLA's options include some that write files, read them, load libraries or end the
-process. A plan travels between people, so only options of the list below go into one,
-with plain values. Any other is the user's own to set, in the environment of the
-process: ``XLA_FLAGS``, or ``LIBTPU_INIT_ARGS`` for those of TPUs.
+Some XLA options write or read files, load libraries or end the process. People exchange
+plans, so a plan carries only the options listed below, with plain values. Users set any
+other option themselves, in the environment: ``XLA_FLAGS``, or ``LIBTPU_INIT_ARGS`` for
+TPUs.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ KNOWN: Final = frozenset(f"{_ANY} {_CPU} {_GPU} {_TPU}".split())
 """Options that neither read nor write files, load code nor print a program."""
 
 _WORDS = re.compile(r"[A-Za-z0-9_.,=+-]{0,200}")
-"""Values that are text: names, numbers and lists of them; no paths."""
+"""Text values: names, numbers and lists of them; no paths."""
 
 
 def check_options(options: Mapping[str, Any], problems: Problems) -> None:

@@ -1,6 +1,6 @@
-"""Builds a ``Plan`` from what a search found: tables, layouts, candidates and notes.
+"""Builds a ``Plan`` from the result of a search: tables, layouts, candidates and notes.
 
-It decides nothing: it makes the plain data that is shown, saved and run.
+It decides nothing; it makes the plain data that is shown, saved and run.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from whalejax.planner.step_options import options_of
 
 
 FROZEN_SHARE = 0.01
-"""Part of a device's memory from which untrained leaves are worth a note."""
+"""Part of a device's memory above which non-trainable leaves are worth a note."""
 
 KEPT_CANDIDATES = 12
-"""Weighed plans that a plan remembers."""
+"""Number of evaluated candidates that a plan stores."""
 
 
 def build_plan(
@@ -52,16 +52,16 @@ def build_plan(
     batch: Sequence[BatchLeaf],
     gap: float | None = None,
 ) -> Plan:
-    """The plan of the first of some scored ones; the others are its candidates.
+    """Returns the plan of the first candidate; the others become its ``candidates``.
 
     Args:
         analysed: The graph that was searched.
-        search: The search.
-        weighed: Its plans.
+        search: Search that evaluated the candidates.
+        weighed: Evaluated candidates, best first.
         cluster, request: Cluster and options of the question.
         precision: Noted in the plan.
         batch: Leaves of the global batch.
-        gap: Part of the step by which another plan may be faster, if that is known.
+        gap: Part of the step by which another plan may be faster, if known.
     """
     chosen = weighed[0]
     best = dataclasses.replace(chosen, memory=search.reported(chosen))
@@ -101,11 +101,11 @@ def build_plan(
 
 
 def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInfo, ...]:
-    """The logical dimensions, for a plan.
+    """Returns the logical dimensions in the form that plans store.
 
     Args:
-        dims: Dimensions of the graph, perhaps with another batch.
-        batch_size: Number of samples of the planned batch, if it is another.
+        dims: Dimensions of the graph, perhaps of another batch size.
+        batch_size: Number of samples of the planned batch, if it differs.
     """
     return tuple(
         RoleInfo(
@@ -122,7 +122,7 @@ def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInf
 def region_tables(
     analysed: GraphAnalysis, tables: Mapping[int, Table], mesh: Mapping[str, int]
 ) -> tuple[RegionTable, ...]:
-    """Computes tables in names, for a plan."""
+    """Returns the tables with names in place of numbers, for a plan."""
     dims = analysed.dims
     return tuple(
         RegionTable(
@@ -144,7 +144,7 @@ def batch_layouts(
     mesh: Mapping[str, int],
     batch: Sequence[BatchLeaf],
 ) -> tuple[BatchLeaf, ...]:
-    """Leaves of the batch with their layouts."""
+    """Returns the leaves of the batch with their layouts."""
     homes = batch_homes(analysed.graph)
     specs = batch_specs(homes, analysed.dims, tables, mesh)
     return tuple(
@@ -182,8 +182,8 @@ def _candidate(s: LayoutCandidate, verdict: str) -> Candidate:
 
 
 def verdict_of(best: TimeTerms, other: TimeTerms) -> str:
-    """Returns the reason why a plan that fits was not chosen: how much slower, and the
-    deciding term.
+    """Returns the reason why a plan that fits was not chosen: its slowdown, and the
+    term that decides.
 
     Args:
         best: Time of the chosen plan.
@@ -287,7 +287,7 @@ def _first_of(places: Sequence[str]) -> str:
 
 
 def _sharded(best: LayoutCandidate) -> set[int]:
-    """The roles that some axis shards."""
+    """Returns the roles that some axis shards."""
     return {
         role
         for table in best.tables.values()
@@ -298,7 +298,7 @@ def _sharded(best: LayoutCandidate) -> set[int]:
 
 
 def _hidden_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[str]:
-    """Sharded dimensions that some operations cannot name, and so compute whole."""
+    """Returns notes on sharded dimensions that some operations compute unsharded."""
     return [
         f"{dims.roles[role].name} is the minor part of a dimension for {count} "
         f"operations (the first: {op.kind}{f' at {op.scope}' if op.scope else ''}): no "
@@ -309,7 +309,7 @@ def _hidden_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list
 
 
 def _cut_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[str]:
-    """Returns notes on the traffic of dimensions that meet themselves, and on its
+    """Returns notes on the traffic of dimensions that meet themselves, and on
     alternatives.
     """
     sharded = _sharded(best)
@@ -332,11 +332,12 @@ def _cut_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[st
 
 
 def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
-    """Storage axes over whose piece of the torus the compiler reduces whole.
+    """Returns notes on storage axes whose part of the torus the compiler reduces
+    unsharded.
 
     Args:
-        search: With the cluster.
-        best: The plan.
+        search: Search with the cluster.
+        best: Chosen candidate.
     """
     axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
     torus_notes = []
@@ -355,7 +356,9 @@ def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
 
 
 def _unsaid(analysed: GraphAnalysis, search: Search, best: LayoutCandidate) -> set[int]:
-    """Roles that no PartitionSpec names, and nothing else of their dimension is cut."""
+    """Returns the roles in no PartitionSpec whose logical dimension is
+    nowhere sharded.
+    """
     axes = ("expert", "tensor")
     cut = {r for t in best.tables.values() for a in axes for r in t.get(a, ())}
     return {

@@ -1,7 +1,7 @@
-"""Plans that no executor of this version runs, beside the best that runs.
+"""Plans that no executor of this version runs, compared with the best that runs.
 
-An estimate is a plan of the same searches, under a request that leaves out what
-executors cannot do; it says what that is.
+An estimate is a plan of the same searches, under a request that ignores the limits of
+the executors. It states what it needs beyond them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NO_SLICES = "no scan over layers slices parameters in host memory"
 
 
 def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
-    """Returns the reasons why no executor of this version runs a plan; empty where one
+    """Returns the reasons why no executor of this version runs a plan; empty if one
     does.
 
     Args:
         graph: Captured loss.
-        request: Options of the question.
+        request: Options of the request.
         plan: Plan of an estimating search.
     """
     result = []
@@ -55,8 +55,8 @@ def paper_notes(
 
     Args:
         found: Faster plan, or None.
-        request: Options of the question.
-        plan: The plan that runs.
+        request: Options of the request.
+        plan: Plan that runs.
     """
     if found is not None:
         hosts = request.hosted or OffloadableState
@@ -68,13 +68,13 @@ def paper_notes(
 
 
 def paper_note(layout: str, seconds: float, reasons: list[str], plan: Plan) -> str:
-    """Returns the note on a plan that is faster but does not run.
+    """Returns the note on a plan that is faster but that no executor runs.
 
     Args:
-        layout: Its layout in words.
+        layout: Text of the layout.
         seconds: Seconds of a step.
-        reasons: Reasons why no executor of this version runs it.
-        plan: The plan that runs.
+        reasons: Reasons why no executor of this version runs the faster plan.
+        plan: Plan that runs.
     """
     less = 1 - seconds / plan.time.step_seconds
     return (
@@ -84,7 +84,7 @@ def paper_note(layout: str, seconds: float, reasons: list[str], plan: Plan) -> s
 
 
 def as_estimate(plan: Plan, reasons: list[str]) -> Plan:
-    """A plan that says that it cannot be run, and why.
+    """Returns the plan, marked as not runnable, with the reasons.
 
     Args:
         plan: Plan of an estimating search.
@@ -100,12 +100,12 @@ def as_estimate(plan: Plan, reasons: list[str]) -> Plan:
 def gain_notes(
     runs: Plan | None, problem: PlanError | None, taken: Plan
 ) -> Iterator[str]:
-    """Lines on what an estimate gains over the best plan that runs.
+    """Yields lines on what an estimate gains over the best plan that runs.
 
     Args:
         runs: The best plan that runs, or None.
         problem: Error that says why no plan runs, or None.
-        taken: The estimate.
+        taken: Estimate that is returned.
     """
     if runs is not None:
         own = next((c.layout for c in runs.candidates if c.verdict == "chosen"), "")

@@ -1,4 +1,4 @@
-"""Traces of failures: CSV files of when nodes went down and came up, and replays."""
+"""Failure traces: CSV files of the times when nodes fail and return, and replays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS: Final = ("time", "node", "event")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A node went down, or came up, so many seconds after the trace began."""
+    """Failure or return of a node, in seconds since the trace began."""
 
     time: float
     node: str
@@ -31,12 +31,12 @@ class Policy:
     """Costs of a failure; all times are seconds.
 
     Attributes:
-        nodes: Number of nodes that a run wants.
+        nodes: Number of nodes of the run.
         step_seconds: Duration of an undisturbed step.
-        interval: Work between snapshots, for a restart.
-        snapshot: Cost of one.
-        restart: From a process's start to its first step.
-        recovery: Time that all lose when one node is lost or joins, elastically.
+        interval: Seconds of work between snapshots, if all restart.
+        snapshot: Seconds of a snapshot.
+        restart: Seconds from a process's start to its first step.
+        recovery: Seconds that all lose when a node fails or joins an elastic run.
         speeds: Relative speed of a step with 0, 1, … nodes; 1 with all.
     """
 
@@ -50,14 +50,14 @@ class Policy:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The events of a CSV file, in order of time.
+    """Returns the events of a CSV file, in order of time.
 
     Args:
         path: Path of a file with the columns ``time`` (seconds), ``node`` and ``event``
             (``down`` or ``up``).
 
     Raises:
-        WhaleError: It cannot be read, with every line that is wrong.
+        WhaleError: The file cannot be read; lists every wrong line.
     """
     try:
         text = read_text(path)
@@ -110,7 +110,7 @@ def _event(row: dict[str, str | None], number: int, problems: Problems) -> Event
 
 
 def nodes_of(events: Sequence[Event]) -> list[str]:
-    """The nodes of a trace, by name, numbers in names by their value.
+    """Returns the names of a trace's nodes in natural order ("n2" before "n10").
 
     >>> names = ["n10", "n2", "n10"]
     >>> nodes_of([Event(time=0.0, node=n, is_down=True) for n in names])
@@ -127,14 +127,14 @@ def nodes_of(events: Sequence[Event]) -> list[str]:
 def simulated(
     policy: Policy, events: Sequence[Event], seconds: float, *, how: str, spares: int
 ) -> float:
-    """Useful time over wall time of a trace.
+    """Returns useful time over wall time of a trace.
 
     Args:
         policy: Costs of failures.
-        events: Events in order of time; nodes that none names never fail.
+        events: Events in order of time; nodes without events never fail.
         seconds: Length of the trace.
         how: ``"restart"`` or ``"elastic"``.
-        spares: Nodes of the trace beyond those that the run wants.
+        spares: Spare nodes of the trace, beyond those of the run.
     """
     if seconds <= 0:
         return 1.0
@@ -156,7 +156,7 @@ def _changes(
         if event.is_down:
             planned = back.pop(event.node, None)
             if planned is not None and planned[0] > event.time:
-                changes.remove(planned)  # It failed again before it was started.
+                changes.remove(planned)  # It failed again before its restart.
                 continue
             changes.append((event.time, -1, event.node))
         else:
@@ -168,7 +168,7 @@ def _changes(
 def _spans(
     changes: Sequence[tuple[float, int, str]], seconds: float, everyone: int
 ) -> list[tuple[float, float, int]]:
-    """Spans of time with the number of nodes that are there."""
+    """Returns spans of time with the number of running nodes."""
     spans, now, count = [], 0.0, everyone
     for time, change, _ in changes:
         if time > now:
@@ -180,7 +180,7 @@ def _spans(
 
 
 def _restarted(policy: Policy, spans: Sequence[tuple[float, float, int]]) -> float:
-    """Useful seconds where the world is there, or is not."""
+    """Returns the useful seconds if all processes restart after each failure."""
     useful, cycle = 0.0, policy.interval + policy.snapshot
     merged: list[list[float]] = []
     for begin, end, count in spans:
@@ -194,7 +194,7 @@ def _restarted(policy: Policy, spans: Sequence[tuple[float, float, int]]) -> flo
     for begin, end in merged:
         whole, rest = divmod(end - begin, cycle)
         useful += whole * policy.interval
-        if end == last:  # What was done last is not lost.
+        if end == last:  # The last interval is not lost.
             useful += min(rest, policy.interval)
     return useful
 
@@ -206,9 +206,9 @@ def _elastic(
     names: Sequence[str],
     spares: int,
 ) -> float:
-    """Useful seconds where the others go on; a spare that is lost stalls nobody.
+    """Returns the useful seconds if the others go on; a lost spare stalls nobody.
 
-    Nodes and spares beyond those that have names never fail.
+    Nodes and spares without a name in the trace never fail.
     """
     takes_part, count = set(names[: policy.nodes]), policy.nodes
     standing_by = [*names[policy.nodes :]]

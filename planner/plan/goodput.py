@@ -1,11 +1,11 @@
-"""Goodput on paper: useful time over wall time under failures; nothing is run.
+"""Predicted goodput: useful time over wall time under failures; nothing is run.
 
-Failures of each node come at random (a Poisson process). Three ways to go on are
-compared: the whole world starts again from the last snapshot; the others go on without
-the lost node until it is back; and spares step in at once. The first has a closed form
-(J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
-dumps", FGCS 2006, equation 13, with J. W. Young's first order beside it, CACM 1974); in
-the other two the nodes that are away are independent, so their number is binomial.
+Each node fails at random (a Poisson process). Three recovery policies are compared: all
+processes restart from the last snapshot; the others go on without the lost node until
+it returns; or a spare replaces it at once. The first has a closed form (J. T. Daly, "A
+higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 2006,
+equation 13; compared with J. W. Young's first-order formula, CACM 1974). For the other
+two, failed nodes are independent, so their number is binomial.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MOST_NODES: Final = 1_000_000
-"""Of a run, and as many spares; each is a term of a sum."""
+"""Most nodes of a run, and most spares; each is a term of a sum."""
 
 _LEAST_SECONDS: Final = 1e-9
 _MOST_SECONDS: Final = 1e15
@@ -41,9 +41,7 @@ _MOST_SNAPSHOT_STEPS: Final = 10**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceReplay:
-    """Goodput of each recovery policy over a trace of failures, as parts of
-    wall time.
-    """
+    """Goodput of each recovery policy over a failure trace, as parts of wall time."""
 
     seconds: float
     failures: int
@@ -54,21 +52,21 @@ class TraceReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput(GoodputDisplay):
-    """Useful time over wall time, by how a run goes on after a failure.
+    """Useful time over wall time, by recovery policy.
 
     Attributes:
-        restart: All start again from the last snapshot.
-        elastic: The others go on; the lost node joins again when it is back.
-        spares: A spare steps in for it at once.
+        restart: Goodput if all restart from the last snapshot.
+        elastic: Goodput if the others go on and the lost node joins again later.
+        spares: Goodput if a spare replaces the lost node at once.
         num_spares: Number of spare nodes.
         nodes: Number of nodes that can fail, one by one.
         step_seconds: Duration of an undisturbed step.
         failure_seconds: Mean time between failures of any node of the run.
         snapshot_every: Steps between snapshots for ``restart``, as given or the best.
-        best_snapshot_seconds: The best time between snapshots, by Daly.
+        best_snapshot_seconds: Best time between snapshots, by Daly.
         young_seconds: The same by Young, √(2 · cost · mean time between failures).
         lost_restart, lost_elastic: Seconds that a failure costs on average.
-        trace: Goodput over the trace, where one was given.
+        trace: Goodput over the trace, or None.
 
     >>> from whalejax.planner.plan.goodput import goodput_of
     >>> found = goodput_of(1.0, nodes=8, mtbf=80_000, restart=300, snapshot=10)
@@ -93,7 +91,7 @@ class Goodput(GoodputDisplay):
     trace: TraceReplay | None = None
 
     def ways(self) -> list[tuple[str, float]]:
-        """Each way to go on and its goodput; of a trace too, where there is one."""
+        """Returns each policy with its goodput; the trace too, if there is one."""
         names = ("restart the world", "elastic", f"elastic, {self.num_spares} spares")
         ways = zip(names, (self.restart, self.elastic, self.spares), strict=True)
         if self.trace is None:
@@ -133,30 +131,31 @@ def goodput(
     nodes: int | None = None,
     trace: str | Path | None = None,
 ) -> Goodput:
-    """Useful time over wall time of a plan under failures, on paper.
+    """Predicts the useful time over wall time of a plan under failures.
 
     All times are seconds.
 
     Args:
         plan: Plan whose predicted step time is used.
         mtbf: Mean time between failures of one node.
-        restart: From the start of a process to its first step: imports, compilation,
+        restart: Seconds from the start of a process to its first step: imports,
+            compilation,
             reading a snapshot.
-        snapshot_every: Steps between snapshots, for a restart; the best if left out.
-        spares: Nodes that stand by.
+        snapshot_every: Steps between snapshots, if all restart; default: the best.
+        spares: Number of spare nodes.
         snapshot: Seconds that a step waits for a snapshot.
-        recovery: Seconds that the others lose when a node is lost or joins,
-            elastically.
-        repair: After which a lost node can be started again; 0 for a process that
-            only crashed.
+        recovery: Seconds that the other nodes lose when a node of an elastic run fails
+            or joins.
+        repair: Seconds until a lost node can restart; 0 for a process that only
+            crashed.
         nodes: Number of nodes that fail one by one; default: those of the plan's
             cluster.
         trace: A CSV file with columns ``time,node,event``, where an event is ``down``
-            or ``up``. Of the nodes that it names, in the order n1, n2, … n10, the
-            first are those of the run, and what is left are its spares.
+            or ``up``. In natural order of their names, the first nodes are those of the
+            run; the others are its spares.
 
     Raises:
-        WhaleError: Every argument that cannot be used, or the trace cannot be.
+        WhaleError: Arguments or the trace cannot be used; lists all problems.
     """
     problems = Arguments("wh.goodput")
     if not hasattr(plan, "cluster"):
@@ -191,12 +190,12 @@ def goodput_of(
     micro_batches: int | None = None,
     trace: str | Path | None = None,
 ) -> Goodput:
-    """``goodput`` of steps of a known length.
+    """Predicts the goodput of steps of a known length.
 
     Args:
         step_seconds: Duration of an undisturbed step.
-        micro_batches: Whole ones are shared: fewer nodes may be slower than in
-            proportion; None shares evenly.
+        micro_batches: Number of micro-batches, which are assigned undivided, so fewer
+            nodes may be slower than in proportion; None divides evenly.
         nodes, mtbf, restart, snapshot_every, spares, snapshot: Arguments of
             ``goodput``, unchanged.
         recovery, repair, trace: Arguments of ``goodput``, unchanged.
@@ -252,7 +251,7 @@ def goodput_of(
 def _check_seconds(
     problems: Arguments, name: str, value: object, *, least: float = 0.0
 ) -> None:
-    """Seconds with which all that follows is finite."""
+    """Checks a duration that keeps all later results finite."""
     known: Any = value
     if not is_number(value) or not least <= known <= _MOST_SECONDS:
         limits = f"{least:g} to {_MOST_SECONDS:g}"
@@ -260,7 +259,7 @@ def _check_seconds(
 
 
 def daly_seconds(cost: float, between: float) -> float:
-    """The best work between two snapshots, in seconds (Daly 2006, equation 37).
+    """Returns the best time between two snapshots, in seconds (Daly 2006, equation 37).
 
     Args:
         cost: Seconds of a snapshot.
@@ -278,16 +277,16 @@ def daly_seconds(cost: float, between: float) -> float:
 
 
 def restart_goodput(interval: float, cost: float, away: float, between: float) -> float:
-    """Useful time over wall time where all start again (Daly 2006, equation 13).
+    """Returns the goodput if all restart (Daly 2006, equation 13).
 
     Args:
         interval: Seconds of work between two snapshots.
         cost: Seconds of a snapshot.
-        away: Until the world is back after a failure, in which it may fail again.
+        away: Seconds from a failure until all run again; they may fail again meanwhile.
         between: Mean time between failures.
     """
     exponent = (interval + cost) / between
-    if exponent + away / between > 700:  # Practically never comes to a snapshot.
+    if exponent + away / between > 700:  # Practically never reaches a snapshot.
         return 0.0
     wall = between * math.exp(away / between) * math.expm1(exponent)
     return interval / wall
@@ -296,14 +295,14 @@ def restart_goodput(interval: float, cost: float, away: float, between: float) -
 def elastic_goodput(
     speeds: Sequence[float], spares: int, mtbf: float, away: float, recovery: float
 ) -> float:
-    """Useful time over wall time where the others go on.
+    """Returns the goodput if the others go on.
 
     Args:
         speeds: Relative speed of a step with 0, 1, … nodes; 1 with all.
-        spares: Nodes that stand by.
+        spares: Number of spare nodes.
         mtbf: Mean time between failures of one node.
-        away: Seconds until a lost node is back.
-        recovery: Seconds that all lose at a loss, and again when a node joins.
+        away: Seconds until a lost node returns.
+        recovery: Seconds that all lose when a node fails, and again when one joins.
 
     >>> elastic_goodput([0.0, 0.5, 1.0], 0, 99.0, 1.0, 0.0)
     0.99
@@ -312,7 +311,7 @@ def elastic_goodput(
     total = 0.0
     for alive, part in enumerate(alive_parts(nodes + spares, mtbf, away)):
         takes_part = min(alive, nodes)
-        # Who comes back as a spare stalls nobody.
+        # A node that returns as a spare stalls nobody.
         times = 1 if alive > nodes else 2
         stalls = times * recovery * takes_part / mtbf
         total += part * speeds[takes_part] * max(1.0 - stalls, 0.0)
@@ -320,17 +319,17 @@ def elastic_goodput(
 
 
 def alive_parts(nodes: int, mtbf: float, away: float) -> Iterator[float]:
-    """The parts of the time in which 0, 1, … nodes are there, which add up to 1.
+    """Yields the parts of the time in which 0, 1, … nodes run; they add up to 1.
 
-    They are binomial, each node being there for mtbf / (mtbf + away) of the time; in
-    logarithms, because neither the coefficients of a thousand nodes nor the powers are
-    numbers of 64 bits: ln C(n, k) = lnΓ(n + 1) - lnΓ(k + 1) - lnΓ(n - k + 1)
-    (Abramowitz and Stegun, Handbook of Mathematical Functions, 1964, 6.1.5 and 6.1.21).
+    They are binomial: each node runs for mtbf / (mtbf + away) of the time. Logarithms
+    avoid coefficients and powers outside 64-bit floats: ln C(n, k) = lnΓ(n + 1) - lnΓ(k
+    + 1) - lnΓ(n - k + 1) (Abramowitz and Stegun, Handbook of Mathematical Functions,
+    1964, 6.1.5 and 6.1.21).
 
     Args:
-        nodes: Number of nodes in all.
-        mtbf: Mean time between failures of one of them.
-        away: Seconds until a lost node is back.
+        nodes: Total number of nodes.
+        mtbf: Mean time between failures of one node.
+        away: Seconds until a lost node returns.
 
     >>> [round(part, 4) for part in alive_parts(2, 90.0, 10.0)]
     [0.01, 0.18, 0.81]
@@ -350,9 +349,9 @@ def speed(alive: int, nodes: int, micro_batches: int | None) -> float:
 
     Args:
         alive: Nodes that take part.
-        nodes: All.
-        micro_batches: Micro-batches of a step, which are assigned whole; None for an
-            even division.
+        nodes: All nodes of the run.
+        micro_batches: Micro-batches of a step, which are assigned undivided; None
+            divides evenly.
 
     >>> speed(3, 4, None), speed(3, 4, 8), speed(0, 4, 8)
     (0.75, 0.6666666666666666, 0.0)
@@ -373,7 +372,7 @@ def _replay_trace(policy: Policy, spares: int, path: Path) -> TraceReplay:
             "spares. Give nodes= and spares= as in the trace"
         )
     seconds = events[-1].time
-    # Spares that a run does not have do not fail in it.
+    # Events of spares that the run does not have are ignored.
     own = [event for event in events if event.node in names[: policy.nodes]]
     return TraceReplay(
         seconds=seconds,

@@ -1,12 +1,11 @@
 """Plans whose stages have programs of their own, on devices of their own.
 
-The model is cut where its slowest stage is fastest, by the predicted cost of what lies
-between any two borders; or where ``stage`` marks say. Each stage is then a model with
-its own layout, searched on the devices of one stage, and the schedule's table says what
-all of them take together.
+The model is cut where its slowest stage is fastest, by predicted cost, or at ``stage``
+marks. Each stage is then a model with its own layout, searched on the devices of one
+stage. The schedule's table gives the time of all stages together.
 
-The module is long because one class holds what is made of a cut: its stages' layouts,
-their time and memory together, and the plan that is written of them.
+The module is long because one class holds all results of a cut: the layouts of its
+stages, their time and memory, and the plan.
 """
 
 from __future__ import annotations
@@ -63,26 +62,26 @@ from whalejax.planner.step_options import options_off
 
 
 SCHEDULES = ("1f1b", "gpipe", "1f1b-ahead", "interleaved", "zb-h1")
-"""Schedules that stages with programs of their own can follow."""
+"""Schedules that stage programs can follow."""
 
 SURE = 0.1
-"""By which part of its time a plan has to be faster to be worth another schedule: a
-split backward was measured to take 1.09 of a whole one's time of the processor."""
+"""Part of its time by which a plan must be faster to justify another schedule. A split
+backward pass was measured at 1.09 times the processor time of an unsplit one."""
 
 CHUNKS = 2
-"""Parts of the model on each stage, where a schedule interleaves them."""
+"""Virtual stages of each stage in an interleaved schedule."""
 
 MOST_CUTS = 4
-"""Cuts that are tried for stages on unlike kinds, until every stage fits."""
+"""Cuts to try for stages on mixed device kinds, until every stage fits."""
 
 ESTIMATED = ("offload",)
-"""Options that no executor runs in stages, and that estimates may have."""
+"""Options that no executor runs in stages; only estimates may have them."""
 
 COUNTS = (2, 4, 8)
-"""Micro-batches that are weighed, for each stage."""
+"""Micro-batches per stage to evaluate."""
 
 Traced = Callable[[Remat], DivisibleProgram]
-"""The captured loss with some TaskGraphs computed again."""
+"""Function that returns the captured loss with some TaskGraphs rematerialised."""
 
 
 def decide_mpmd(
@@ -103,15 +102,15 @@ def decide_mpmd(
     Args:
         graph, cluster, request, precision, batch: Arguments of ``decide``; the mesh
             that the request fixes is that of one stage.
-        piped: The pipeline that is asked for.
-        traced: The loss with what is computed again.
-        marked: ``stage`` marks say where to cut.
+        piped: Requested pipeline settings.
+        traced: Function that traces the loss with a remat policy.
+        marked: Whether ``stage`` marks set the cut points.
         again: Unused.
         known_seconds: Step time of a known plan; plans that cannot be faster are not
             tried.
 
     Raises:
-        PlanError: It cannot be, nothing fits, or nothing is faster.
+        PlanError: The pipeline is impossible, nothing fits, or nothing is faster.
     """
     del again
     stages = piped.mesh[STAGE]
@@ -163,7 +162,7 @@ def decide_mpmd(
 
 
 def _fastest_seconds(found: Sequence[_MpmdCandidate]) -> float:
-    """Step time of the fastest plan that fits; infinite without one."""
+    """Returns the step time of the fastest plan that fits; infinite without one."""
     steps = (one.time.step_seconds for one in found if one.fits)
     return min(steps, default=math.inf)
 
@@ -175,11 +174,11 @@ def _least_steps(
     stages: int,
     counts: Sequence[int],
 ) -> dict[int, float]:
-    """A lower bound on the seconds of a step, by the number of micro-batches.
+    """Returns lower bounds on the step seconds, by number of micro-batches.
 
-    Stages take no less than an even part of what all of the model takes on the devices
-    of one, and a micro-batch passes forward through all of them. On devices of unlike
-    kinds nothing is bounded.
+    Stages take at least an even part of the time of the full model on the devices of
+    one stage. A micro-batch passes forward through all stages. There are no bounds on
+    mixed device kinds.
 
     Args:
         graph, cluster, request, stages: Arguments of the search, unchanged.
@@ -201,7 +200,7 @@ def _least_steps(
 def _check_interleaved(
     piped: PipelineConstraints, marked: bool, cluster: Cluster
 ) -> None:
-    """Refuses several parts of the model on each stage where it has one."""
+    """Refuses interleaved schedules if each stage has only one part of the model."""
     if piped.schedule != "interleaved":
         return
     if marked:
@@ -220,7 +219,7 @@ def _check_interleaved(
 def _slow(one: _MpmdCandidate) -> tuple[bool, float]:
     """Returns the sort key of a candidate: whether it lacks memory, then its time.
 
-    1F1B is simplest: another schedule has to be faster by what a prediction can tell.
+    1F1B is simplest: another schedule must be faster by more than ``SURE``.
     """
     seconds = one.time.step_seconds
     plain = one.table.name == "1f1b"
@@ -228,7 +227,9 @@ def _slow(one: _MpmdCandidate) -> tuple[bool, float]:
 
 
 def _other_schedules(found: Sequence[_MpmdCandidate]) -> list[_MpmdCandidate]:
-    """The same under other schedules, where they can be; interleaved like the best."""
+    """Returns the plans under other possible schedules; interleaved ones like
+    the best.
+    """
     best = min(found, key=_slow)
     others = [replace(one.ask, schedule="zb-h1").of(one) for one in found]
     ask = replace(best.ask, schedule="interleaved")
@@ -248,7 +249,9 @@ def _remats(request: Request) -> list[Remat]:
 def _counts(
     graph: Graph, request: Request, piped: PipelineConstraints
 ) -> Iterator[tuple[bool, int]]:
-    """Numbers of micro-batches to weigh; not the usual ones where those cannot be."""
+    """Yields numbers of micro-batches to evaluate; other than the usual if
+    impossible.
+    """
     if request.num_micro_batches is not None:
         yield True, request.num_micro_batches
         return
@@ -264,16 +267,16 @@ def _counts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ask:
-    """One number of micro-batches of one program.
+    """Inputs of candidates with one number of micro-batches of one program.
 
     Attributes:
-        cluster, request: Cluster and options of the question.
+        cluster, request: Cluster and options of the request.
         stages: Number of stages.
-        schedule: Its name.
-        program: The loss.
+        schedule: Name of the schedule.
+        program: Loss that may be divided.
         cuts: Cuts of the program into parts.
         remat: Rematerialisation policy.
-        count: Micro-batches.
+        count: Number of micro-batches.
         batch: Leaves of the global batch.
     """
 
@@ -308,10 +311,10 @@ class _Ask:
         )
 
     def candidate_plans(self) -> list[_MpmdCandidate]:
-        """Plans with two cuts, of each stage the fastest layout that fits.
+        """Returns the plans of two cuts, with the fastest layout that fits each stage.
 
-        What stages hand on is time of both, or crosses while they work; the schedule
-        says which is nearer.
+        Transfers add to the time of both stages, or overlap with their computation; the
+        schedule decides which is nearer to the truth.
         """
         cuts: list[object] = []
         candidate_plans: dict[object, _MpmdCandidate] = {}
@@ -330,7 +333,7 @@ class _Ask:
         return [*candidate_plans.values()]
 
     def _fitted(self, found: ModelCut, *, hidden: bool) -> _MpmdCandidate:
-        """The plan with a cut, or where that does not fit with one that may."""
+        """Returns the plan of a cut; if it does not fit, that of a cut that may."""
         one = self._in(found)
         reserved: dict[str, float] = {}
         for _ in range(MOST_CUTS):
@@ -344,7 +347,6 @@ class _Ask:
         return one
 
     def _in(self, found: ModelCut) -> _MpmdCandidate:
-        """The plan with one cut."""
         chosen = []
         for stage, ground in enumerate(found.grounds):
             laid = self._stage(found, stage, ground.cluster)
@@ -358,7 +360,9 @@ class _Ask:
         return _MpmdCandidate(self, found, chosen)
 
     def of(self, other: _MpmdCandidate) -> _MpmdCandidate:
-        """The same layouts under another schedule of as many parts."""
+        """Returns the plan with the same layouts under a schedule with as
+        many parts.
+        """
         table = self.table
         chosen = []
         for laid, held in zip(other.chosen, table.in_flight, strict=True):
@@ -367,7 +371,6 @@ class _Ask:
         return _MpmdCandidate(self, other.found, chosen)
 
     def _stage(self, found: ModelCut, stage: int, part: Cluster) -> list[StageLayout]:
-        """The layouts of one stage on its devices."""
         table, division = self.table, found.division
         graph, known = found.graphs[stage]
         owned = {
@@ -396,7 +399,9 @@ class _Ask:
         return laid_out(graph, part, one, known)
 
     def _batch_bytes(self, tensor: int) -> int:
-        """Bytes of a leaf of the global batch, or of what is handed and held."""
+        """Returns the bytes of a batch leaf, or of a transferred and stored
+        activation.
+        """
         leaves = [t.id for t in self.program.graph.tensors if t.kind == "batch"]
         if tensor in leaves:
             sizes = self.request.batch_bytes
@@ -407,17 +412,17 @@ class _Ask:
 
 
 class _MpmdCandidate:
-    """One plan: a layout for every stage on one mesh, and what they make together.
+    """Candidate plan: a layout for every stage on one mesh, with their joint cost.
 
     Attributes:
-        ask: Question that it answers.
+        ask: Inputs of the candidate.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
-        found: The model in parts.
-        chosen: The layout of each stage.
+        found: Model in parts.
+        chosen: Layout of each stage.
         turns: Costs of a micro-batch on each virtual stage.
         time, memory: Predictions of a step.
-        fullest: The stage whose memory it is, that of all which lacks most.
-        fits: Every stage's memory is within its device's.
+        fullest: Stage with that memory; of all stages, the one that lacks most.
+        fits: Whether every stage fits the memory of its devices.
     """
 
     def __init__(
@@ -446,14 +451,14 @@ class _MpmdCandidate:
 
     @property
     def heterogeneous_placement(self) -> HeterogeneousPlacement | None:
-        """Returns the placement of the model on unlike devices, or None on
-        alike ones.
+        """Returns the placement of the model on mixed device kinds, or None on one
+        kind.
         """
         return self.found.allotted
 
     def reserved(self, before: Mapping[str, float]) -> dict[str, float]:
-        """Returns the bytes by kind that stages need beside what the cut counts of
-        their layers.
+        """Returns the bytes by kind that stages need in addition to the cut's
+        estimate.
         """
         assert self.heterogeneous_placement is not None
         result = dict(before)
@@ -469,12 +474,12 @@ class _MpmdCandidate:
 
     @property
     def slowest(self) -> int:
-        """The stage that takes longest for a micro-batch."""
+        """Returns the stage that takes longest for a micro-batch."""
         seconds = [turn.both.step_seconds for turn in self.turns]
         return seconds.index(max(seconds))
 
     def _time(self) -> TimeTerms:
-        """The slowest stage's work, and what it waits."""
+        """Returns the time of the slowest stage, with its waiting."""
         table, work = self.table, self.turns[self.slowest]
         once = max((t.once for t in self.turns), key=lambda t: t.step_seconds)
         useful = times(work.both, table.num_micro_batches)
@@ -492,10 +497,10 @@ class _MpmdCandidate:
         return useful + once + late + TimeTerms(bubble_seconds=waited)
 
     def _by_place(self) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of each part for a micro-batch.
+        """Returns the seconds of each part for a micro-batch.
 
         Returns:
-            Forward, backward, and gradients of parameters where they are apart.
+            Forward, backward, and parameter gradients if they are separate.
         """
         stages, chunks = self.table.num_stages, self.table.num_chunks
         ahead, behind, weight = [], [], []
@@ -512,7 +517,7 @@ class _MpmdCandidate:
         return ahead, behind, weight
 
     def _paces(self) -> Iterator[VirtualStagePrediction]:
-        """Yields the predictions of virtual stages as plans keep them."""
+        """Yields the predictions of virtual stages in the form that plans store."""
         seconds = zip(*self._by_place(), strict=True)
         for place, (ahead, behind, weight) in enumerate(seconds):
             handed, returned = self._handed_bytes[place]
@@ -554,7 +559,7 @@ class _MpmdCandidate:
         return result
 
     def _transfer_seconds(self) -> float:
-        """The longest way from a part to the next, for a micro-batch."""
+        """Returns the longest transfer of a micro-batch from one part to the next."""
         stages = self.table.num_stages
         return max(
             self._over_seconds(place % stages, handed)
@@ -562,8 +567,8 @@ class _MpmdCandidate:
         )
 
     def _over_seconds(self, stage: int, nbytes: float) -> float:
-        """Returns the seconds in which so many bytes reach each device of a stage from
-        another.
+        """Returns the seconds to send some bytes to each device of a stage from another
+        stage.
         """
         whole = {STAGE: self.table.num_stages, **self.chosen[stage].scored.mesh}
         return handed_seconds(nbytes, whole, self.ask.cluster) if nbytes else 0.0
@@ -584,14 +589,14 @@ class _MpmdCandidate:
         graph: Graph,
         weighed: Sequence[_MpmdCandidate],
     ) -> Plan:
-        """Written down.
+        """Returns the plan of this candidate.
 
         Args:
-            request: Options of the question.
+            request: Options of the request.
             precision: Noted in the plan.
             batch: Leaves of the global batch.
             graph: Graph of the whole model.
-            weighed: All that were, for the plan to remember.
+            weighed: All evaluated candidates, for the plan to store.
         """
         plans = [
             replace(
@@ -643,7 +648,9 @@ class _MpmdCandidate:
         )
 
     def _lying(self) -> dict[str, Any]:
-        """Returns the devices of stages on unlike kinds, as plans keep them."""
+        """Returns the devices of stages on mixed kinds, in the form that
+        plans store.
+        """
         lying = self.found.grounds
         if self.heterogeneous_placement is None:
             return {}

@@ -1,12 +1,12 @@
-"""Plans with pipeline stages alike, which one program runs in lockstep.
+"""Plans with equal pipeline stages, which one program runs in lockstep.
 
-Each stage holds a part of a scan over layers, on devices of its own. What the fullest
-stage computes is the model with fewer layers, so that is what is searched, on the
-devices of one stage; the schedule's table then says how often it is done. All stages
-compute what stands before and behind the layers, as the first and the last must.
+Each stage stores a part of a scan over layers, on its own devices. The fullest stage
+computes the model with fewer layers, so that model is searched on the devices of one
+stage. The schedule's table then gives the number of turns. All stages compute the
+operations before and after the layers, as the first and the last must.
 
-The module is long because one class holds what is made of one number of micro-batches:
-its turns, its time and memory, and the plan that is written of them.
+The module is long because one class holds all results of one number of micro-batches:
+its turns, its time and memory, and the plan.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from whalejax.planner.step_options import STAGE_ESTIMATES, options_off
 
 
 LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}
-"""Tables of stages that run one loop, by the schedule that a user names."""
+"""Lockstep schedules, by the name that users give."""
 
 
 def decide_stages(
@@ -88,17 +88,17 @@ def decide_stages(
     again: Again | None = None,
     known_seconds: float = math.inf,
 ) -> Plan:
-    """Chooses how to run a model in so many stages.
+    """Chooses how to run a model in the requested number of stages.
 
     Args:
         graph, cluster, request, precision, batch, again: Arguments of ``decide``; the
             mesh that the request fixes is that of one stage.
-        piped: The pipeline that is asked for.
+        piped: Requested pipeline settings.
         known_seconds: Step time of a known plan; plans that cannot be faster are not
             tried.
 
     Raises:
-        PlanError: It cannot be, nothing fits, or nothing is faster.
+        PlanError: The pipeline is impossible, nothing fits, or nothing is faster.
     """
     shared = StackedLayers.of(graph, every=request.estimate)
     stages = piped.mesh[STAGE]
@@ -131,7 +131,7 @@ def decide_stages(
                 continue
             result.append(_LockstepCandidate(decided, cluster, piped, dealt, stash))
             if result[-1].fits:
-                break  # Those behind it compute more.
+                break  # Later ones compute more.
     if not (result or problems):
         raise not_faster(stages, known_seconds)
     if not result:
@@ -151,11 +151,11 @@ def _least_steps(
     stages: int,
     counts: Sequence[int],
 ) -> dict[int, float]:
-    """A lower bound on the seconds of a step, by the number of micro-batches.
+    """Returns lower bounds on the step seconds, by number of micro-batches.
 
     Args:
-        graph, shared, cluster, request, stages: The whole model, its layers and what is
-            asked.
+        graph, shared, cluster, request, stages: The full model, its layers and the
+            request.
         counts: Numbers of micro-batches.
     """
     if len(counts) < 2 or shared.length % stages:
@@ -174,17 +174,17 @@ def _least_steps(
 
 
 def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | None]]:
-    """Yields what may be saved of a micro-batch in flight, with the policy of remat.
+    """Yields the possible stashes of a micro-batch in flight, with the remat policy.
 
-    What is kept leaves the compiler's fusions, so it pays to keep products alone and to
-    compute again what stands between them; else what stages were given is kept.
+    Residuals leave the compiler's fusions. So it pays to save only products and
+    recompute the operations between them; otherwise the stages' inputs are saved.
 
     Args:
-        request: Options of the question.
-        able: Policies of remat can be laid on the layers.
+        request: Options of the request.
+        able: Whether remat policies apply to the layers.
 
     Yields:
-        The fastest first.
+        Stash and policy, the fastest first.
     """
     if request.remat is None and able:
         for policy in request.policies:
@@ -201,7 +201,7 @@ def _of_one_stage(
     """Returns the request for the search of one stage's model.
 
     Args:
-        graph, shared, stages, request: The whole model, its layers and what is asked.
+        graph, shared, stages, request: The full model, its layers and the request.
         count: Micro-batches of a step.
     """
     equal, optimizer = shared.length % stages == 0, request.optimizer
@@ -234,7 +234,7 @@ def _of_one_stage(
 def _search_stage(
     again: Again, layers: int, every: bool, remat: Remat, *kinds: Any
 ) -> Graph:
-    """One stage's model, with its so many layers computed again or otherwise."""
+    """Returns one stage's model with some layers, traced with a remat policy."""
     result = again(remat, *kinds)
     return StackedLayers.of(result, every=every).of_stage(result, layers)
 
@@ -250,7 +250,7 @@ def _check(shared: StackedLayers, stages: int, request: Request) -> None:
 
 
 def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
-    """Numbers of micro-batches to weigh."""
+    """Yields the numbers of micro-batches to evaluate."""
     if request.num_micro_batches is not None:
         yield request.num_micro_batches
         return
@@ -259,15 +259,15 @@ def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
 
 
 class _LockstepCandidate:
-    """One number of micro-batches: the plan of a stage, and what all stages make of it.
+    """Candidate with one number of micro-batches: one stage's plan and the joint cost.
 
     Attributes:
-        decided: The search of one stage's model.
+        decided: Search result for one stage's model.
         dealt: Assignment of layers to stages.
         stash: Stash of a micro-batch in flight; see ``Stages``.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
         turn: Costs of a micro-batch on a stage.
-        stages: All of it, as plans keep it.
+        stages: Pipeline data in the form that plans store.
         time, memory: Predictions of a step.
         collectives: Collectives of a stage, transfers between stages included.
     """
@@ -299,11 +299,11 @@ class _LockstepCandidate:
         self.stages = self._stages()
         self.time = self._time()
         depth = max(self.table.in_flight)
-        held = depth + 4  # two on their way, two that arrived
+        held = depth + 4  # two under way, two that arrived
         memory = self.best.memory
         stored, copied = self._stack_bytes()
         activations = memory.activations_bytes
-        if stash == "residuals":  # Those of the micro-batch in hand lie among them.
+        if stash == "residuals":  # Includes those of the current micro-batch.
             kept = self._kept_bytes()
             activations = max(activations, kept) + (depth - 1) * kept
         self.memory: MemoryTerms = replace(
@@ -338,17 +338,17 @@ class _LockstepCandidate:
 
     @property
     def search(self) -> Search:
-        """The search of one stage's model."""
+        """Returns the search of one stage's model."""
         return self.decided.search
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Axis sizes with that of the stages, outermost first."""
+        """Returns the axis sizes with that of the stages, outermost first."""
         return {STAGE: self.table.num_stages, **self.best.mesh}
 
     @property
     def alone(self) -> bool:
-        """A stage is one device."""
+        """Whether a stage is one device."""
         return math.prod(self.best.mesh.values()) == 1
 
     @property
@@ -403,8 +403,8 @@ class _LockstepCandidate:
         return between
 
     def _stack_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of layers that a device stores, and of those it computes
-        with besides.
+        """Returns the bytes of layers that a device stores, and those of temporaries
+        for them.
         """
         if self.dealt.equal:
             return 0, 0
@@ -427,7 +427,7 @@ class _LockstepCandidate:
         return replace(turn, both=less(turn.both, spared))
 
     def _between_seconds(self, what: str) -> float:
-        """Returns the seconds of one sort of collective between stages: per step or per
+        """Returns the seconds of one kind of collective between stages, per step or
         turn.
         """
         s = self._setting()
@@ -436,7 +436,7 @@ class _LockstepCandidate:
         return sum(as_run(c, whole)[1] for c in between)
 
     def _time(self) -> TimeTerms:
-        """All turns of a step; those beyond the micro-batches' own are the bubble."""
+        """Returns the time of all turns; those without a micro-batch are the bubble."""
         stages, count, turn = self.stages, self.best.num_micro_batches, self.turn
         handing = stages.handed_seconds
         passed = times(turn.ahead, stages.ahead) + times(self.behind, stages.back)
@@ -467,14 +467,14 @@ class _LockstepCandidate:
         model_hash: str,
         weighed: Sequence[_LockstepCandidate],
     ) -> Plan:
-        """Written down.
+        """Returns the plan of this candidate.
 
         Args:
-            request: Options of the question.
+            request: Options of the request.
             precision: Noted in the plan.
             batch: Leaves of the global batch.
-            model_hash: Hash of the whole model.
-            weighed: All numbers of micro-batches, for the plan to remember.
+            model_hash: Hash of the full model.
+            weighed: Candidates of all numbers of micro-batches, for the plan to store.
         """
         decided = self.decided
         plan = build_plan(
@@ -515,12 +515,12 @@ class _LockstepCandidate:
         return "what they were given" if given else "what their derivative reads"
 
     def _layer_roles(self) -> set[str]:
-        """Names of the dimension of the layers."""
+        """Returns the names of the layers' dimension."""
         leaves = (x for x in self.best.leaves if x.path in self.shared.every_path)
         return {name for leaf in leaves for name in leaf.roles[0]}
 
     def _leaf(self, leaf: LeafPlan) -> LeafPlan:
-        """A parameter of all stages."""
+        """Returns a parameter with the stages as an axis of its layout."""
         if leaf.path not in self.shared.every_path:
             return leaf
         if not self.dealt.equal:
@@ -555,8 +555,8 @@ class _LockstepCandidate:
     def _ahead_rows(self) -> tuple[Row, ...]:
         """Returns the rows of a stage's forward pass, up to the end of its layers.
 
-        Where only what it was given is kept, the backward pass computes it again, with
-        all that stands behind.
+        If only the stage's input is saved, the backward pass recomputes these rows with
+        all operations after the layers.
         """
         graph, (_, end) = self.decided.analysed.graph, self._span()
         part = replace(graph, ops=graph.ops[:end])
@@ -590,8 +590,8 @@ class _LockstepCandidate:
 
 
 def _nothing(problems: Sequence[PlanError], stages: int) -> PlanError:
-    """Returns the error where there is no plan: the nearest one, where all
-    lack memory.
+    """Returns the error if there is no plan: that of the nearest candidate if all lack
+    memory.
     """
     lacking = [error for error in problems if isinstance(error, NothingFits)]
     if len(lacking) < len(problems):

@@ -1,9 +1,9 @@
 """The Plan that users hold: its data, and every function on it as a method.
 
-A plan names mesh axes, the tables that say which logical dimension each axis shards
-in each TaskGraph, the layout of every leaf, and what all of it is predicted to cost.
-Nothing in it refers to JAX, so a plan made on a laptop can be read, compared and
-checked anywhere; ``whalejax.compile`` turns it into a program.
+A plan names mesh axes, the logical dimension that each axis shards in each TaskGraph,
+the layout of every leaf, and the predicted cost. Nothing in it refers to JAX, so a plan
+made on a laptop can be read, compared and checked anywhere. ``whalejax.compile`` turns
+it into a program.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _INTERNAL_NAMES = frozenset(
     "model_hash optimizer_bytes per_micro_batch precisions product_flops question "
     "replica roles room_bytes scales_loss source storage times trained version".split()
 )
-"""Attributes of a plan that completion does not offer: other modules read them."""
+"""Attributes of a plan that completion does not offer, since other modules
+read them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,60 +58,59 @@ class Stages(StagesData):
 class Plan(PlanDisplay):
     """Plan of one model on one cluster.
 
-    How a step is computed, such as what is computed again and what is in host memory,
-    are the fields of ``planner.step_options.StepOptions``, which a plan has beside its
-    own.
+    ``planner.step_options.StepOptions`` has further fields of a plan: how a step is
+    computed, for instance what is recomputed and what is in host memory.
 
     Attributes:
         version: Version of the file format.
-        model_hash: Hash of the model, the batch and the marks that it was made for.
-        cluster: The machine it was made for.
+        model_hash: Hash of the model, the batch and the marks of the plan.
+        cluster: Cluster of the plan.
         axes: Mesh axes and sizes, outermost first; sizes of 1 are left out.
-        device_order: For each place of the mesh, the number of its device in the
-            cluster; empty for the cluster's own order.
-        num_micro_batches: Parts of the global batch, one after the other.
-        zero: Stage of ZeRO over ``data``: 1 shards optimizer state, 2 gradients too.
-            Over ``fsdp`` parameters are always sharded (ZeRO-3).
+        device_order: For each mesh position, the number of its device in the cluster;
+            empty for the cluster's own order.
+        num_micro_batches: Parts of the global batch, computed in turn.
+        zero: ZeRO stage over ``data``: 1 shards optimizer state, 2 gradients too. Over
+            ``fsdp`` parameters are always sharded (ZeRO-3).
         precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
-        precisions: (TaskGraph, precision) where only some compute in 16 bits; ``"*"``
-            stands for the others.
-        default: The strategy of what no mark covers, as text, or empty.
-        roles: The logical dimensions.
+        precisions: (TaskGraph, precision) if only some compute in 16 bits; ``"*"``
+            means the others.
+        default: Strategy of the operations without a mark, as text, or empty.
+        roles: Logical dimensions.
         compute: One table for each TaskGraph.
-        storage: For the axes that shard storage only, roles in order of preference.
-        leaves: Every parameter; those that are trained first, in their tree's order.
-        batch: Every leaf of the batch.
-        batch_tree: The containers around them, as text.
-        collectives: Collectives of one step, folded.
+        storage: For axes that shard only storage, roles in order of preference.
+        leaves: Parameters; trained ones first, in the order of their tree.
+        batch: Leaves of the batch.
+        batch_tree: Containers of the batch, as text.
+        collectives: Collectives of one step, equal ones merged.
         time, memory: Predictions by term.
         candidates: Other evaluated plans, best first.
         notes: Notes for the user.
         product_flops: FLOPs of matrix products on one device in one step; 0 in
             estimates.
-        optimizer_bytes: State that the planned optimizer keeps of all parameters,
-            whole; None where that is not known.
-        work: Size of the model and FLOPs of a step, before anything is sharded; None in
-            files of older versions.
+        optimizer_bytes: Unsharded bytes of the planned optimizer's state for all
+            parameters; None if unknown.
+        work: Size of the model and FLOPs of a step, before sharding; None in files of
+            older versions.
         stages: The pipeline, if there is one.
-        shares: Micro-batches of each rank of ``data``, where ranks are unlike and each
-            takes whole micro-batches; empty where every rank has a part of each.
-        pipelines: Plan of each pipeline with all its micro-batches, where pipelines run
-            in parallel; ``stages`` are then those of the first.
-        group_size: Number of neighbouring samples that micro-batches keep together.
-        per_micro_batch: The user means each micro-batch's own loss, where the samples
-            of a batch are not independent.
-        gap: Part of the step's time by which another plan of one program can at most be
-            faster, as predicted; None where that is not known.
-        runnable: ``whalejax.compile`` can run it.
+        shares: Micro-batches of each rank of ``data``, if ranks differ and take
+            undivided micro-batches; empty if every rank has a part of each.
+        pipelines: Plan of each pipeline with all its micro-batches, if pipelines run in
+            parallel; ``stages`` then describes the first.
+        group_size: Number of adjacent samples that stay in one micro-batch.
+        per_micro_batch: Whether the user accepts each micro-batch's own loss, if the
+            samples of a batch are not independent.
+        gap: Upper bound on the predicted gain of another plan of one program, as a part
+            of the step time; None if unknown.
+        runnable: Whether ``whalejax.compile`` can run the plan.
         beyond: Features that no executor supports, or None.
-        compiler_options: (name, value) pairs that the step is compiled with.
-        swarm: Requirements on a swarm's peers, where the plan is for one; ``stages``
-            are then those of one peer each.
-        tables: Placement of embedding tables, where the model has some; all other
-            fields then describe the rest of the loss, whose batch has the looked-up
-            vectors.
+        compiler_options: (name, value) pairs of XLA options for the step.
+        swarm: Requirements on a swarm's peers, if the plan is for one; each of
+            ``stages`` is then one peer.
+        tables: Placement of embedding tables, if the model has some; all other fields
+            then describe the rest of the loss, whose batch has the looked-up vectors.
         source: Name of the model on the command line, then its options, or empty.
-        question: Question that the plan answers, to be asked again. Not in files.
+        question: Request that the plan answers, to be repeated with changes; not in
+            files.
     """
 
     stages: Stages | None = None
@@ -130,27 +131,26 @@ class Plan(PlanDisplay):
         )
 
     def __copy__(self) -> Plan:
-        return self  # nothing of it changes
+        return self  # immutable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A plan is pickled as its file: without the model that it was asked for."""
+        """Pickles the plan as its file, without the model of its request."""
         return Plan.from_document, (self.document(),)
 
     def batch_slices(self, node: int) -> tuple[slice, ...]:
-        """The samples that a node takes of every global batch, with shares as planned.
+        """Returns the samples of a node in every global batch, with the planned shares.
 
         Args:
-            node: Its number; a process runs one node.
+            node: Number of the node; a process runs one node.
 
         Returns:
-            A slice for each of its micro-batches, to be taken one behind the other.
+            A slice for each micro-batch of the node, in order.
 
         Raises:
-            PlanError: There is no such node, or every device takes a part of each
-                micro-batch.
+            PlanError: No such node, or every device takes a part of each micro-batch.
         """
         return slices_of(self, node)
 
@@ -175,20 +175,20 @@ class Plan(PlanDisplay):
         return why.why(self, self.leaf(path))
 
     def what_if(self, **changes: Any) -> Plan:
-        """The plan for the same model under other circumstances.
+        """Plans the same model with other settings.
 
         Args:
-            changes: ``batch`` (samples of the global batch), ``sequence`` (tokens of
-                a sample), and settings of ``wh.plan``: ``cluster``, ``mesh``, ``zero``,
+            changes: ``batch`` (samples of the global batch), ``sequence`` (tokens of a
+                sample), and settings of ``wh.plan``: ``cluster``, ``mesh``, ``zero``,
                 ``num_micro_batches``, ``precision``, ``shares``, ``compiler_options``,
                 ``allow_idle``, ``runnable`` and how a step is computed
-                (``UserOptions``); what is not given stays as it was asked for. A number
-                of micro-batches that was fixed may mean other sizes on another
-                ``cluster``; a note says so.
+                (``UserOptions``); others stay as requested. A fixed number of
+                micro-batches may mean other sizes on another ``cluster``; a note says
+                so.
 
         Raises:
-            PlanError: The plan was read from a file, which holds no model; or there is
-                no such plan.
+            PlanError: The plan was read from a file, which holds no model, or no plan
+                is possible.
         """
         what_if: Plan = self._require_question("what_if").replan(**changes)
         return with_samples_note(self, what_if, changes)
@@ -198,22 +198,22 @@ class Plan(PlanDisplay):
     ) -> Any:
         """Compiles the plan's training step with the real compiler; nothing is run.
 
-        A process of its own compiles, for hardware that need not be here: TPUs need
+        A separate process compiles, for hardware that this machine may lack: TPUs need
         the extra ``whalejax[tpu-compile]``, GPUs ``whalejax verify --setup-gpu``.
 
         Args:
             topology: Topology such as ``"v5p:4x4x4"``, ``"h100:2x8"`` or ``"local"``;
                 default: the plan's own cluster.
-            timeout_seconds: The compiler is stopped after so long.
+            timeout_seconds: Seconds after which the compiler is stopped.
 
         Returns:
             A ``whalejax.verification.comparison.Verification``: ``print`` shows memory,
             traffic and products, predicted and compiled.
 
         Raises:
-            PlanError: The plan was read from a file, which holds no model, cannot run,
-                or is for another number of devices.
-            WhaleError: The topology or its compiler is not to be had, or the compiler
+            PlanError: The plan was read from a file, which holds no model, is not
+                runnable, or is for another number of devices.
+            WhaleError: The topology or its compiler is unavailable, or the compiler
                 died or took too long.
         """
         question = self._require_question("verify")
@@ -228,14 +228,14 @@ class Plan(PlanDisplay):
         return self.question
 
     def throughput(self, step_seconds: float | None = None) -> Throughput:
-        """Speed and price of a step: tokens a second, FLOP/s, MFU, price of a run.
+        """Returns the speed and price: tokens a second, FLOP/s, MFU, price of a run.
 
         Args:
             step_seconds: Measured seconds of a step; None takes the predicted ones.
 
         Raises:
-            PlanError: The plan is from a file that does not say its model's work, or
-                the seconds are not above 0.
+            PlanError: The plan is from a file that lacks its model's work, or the
+                seconds are not above 0.
 
         >>> import jax, jax.numpy as jnp
         >>> import whalejax as wh
@@ -249,7 +249,7 @@ class Plan(PlanDisplay):
         return headline.throughput(self, step_seconds)
 
     def explain(self) -> str:
-        """Explains the plan: the deciding terms, possible changes, and whole
+        """Explains the plan: the terms that decide, alternatives, and unsharded
         dimensions.
 
         Returns:
@@ -258,11 +258,11 @@ class Plan(PlanDisplay):
         return why.explain(self)
 
     def describe(self) -> str:
-        """Describes where the plan stands on the taxonomy of distributed training.
+        """Places the plan in the taxonomy of distributed training.
 
         Returns:
-            Lines of text: what is parallel, who is synchronous, what is exchanged over
-            which topology, what is replicated.
+            Lines of text: parallelism, synchrony, traffic with its topology, and
+                replicated state.
         """
         return describe.describe(self)
 
@@ -278,38 +278,40 @@ class Plan(PlanDisplay):
         return diff(self, other)
 
     def flax_rules(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
-        """The plan as Flax's table from logical dimensions to mesh axes.
+        """Returns the plan as Flax's table from logical dimensions to mesh axes.
 
         Returns:
-            (dimension, axes) pairs; None for one that stays whole.
+            (dimension, axes) pairs; None for a dimension that stays unsharded.
 
         Raises:
-            PlanError: One table cannot say what the plan does; every dimension with
-                two meanings is listed.
+            PlanError: One table cannot express the plan; lists every dimension with two
+                meanings.
         """
         return export.flax_rules(self)
 
     def logical_axes(self) -> dict[str, tuple[str | None, ...]]:
-        """Names of the dimensions of every parameter, by its path.
+        """Returns the names of the dimensions of every parameter, by its path.
 
-        They are the names of ``flax_rules``: those of the model's metadata, or words
-        such as ``"vocab"``, ``"embed"``, ``"heads"`` and ``"mlp"`` where it has none.
+        The names are those of ``flax_rules``: from the model's metadata, or, without
+            metadata, words such as ``"vocab"``, ``"embed"``, ``"heads"`` and ``"mlp"``.
         """
         return export.logical_axes(self)
 
     def maxtext_flags(self) -> dict[str, int]:
-        """The mesh as MaxText's flags, such as ``{"ici_tensor_parallelism": 4}``."""
+        """Returns the mesh as MaxText flags, such as
+        ``{"ici_tensor_parallelism": 4}``.
+        """
         return export.maxtext_flags(self)
 
     def axis_mappings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The plan as haliax's mappings from named axes to mesh axes.
+        """Returns the plan as haliax's mappings from named axes to mesh axes.
 
         Returns:
-            The mapping of computation and that of parameters; a dimension that is not
-            sharded is in neither. Names are those of ``logical_axes``.
+            The mapping of computation and that of parameters, by the names of
+            ``logical_axes``; neither contains unsharded dimensions.
 
         Raises:
-            PlanError: One mapping cannot say what the plan does.
+            PlanError: One mapping cannot express the plan.
         """
         found = named_mappings(self, "haliax")
         return dict(found.compute), dict(found.parameters)
@@ -322,7 +324,7 @@ class Plan(PlanDisplay):
         image: str | None = None,
         command: str | None = None,
     ) -> str:
-        """The plan as a file of another system.
+        """Returns the plan as a file of another system.
 
         Args:
             form: ``"maxtext"`` (rules, for ``custom_mesh_and_rule``), ``"axlearn"``
@@ -330,15 +332,15 @@ class Plan(PlanDisplay):
                 section ``trainer``), ``"jobset"`` or ``"skypilot"``.
             name: Name of the job, for a JobSet or SkyPilot.
             image: Container image, which a JobSet needs.
-            command: Words for the shell that start the run; None takes ``whalejax
-                train`` on one host, and ``python train.py`` on several.
+            command: Shell command that starts the run; None takes ``whalejax train`` on
+                one host, and ``python train.py`` on several.
 
         Returns:
-            The text; a comment on top names what the plan decides and the file does
-            not say.
+            Text of the file; a comment at its top names what the plan decides but the
+            file cannot express.
 
         Raises:
-            PlanError: The format cannot say the plan.
+            PlanError: The format cannot express the plan.
 
         >>> import jax, jax.numpy as jnp
         >>> import whalejax as wh
@@ -361,13 +363,13 @@ class Plan(PlanDisplay):
         return export.export([self], form, name=name, image=image, command=command)
 
     def table(self, *, all_rows: bool = False) -> str:
-        """Returns the page of ``print(plan)``, on demand with all rows.
+        """Returns the text of ``print(plan)``, optionally with all rows.
 
         Args:
-            all_rows: Every kind of parameter, not only those that hold most.
+            all_rows: Show every kind of parameter, not only the largest.
 
         Returns:
-            Lines as wide as the terminal or ``COLUMNS``; whole ones without either.
+            Lines as wide as the terminal or ``COLUMNS``; unbroken without either.
         """
         return plan_page.page(self, all_rows=all_rows)
 
@@ -375,28 +377,29 @@ class Plan(PlanDisplay):
         return self.table()
 
     def document(self) -> dict[str, Any]:
-        """The plan as plain JSON data, with hashes for checking."""
+        """Returns the plan as plain JSON data, with hashes for checking."""
         return plan_file.document_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; the file appears whole or not at all.
+        """Writes the plan as JSON, atomically.
 
         Raises:
-            PlanError: The file cannot be written there.
+            PlanError: The file cannot be written.
         """
         _check_path("Plan.save", path)
         plan_file.write(self, path)
 
     @classmethod
     def from_document(cls, document: dict[str, Any], name: str = "the plan") -> Plan:
-        """The plan that ``document`` wrote.
+        """Returns the plan that ``document`` wrote.
 
         Args:
-            document: Document, which is not changed.
+            document: Document, which stays unchanged.
             name: Name of the document in errors.
 
         Raises:
-            PlanError: It is no plan, is damaged, was edited, or has another format.
+            PlanError: The document is no plan, is damaged, was edited, or has another
+                format.
         """
         problems = Arguments("Plan.from_document", PlanError)
         problems.of("document", document, dict, "what Plan.document gave")
@@ -406,7 +409,7 @@ class Plan(PlanDisplay):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a plan. Nothing that the file names is run or imported.
+        """Reads a plan; runs or imports nothing that the file names.
 
         Raises:
             PlanError: The file is no plan, is damaged, was edited, or has another

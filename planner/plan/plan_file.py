@@ -1,9 +1,9 @@
-"""Plan files: a plan written as a JSON document, and read back with every check.
+"""Plan files: writes a plan as a JSON document, and reads it with every check.
 
-A document holds two hashes. ``hash`` is the plan's own, of what its program depends on;
-``document_hash`` is of everything in the document, so that no number of it can change
-unseen. Neither is a signature: who writes a file can hash it. So what is read is also
-checked for numbers that no plan can have (``validate``), and nothing of it is run.
+A document holds two hashes. ``hash`` covers what the plan's program depends on;
+``document_hash`` covers everything in the document, so that every change is noticed.
+Neither is a signature: whoever writes a file can hash it. So reading also checks for
+impossible numbers (``validate``), and runs nothing of the file.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from whalejax.planner.plan_errors import PlanError
 P = TypeVar("P", bound=PlanData)
 
 _READ_TOO: Final = (15,)
-"""Older formats whose plans are read, too: their layouts are still those."""
+"""Older formats that are still read, since their layouts are the same."""
 
 _VERSION, _HASH, _WHOLE = "whalejax_plan", "hash", "document_hash"
 
 
 def document_of(plan: PlanData) -> dict[str, Any]:
-    """The plan as plain JSON data, with its hashes."""
+    """Returns the plan as plain JSON data, with its hashes."""
     data = {_VERSION: PLAN_VERSION, _HASH: plan.hash, **encode(plan)}
     return {**data, _WHOLE: document_hash(data)}
 
 
 def document_hash(data: dict[str, Any]) -> str:
-    """Hash of all entries of a document but this one, however they are written down.
+    """Returns the hash of all other entries of a document, whatever their order.
 
     >>> a = {"b": 1, "c": [1.5]}
     >>> document_hash(a) == document_hash({"c": [1.5], "b": 1, "document_hash": "…"})
@@ -56,13 +56,13 @@ def document_hash(data: dict[str, Any]) -> str:
 
 
 def write(plan: PlanData, path: str | os.PathLike[str]) -> None:
-    """Writes a plan as JSON; the file appears whole or not at all.
+    """Writes a plan as JSON, atomically.
 
     Raises:
-        PlanError: The file cannot be written there.
+        PlanError: The file cannot be written.
     """
     target = Path(path)
-    # Not a temporary file of the library's: those only their owner can read.
+    # No temporary file of ``tempfile``, which only its owner can read.
     part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         part.write_text(json.dumps(document_of(plan), indent=1))
@@ -76,7 +76,7 @@ def write(plan: PlanData, path: str | os.PathLike[str]) -> None:
 
 
 def read(cls: type[P], path: str | os.PathLike[str]) -> P:
-    """The plan of a file.
+    """Returns the plan of a file.
 
     Raises:
         PlanError: The file is no plan, is damaged, was edited, or has another format.
@@ -101,15 +101,16 @@ def read(cls: type[P], path: str | os.PathLike[str]) -> P:
 
 
 def from_document(cls: type[P], document: Any, name: str) -> P:
-    """The plan that ``document_of`` wrote.
+    """Returns the plan that ``document_of`` wrote.
 
     Args:
-        cls: The class of plans.
-        document: Document as JSON has it; it is not changed.
+        cls: Class of plans.
+        document: Document as JSON data, which stays unchanged.
         name: Name of the document in errors.
 
     Raises:
-        PlanError: It is no plan, is damaged, was edited, or has another format.
+        PlanError: The document is no plan, is damaged, was edited, or has another
+            format.
     """
     if not isinstance(document, dict) or _VERSION not in document:
         raise PlanError(f"{name} is not a plan: it has no entry {_VERSION!r}")
@@ -127,7 +128,7 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
         raise PlanError(
             f"{name} is a damaged plan: {error}. Make it again with whalejax plan"
         ) from error
-    # The hash of an older plan is of fields that there were then.
+    # The hash of an older plan covers the fields of its version.
     if whole != stated or (not older and plan.hash != document.get(_HASH)):
         raise PlanError(
             f"{name} was changed by hand or damaged: its content has hash "

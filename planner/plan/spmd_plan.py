@@ -38,14 +38,13 @@ def decide(
         request: Options of the plan, such as micro-batches and default strategy.
         precision: Noted in the plan.
         batch: Leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
-            layouts are filled in here.
+            layouts are filled in.
         again: Traces the loss with TaskGraphs recomputed in the backward pass, with
             attention in blocks or logits in chunks; None excludes these.
-        known: Cache shared with other searches of the same loss.
+        known: Cache to share with other searches of the same loss.
 
     Raises:
-        PlanError: The marks cannot be obeyed, or no plan fits; every problem that was
-            found is listed.
+        PlanError: The marks cannot be obeyed, or no plan fits; lists every problem.
     """
     request = by_marks(graph, request)
     decided = decided_on(graph, cluster, request, again, known)

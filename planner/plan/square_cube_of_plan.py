@@ -1,4 +1,4 @@
-"""``wh.square_cube``: a pipeline plan's compute beside what its borders send."""
+"""``wh.square_cube``: a pipeline plan's compute time versus its transfers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNITS: Final = {
     for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))
     for unit, bits in (("b", 8), ("B", 1))
 }
-RECOMPUTED: Final = 4 / 3  # forward and backward, with the forward computed again
+RECOMPUTED: Final = 4 / 3  # forward and backward, with a recomputed forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class SquareCube(SquareCubeDisplay):
 
         Args:
             bytes_per_second: Bandwidth of the link.
-            overlap: Whether devices compute while their links work.
+            overlap: Whether computation and transfers overlap.
         """
         utilization = [r for r in self.rows if r.bytes_per_second == bytes_per_second]
         if not utilization:
@@ -69,7 +69,7 @@ class SquareCube(SquareCubeDisplay):
         )
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Cells of the table, under ``head``: each stage over each link."""
+        """Returns the cells of the table, under ``head``: each stage over each link."""
         return [
             (
                 rate_words(row.bytes_per_second),
@@ -105,22 +105,22 @@ def square_cube(
 ) -> SquareCube:
     """Computes the compute and transfer times of a plan's stages.
 
-    A peer receives its input twice, for the forward and for the backward, which may be
-    another peer's, and a gradient; it sends a result and a gradient. Micro-batches
-    that the first stage is given are not counted.
+    A peer receives its input twice, for the forward and for the backward pass, which
+    may run on another peer, and a gradient. It sends a result and a gradient.
+    Micro-batches that enter the first stage are not counted.
 
     Args:
-        plan: A pipeline whose stages have programs of their own.
+        plan: A pipeline plan with stage programs.
         bandwidths: Bandwidths of links, such as ``"200Mb/s"`` or ``"1GB/s"``, or bytes
             per second.
         wire: ``"f32"``, ``"bf16"`` or ``"int8"``.
 
     Returns:
-        The table; its last column is the width, relative to the plan's, at which the
-        link keeps devices busy.
+        Table; its last column is the width, relative to the plan's, at which the link
+        keeps devices busy.
 
     Raises:
-        WhaleError: What was given is no such plan, bandwidth or format.
+        WhaleError: The plan, a bandwidth or the format is unsuitable.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -160,14 +160,14 @@ def square_cube(
 
 
 def stage_works(plan: Plan, wire: str) -> tuple[StageWork, ...]:
-    """One micro-batch at each stage of a plan.
+    """Returns the work of one micro-batch at each stage of a plan.
 
     Args:
-        plan: With stages that have programs of their own, one part on each.
+        plan: Plan with stage programs, one part of the model on each stage.
         wire: Format on the wire.
 
     Raises:
-        PlanError: It has none.
+        PlanError: The plan has none.
     """
     stages = plan.stages
     if stages is None or not stages.plans or len(stages.paces) != len(stages.plans):
@@ -202,10 +202,10 @@ def border_bytes(
     """Returns the bytes that a peer of a stage receives and sends, forward and
     backward.
 
-    The last stage has one call for both, which is the backward.
+    The last stage has one call for both, counted as the backward.
 
     Args:
-        plan: With stages.
+        plan: Plan with stages.
         number: Number of the stage.
         wire: Format on the wire.
     """
@@ -224,7 +224,7 @@ def border_bytes(
 
 
 def bytes_per_second(rate: object, name: str = "bandwidth") -> float:
-    """A bandwidth as users write it.
+    """Parses a bandwidth.
 
     Args:
         rate: Bandwidth such as ``"200Mb/s"`` (bits), ``"25MB/s"`` (bytes), or bytes per
@@ -232,7 +232,7 @@ def bytes_per_second(rate: object, name: str = "bandwidth") -> float:
         name: Name of the argument, for the error.
 
     Raises:
-        PlanError: It is none.
+        PlanError: The text is no bandwidth.
 
     >>> bytes_per_second("200Mb/s"), bytes_per_second("25 MB/s"), bytes_per_second(10)
     (25000000.0, 25000000.0, 10.0)
@@ -258,7 +258,7 @@ def bytes_per_second(rate: object, name: str = "bandwidth") -> float:
 
 
 def rate_words(rate: Any) -> str:
-    """A bandwidth in bits per second.
+    """Formats a bandwidth in bits per second.
 
     >>> rate_words(25e6), rate_words(1.25e9)
     ('200 Mb/s', '10 Gb/s')

@@ -19,11 +19,11 @@ from whalejax.planner.search.request import Request
 
 
 UNEVEN = 1.5
-"""Times its even part that a stage takes where the cut is worth a word."""
+"""Ratio to its even part from which a stage's time is worth a note."""
 
 
 class StagedPlan(Protocol):
-    """A plan in stages that was evaluated."""
+    """Evaluated plan in stages."""
 
     time: TimeTerms
     memory: MemoryTerms
@@ -36,7 +36,7 @@ class StagedPlan(Protocol):
 
 
 class StageMemoryPlan(StagedPlan, Protocol):
-    """One whose stages have memory of their own."""
+    """Plan whose stages have their own memory."""
 
     room_bytes: int
     fullest: int
@@ -45,16 +45,17 @@ class StageMemoryPlan(StagedPlan, Protocol):
 def check_stages(
     request: Request, stages: int, *, most: int, estimated: Collection[str]
 ) -> None:
-    """Refuses what stages cannot be asked for.
+    """Refuses requests that are impossible with stages.
 
     Args:
-        request: Options of the question.
+        request: Options of the request.
         stages: Number of stages.
-        most: Stages that there can be.
-        estimated: Options that no executor runs in stages, and estimates may have.
+        most: Largest number of stages.
+        estimated: Options that no executor runs in stages; only estimates may have
+            them.
 
     Raises:
-        PlanError: What it is, and the remedy.
+        PlanError: Names the option and the remedy.
     """
     check_devices(request.num_devices, stages, most=most)
     refused = request.refused_by_stages()
@@ -64,7 +65,7 @@ def check_stages(
 
 
 def merged_pipelines_note(graph: Graph) -> str:
-    """Returns the note on several marked pipelines, which make one.
+    """Returns the note on several marked pipelines, which are combined into one.
 
     Args:
         graph: The captured loss.
@@ -106,12 +107,12 @@ def uncut(graph: Graph, plan: Plan) -> str:
 
 
 def lopsided(plan: Plan, *, marked: bool) -> str:
-    """Returns the note on a stage far slower than the others for another reason than a
+    """Returns the note on a stage far slower than the others for a reason other than a
     loop; else an empty text.
 
     Args:
         plan: Plan whose stages have programs of their own.
-        marked: ``stage`` marks say where it is cut.
+        marked: Whether ``stage`` marks set the cut points.
     """
     said = _lopsided(plan)
     if not said:
@@ -125,7 +126,9 @@ def lopsided(plan: Plan, *, marked: bool) -> str:
 
 
 def _lopsided(plan: Plan) -> str:
-    """One stage's part of the time, where that is far from even; else nothing."""
+    """Describes the stage with far more than an even part of the time; else an empty
+    text.
+    """
     stages = plan.stages
     if stages is None or not stages.paces:
         return ""
@@ -151,7 +154,8 @@ def evened(remedy: str) -> str:
     """Returns the remedy for the uneven stages that ``uncut`` reports.
 
     Args:
-        remedy: Option that lets one program divide the loop among stages, if any does.
+        remedy: Option that lets one program divide the loop among stages, if there is
+            one.
     """
     if not remedy:
         return "Write the layers out (of the reference models: scan_layers=False)"
@@ -165,11 +169,11 @@ def evened(remedy: str) -> str:
 def batch_of(
     plans: Sequence[Plan], batch: Sequence[BatchLeaf]
 ) -> tuple[BatchLeaf, ...]:
-    """Leaves of the batch with their layouts, as the first stage that reads them.
+    """Returns the batch leaves with the layouts of the first stage that reads them.
 
     Args:
         plans: Plan of each stage.
-        batch: Its leaves, without layouts.
+        batch: Leaves of the batch, without layouts.
     """
     result: dict[str, BatchLeaf] = {}
     for plan in plans:
@@ -184,11 +188,11 @@ def batch_of(
 def candidates(
     weighed: Sequence[StagedPlan], best: StagedPlan
 ) -> tuple[Candidate, ...]:
-    """Plans in stages for a plan to remember, best first.
+    """Returns candidates in stages for a plan to store, best first.
 
     Args:
-        weighed: All of them.
-        best: The one that is taken.
+        weighed: All evaluated candidates.
+        best: The chosen one.
     """
     order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
     alike = {one.layout: one for one in reversed(order)} | {best.layout: best}
@@ -215,7 +219,7 @@ def _verdict(one: StagedPlan, best: StagedPlan) -> str:
 
 
 def speed_difference_text(seconds: float, best_seconds: float) -> str:
-    """A step beside that of the plan that is taken.
+    """Compares a step time with that of the chosen plan.
 
     >>> speed_difference_text(1.1, 1.0)
     '10.0% slower'
@@ -227,7 +231,7 @@ def speed_difference_text(seconds: float, best_seconds: float) -> str:
 
 
 def too_large(one: StageMemoryPlan) -> NothingFits:
-    """Returns the error for a plan that lacks memory, with the stage that does."""
+    """Returns the error for a plan that lacks memory, naming the stage."""
     need, room = one.memory.total_bytes, one.room_bytes
     name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])
     return NothingFits(

@@ -1,9 +1,9 @@
-"""Pipelines side by side on unlike devices: each takes micro-batches of its own.
+"""Parallel pipelines on mixed devices, each with its own number of micro-batches.
 
-The devices are cut into equal parts, in node order. Each part runs the whole model as a
-pipeline, cut as suits its kinds; the shares are the integers with which the last one is
-done as early as can be, as its schedule's table says. Whale balances every replica of a
-pipeline alike and gives all the same number of micro-batches.
+The devices are divided into equal parts, in node order. Each part runs the full model
+as a pipeline, cut to suit its kinds. Shares are the integers with which the last
+pipeline ends earliest by its schedule's table. Whale instead balances every replica of
+a pipeline equally, with the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from whalejax.planner.sharding.layout import divisors
 
 
 Decide = Callable[[Cluster, Request], Plan]
-"""The plan of one pipeline on its devices."""
+"""Function that returns the plan of one pipeline on its devices."""
 
 MOST_COUNTS = 3
-"""Numbers of micro-batches that are weighed for each number of pipelines."""
+"""Numbers of micro-batches to evaluate for each number of pipelines."""
 
 MOST_REPLICAS = 16
-"""Pipelines side by side, at most, where the planner chooses."""
+"""Most parallel pipelines that the planner chooses."""
 
 FAR, LESS = 0.2, 0.05
-"""More pipelines are not tried where the fastest so far is slower by the first part
-than a plan that there is, and no faster by the second than that of fewer pipelines."""
+"""More pipelines are not tried if the fastest so far is slower than the known plan by
+the first part, and not faster than that of fewer pipelines by the second part."""
 
 
 class _Pipeline:
-    """One pipeline, and what its table says of other numbers of micro-batches.
+    """One pipeline, and its schedule's times for other numbers of micro-batches.
 
     Attributes:
-        plan: With all micro-batches.
+        plan: Plan with all micro-batches.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -67,7 +67,7 @@ class _Pipeline:
         self._known = {0: 0.0}
 
     def seconds(self, count: int) -> float:
-        """Returns the seconds after which so many micro-batches are done."""
+        """Returns the seconds until some number of micro-batches is done."""
         if count not in self._known:
             stages = self._stages
             table = schedule(stages.schedule, len(stages.plans), count)
@@ -83,25 +83,25 @@ class _Pipeline:
 
     @property
     def once(self) -> float:
-        """Returns the seconds after the micro-batches, once in a step."""
+        """Seconds after the micro-batches, once in a step."""
         plan = self.plan
         return max(0.0, plan.time.step_seconds - self.seconds(plan.num_micro_batches))
 
     @property
     def kinds(self) -> list[str]:
-        """Returns the kinds of devices along the pipeline."""
+        """Kinds of devices along the pipeline."""
         names = [plan.cluster.kinds[0].display_name() for plan in self.plan.stage_plans]
         return [*dict.fromkeys(names)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ParallelPipelines:
-    """Pipelines side by side.
+    """Parallel pipelines.
 
     Attributes:
         plans: Plan of each pipeline.
-        shares: Micro-batches of each.
-        exchange: Combined arrays of all pipelines, with the seconds that takes.
+        shares: Micro-batches of each pipeline.
+        exchange: All-reduce over all pipelines, with its seconds.
     """
 
     plans: tuple[_Pipeline, ...]
@@ -110,12 +110,12 @@ class _ParallelPipelines:
 
     @property
     def pace(self) -> float:
-        """Seconds after which the last pipeline is done with its micro-batches."""
+        """Seconds until the last pipeline ends its micro-batches."""
         return _pace(self.plans, self.shares)
 
     @property
     def rest(self) -> float:
-        """Returns the seconds after the micro-batches: the exchange and the update."""
+        """Seconds after the micro-batches: the exchange and the update."""
         return self.exchange[1] + max(plan.once for plan in self.plans)
 
     @property
@@ -138,9 +138,7 @@ class _ParallelPipelines:
 
     @property
     def lacks_bytes(self) -> int:
-        """Returns the bytes that the fullest device lacks; 0 or less where all have
-        enough.
-        """
+        """Bytes that the fullest device lacks; 0 or less if all have enough."""
         return max(
             stage.memory.with_exchange_buffer.total_bytes - stage.cluster.memory_bytes
             for stage in self._stages()
@@ -171,20 +169,20 @@ def decide_pipelines(
     decide: Decide,
     known_seconds: float = math.inf,
 ) -> Plan:
-    """Chooses how pipelines side by side run a model, and who takes how much of it.
+    """Chooses how parallel pipelines run a model, with their shares.
 
     Args:
         graph: The captured loss.
-        cluster: The machine.
-        request: Options of the question, over all devices; its mesh lacks ``stage``.
+        cluster: Cluster to plan for.
+        request: Options of the request, over all devices; its mesh lacks ``stage``.
         stages: Number of stages of each pipeline.
-        asked: The shares that the user wants, in node order, or None.
+        asked: Requested shares in node order, or None.
         decide: Makes the plan of one pipeline.
-        known_seconds: Step time of a known plan. Where pipelines are far slower, more
-            of them are not tried.
+        known_seconds: Step time of a known plan. If pipelines are far slower, no more
+            of them are tried.
 
     Raises:
-        PlanError: It cannot be, or nothing fits.
+        PlanError: The request is impossible, or nothing fits.
     """
     _check(graph, request, stages, asked)
     result: list[_ParallelPipelines] = []
@@ -196,7 +194,7 @@ def decide_pipelines(
         several = counts(graph, request, asked, least=least)[:MOST_COUNTS]
         free = asked is None and DATA not in (request.mesh or {})
         if free and several[-1] < replicas:
-            continue  # Some would have no micro-batch at all.
+            continue  # Some would have no micro-batch.
         some = [*_while_faster(functools.partial(weigh, replicas), several, problems)]
         result += some
         steps = (one.step_seconds for one in some if one.lacks_bytes <= 0)
@@ -223,14 +221,14 @@ def _while_faster(
     several: Sequence[int],
     problems: list[PlanError],
 ) -> Iterator[_ParallelPipelines]:
-    """Weighs numbers of micro-batches, the fewest first, while more of them help.
+    """Evaluates numbers of micro-batches, the fewest first, while more of them help.
 
-    Where the fewest do not fit, the most are weighed first: fewer are larger ones.
+    If the fewest do not fit, the most are tried first: fewer micro-batches are larger.
 
     Args:
-        weigh: Weighs one number.
-        several: The numbers, the fewest first.
-        problems: List that receives the errors of others.
+        weigh: Evaluates one number of micro-batches.
+        several: Numbers of micro-batches, the fewest first.
+        problems: List that receives the errors.
     """
     best, lacking = math.inf, False
     left = [*several]
@@ -238,7 +236,7 @@ def _while_faster(
         try:
             one = weigh(left.pop(-1 if lacking else 0))
         except TooFewParts:
-            raise  # Nor are there more under other numbers.
+            raise  # Other numbers need as many.
         except NothingFits as error:
             problems.append(error)
             if lacking:
@@ -299,14 +297,14 @@ def _weigh(
     replicas: int,
     count: int,
 ) -> _ParallelPipelines:
-    """Evaluates so many pipelines, with so many micro-batches in all."""
+    """Evaluates a number of pipelines with a total number of micro-batches."""
     size = request.num_devices // replicas
     mesh = {**(request.mesh or {}), DATA: 1}
     one = dataclasses.replace(
         request, num_devices=size, num_micro_batches=count, mesh=mesh, zero=0
     )
-    # Those whose devices are of the same kinds have one plan.
-    # What the first is given the others take over, so the one with least memory begins.
+    # Parts of the same kinds have one plan. The others copy the setting of the first,
+    # so the part with least memory comes first.
     parts = [cluster.part(size, r * size) for r in range(replicas)]
     known: dict[tuple[str, ...], _Pipeline] = {}
     for part in sorted(parts, key=lambda part: part.memory_bytes):
@@ -330,7 +328,7 @@ def _kinds_of(part: Cluster) -> tuple[str, ...]:
 
 
 def _check_alike(plans: Sequence[Plan]) -> None:
-    """Refuses pipelines that store a parameter in unlike shards."""
+    """Refuses pipelines that store a parameter in different shards."""
 
     def stored(plan: Plan) -> dict[str, tuple[object, ...]]:
         return {
@@ -358,7 +356,7 @@ def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
     """Returns shares by speed, improved by moves from the last pipeline while that
     helps.
 
-    What ends last must take less in any better shares, and somebody else more.
+    Any better shares give the pipeline that ends last less, and another one more.
     """
     shares = [*largest_remainder(count, [1 / p.seconds(count) for p in plans])]
     while True:
@@ -375,7 +373,9 @@ def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
 def _exchange(
     plans: Sequence[Plan], cluster: Cluster, stages: int
 ) -> tuple[Collective, float]:
-    """The all-reduce of what pipelines have added up, on the fullest stage."""
+    """Returns the all-reduce of summed gradients over pipelines, on the
+    fullest stage.
+    """
     payload = max(
         one.memory.gradients_bytes for plan in plans for one in plan.stage_plans
     )
@@ -411,7 +411,7 @@ def _build_plan(
     best: _ParallelPipelines,
     found: Sequence[_ParallelPipelines],
 ) -> Plan:
-    """The plan of the best; ``found`` has all that were evaluated."""
+    """Returns the plan of the best; ``found`` has all evaluated ones."""
     first = best.plans[0].plan
     others = sorted(
         (one for one in found if one is not best), key=lambda one: one.step_seconds
@@ -455,7 +455,7 @@ def _summed(leaf: LeafPlan) -> LeafPlan:
 
 
 def _time(one: _ParallelPipelines) -> TimeTerms:
-    """The step, by the terms of the pipeline that is done last."""
+    """Returns the terms of the step, from the pipeline that ends last."""
     ends = [p.seconds(k) for p, k in zip(one.plans, one.shares, strict=True)]
     last = one.plans[ends.index(max(ends))]
     terms = dataclasses.asdict(last.plan.time)

@@ -1,9 +1,9 @@
-"""Plans whose data-parallel replicas are unlike: each takes micro-batches of its own.
+"""Plans with different data-parallel replicas, each with its own micro-batches.
 
-Every kind of device is asked how long a micro-batch takes on one replica, in a search
-of its own, corrected by what it was measured to take (``measured_speed``); shares are
-the integers with which the last replica is done as early as can be. All replicas have
-one layout: that of the kind with the least memory.
+For every kind of device, a search of its own finds the time of a micro-batch on one
+replica, corrected by measurements (``measured_speed``). Shares are the integers with
+which the last replica ends earliest. All replicas have one layout: that of the kind
+with the least memory.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ from whalejax.planner.step_options import options_of
 
 
 Decide = Callable[..., Plan]
-"""A search for the plan of one replica; see ``decide.decide``."""
+"""Function that searches for the plan of one replica; see ``decide.decide``."""
 
 MOST_COUNTS = 5
-"""Numbers of micro-batches that are weighed for replicas of one size."""
+"""Numbers of micro-batches to evaluate for replicas of one size."""
 
 MANY_DEVICES, MANY_CASES = 8, 8
-"""Of more devices, and sizes of replicas with numbers of micro-batches, only those
-that are estimated to be near the fastest are weighed."""
+"""With more devices and more cases (sizes of replicas with numbers of micro-batches),
+only those estimated to be near the fastest are evaluated."""
 
 LEAST_TRIES, MOST_TRIES = 2, 12
-"""Promising replicas that are weighed."""
+"""Fewest and most promising replicas to evaluate."""
 
 
 def decide_shares(
@@ -82,22 +82,22 @@ def decide_shares(
     decide: Decide,
     **options: Any,
 ) -> Plan:
-    """Chooses how replicas of unlike devices run a model, and who takes how much of it.
+    """Chooses how replicas on mixed devices run a model, with their shares.
 
     Args:
         graph: The captured loss.
-        cluster: The machine.
-        request: Options of the question; the axis ``data`` is what is left to choose.
-        asked: The shares that the user wants, in node order, or None.
-        even: The user wants the same for all.
+        cluster: Cluster to plan for.
+        request: Options of the request; only the axis ``data`` is left to choose.
+        asked: Requested shares in node order, or None.
+        even: Whether all replicas get the same share.
         decide: Searches for the plan of one replica.
-        options: Further options of that search.
+        options: More options of that search.
 
     Returns:
         The plan, with ``shares``.
 
     Raises:
-        PlanError: Shares that cannot be, or no plan fits.
+        PlanError: The shares are impossible, or no plan fits.
     """
     _check(graph, cluster, request, asked)
     options = {"known": ProgramCache(), **options}
@@ -116,7 +116,7 @@ def decide_shares(
             shared = even_shares(case.count, ranks[case.size])
         return _weigh(graph, cluster, request, case, shared, decide, options)
 
-    # Of others, some have no micro-batch at all.
+    # Other sizes leave some replicas without a micro-batch.
     busy = [size for size, least in ranks.items() if every[size][-1] >= least]
     tries = _Tries(request, weigh)
     several = {size: every[size][:MOST_COUNTS] for size in busy or every}
@@ -127,7 +127,7 @@ def decide_shares(
         tries.add_likely(likely)
         marks = (r.strategy.kind for r in graph.task_graphs if r.strategy)
         if 1 in several and "split" in (request.default, *marks):
-            tries.add(1, several[1][::-1])  # One device has nothing to split.
+            tries.add(1, several[1][::-1])  # One device has nothing to shard.
     for size in several if tries.best_seconds == math.inf else ():
         if size > _within(cluster) and tries.best_seconds < math.inf:
             break  # Links between nodes are slower than those inside.
@@ -146,7 +146,7 @@ def decide_shares(
 def _check(
     graph: Graph, cluster: Cluster, request: Request, asked: Sequence[int] | None
 ) -> None:
-    """Refuses what no shares can be had with, and shares that cannot be."""
+    """Refuses requests that no shares satisfy, and impossible shares."""
     check_zero(request)
     if request.num_devices < cluster.num_devices:
         raise DeviceCountError(
@@ -161,7 +161,7 @@ def _check(
 
 
 class _Tries:
-    """Replicas that were evaluated, and what was wrong with others.
+    """Evaluated replicas, and the errors of others.
 
     Attributes:
         found: Evaluated replicas.
@@ -180,11 +180,11 @@ class _Tries:
 
     @property
     def best_seconds(self) -> float:
-        """Step time of the fastest that fits; infinite where none does."""
+        """Step time of the fastest that fits; infinite if none does."""
         return min((o.step_seconds for o in self.found if o.fits), default=math.inf)
 
     def add(self, size: int, several: Sequence[int]) -> None:
-        """Weighs replicas of some size.
+        """Evaluates replicas of some size.
 
         Args:
             size: Devices of a replica.
@@ -197,10 +197,10 @@ class _Tries:
                 if request.zero is None and zero and _roomy(self.found, case, request):
                     continue
                 if self._lacks(case):
-                    break  # Fewer micro-batches are larger ones.
+                    break  # Fewer micro-batches are larger.
 
     def add_fewest(self, size: int, several: Sequence[int]) -> None:
-        """Weighs replicas of some size in the fewest micro-batches that fit.
+        """Evaluates replicas of some size in the fewest micro-batches that fit.
 
         Args:
             size: Devices of a replica.
@@ -222,9 +222,9 @@ class _Tries:
             low, high = (low, middle) if fits(middle) else (middle + 1, high)
 
     def add_likely(self, likely: Iterable[LikelyReplicas]) -> None:
-        """Weighs the promising, the best first, while they may be faster than others.
+        """Evaluates promising replicas, the best first, while they may be the fastest.
 
-        What an estimate leaves out takes a like part of everyone's step.
+        The estimate omits a similar part of each step.
         """
         ratio, tries = 1.0, 0
         for one in likely:
@@ -241,7 +241,7 @@ class _Tries:
                 ratio = min(ratio, shared.step_seconds / one.seconds)
 
     def _lacks(self, case: SharesCase) -> bool:
-        """Weighs a case; whether memory is too small for any plan of it."""
+        """Evaluates a case; returns whether no plan of it fits the memory."""
         try:
             self.found.append(self.weigh(case))
         except NothingFits as error:
@@ -253,7 +253,7 @@ class _Tries:
 
 
 def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
-    """The error that lacks least, with the kind that has the least memory."""
+    """Returns the error that lacks least, with the kind of least memory."""
     if not isinstance(problems[0], NothingFits):
         return problems[0]
     short = [error for error in problems if isinstance(error, NothingFits)]
@@ -275,7 +275,7 @@ def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
 
 
 def _roomy(found: Sequence[Replicas], case: SharesCase, request: Request) -> bool:
-    """Replicas have room for the whole state, or nothing of it can be cut."""
+    """Whether replicas have room for the full state, or none of it can be sharded."""
     if request.offload or not sliceable(request):
         return True
     plans = [one for one in found if one.case == dataclasses.replace(case, zero=0)]
@@ -285,16 +285,17 @@ def _roomy(found: Sequence[Replicas], case: SharesCase, request: Request) -> boo
 
 
 def _within(cluster: Cluster) -> int:
-    """Devices of the largest replica that lies inside a node, on every node."""
+    """Returns the devices of the largest replica inside a node, on every node."""
     return math.gcd(*(node.count for node in cluster.nodes))
 
 
 def _sizes(
     cluster: Cluster, request: Request, asked: Sequence[int] | None
 ) -> list[int]:
-    """Devices of a replica, the fewest first: of one kind, and part of a node or nodes.
+    """Returns replica sizes, smallest first: of one kind, in part of a node or full
+    nodes.
 
-    A replica lies inside a node, or on whole ones.
+    A replica is inside one node, or on full nodes.
     """
     mesh = dict(request.mesh or {})
     data = mesh.pop(DATA, None)
@@ -329,7 +330,7 @@ def _sizes(
 
 
 def _served(graph: Graph, sizes: Sequence[int]) -> list[int]:
-    """Sizes of replicas that the marks can be obeyed on."""
+    """Returns the replica sizes on which the marks can be obeyed."""
     result = []
     problem: PlanError | None = None
     for size in sizes:
@@ -354,13 +355,13 @@ def counts(
     least: int,
     even: bool = False,
 ) -> list[int]:
-    """Numbers of micro-batches that there may be, the fewest first.
+    """Returns the possible numbers of micro-batches, the fewest first.
 
     Args:
         graph: The captured loss.
-        request, asked: Options of the question, and the shares that it fixes.
-        least: Micro-batches that keep everybody busy.
-        even: Everybody shall have the same number.
+        request, asked: Options of the request, and the shares that it fixes.
+        least: Micro-batches that keep all replicas busy.
+        even: Whether all have the same number.
     """
     fixed = sum(asked) if asked is not None else request.num_micro_batches
     if fixed is not None:
@@ -382,7 +383,7 @@ def _weigh(
     decide: Decide,
     options: Mapping[str, Any],
 ) -> Replicas:
-    """Replicas of so many devices, with so many micro-batches in all."""
+    """Evaluates replicas of one size with a total number of micro-batches."""
     size, count, replicas = case.size, case.count, cluster.num_devices // case.size
     mesh = {**(request.mesh or {}), DATA: 1}
     alone = dataclasses.replace(
@@ -392,7 +393,7 @@ def _weigh(
         mesh=mesh,
         zero=None,
         is_part=True,
-        # How many micro-batches it holds is a question of its share.
+        # Its number of micro-batches depends on its share.
         batch_bytes=tuple(-(-nbytes // count) for nbytes in request.batch_bytes),
     )
     if case.zero:
@@ -431,7 +432,7 @@ def _weigh(
 
 
 def _pinned(request: Request, plan: Plan) -> Request:
-    """The request of what another kind is to run: the same as the first."""
+    """Returns the request for another kind, fixed to the plan of the first."""
     return dataclasses.replace(
         request,
         mesh={DATA: 1, **plan.axis_sizes},
@@ -440,12 +441,12 @@ def _pinned(request: Request, plan: Plan) -> Request:
 
 
 def _pace(plan: Plan, count: int) -> float:
-    """Seconds of a micro-batch."""
+    """Returns the seconds of a micro-batch."""
     return (plan.time.step_seconds - plan.time.update_seconds) / count
 
 
 def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, float]:
-    """The all-reduce of what replicas have added up."""
+    """Returns the all-reduce of summed gradients over replicas."""
     summed = Collective(
         kind="all-reduce",
         axes=(DATA,),
@@ -462,7 +463,7 @@ def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, 
 def _build_plan(
     cluster: Cluster, found: Sequence[Replicas], asked: Sequence[int] | None
 ) -> Plan:
-    """The plan of the fastest that fits; ``found`` has the fastest first."""
+    """Returns the plan of the fastest that fits; ``found`` has the fastest first."""
     best = next((one for one in found if one.fits), None)
     if best is None:
         raise nothing_fits(found, asked)
@@ -507,7 +508,7 @@ def _verdict(one: Replicas, best: Replicas) -> str:
 
 
 def _time(one: Replicas) -> TimeTerms:
-    """The step, by the terms of the plan of one replica."""
+    """Returns the terms of the step, from the plan of one replica."""
     terms = dataclasses.asdict(one.plan.time)
     terms.pop("update_seconds")
     ratio = one.pace / max(sum(terms.values()), 1e-30)

@@ -1,8 +1,8 @@
-"""Checks of a plan that was read from a file: impossible numbers are refused.
+"""Checks of a plan that was read from a file: refuses impossible numbers.
 
 A hash proves nothing here, because whoever changes a file can hash it anew. Times and
-sizes are not negative, layouts fit shapes and mesh, shares add up, memory is what the
-parameters take and no more than devices have. All problems are found at once.
+sizes are not negative, layouts fit shapes and mesh, and shares add up. Memory matches
+the parameters' shards and the devices' size. All problems are found at once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from whalejax.planner.step_options import option_counts, option_limits
 
 
 LOST_SECONDS: Final = 1e-9
-"""What a difference of times may lose in its last digits, below zero."""
+"""Rounding error below zero that a difference of times may have."""
 
 SLACK: Final = 2
-"""By which factor memory may exceed that of the largest device."""
+"""Factor by which memory may exceed that of the largest device."""
 
 NEAR: Final = 0.01
-"""By which part the memory of parameters may differ from what their shards take."""
+"""Part by which the memory of parameters may differ from that of their shards."""
 
 _STASHES = ("", "inputs", "residuals")
 _PHASES = ("forward", "backward", "update", "turn")
@@ -45,14 +45,14 @@ _DTYPE: Final = re.compile(
 """Element types as JAX writes them."""
 
 _APART = frozenset(("cluster", "compiler_options", "question", "stages", "pipelines"))
-"""Fields of a plan that are checked elsewhere, or one by one."""
+"""Fields of a plan that are checked elsewhere, or individually."""
 
 
 def check_plan(plan: PlanData) -> None:
-    """Raises if a plan has numbers that none can have.
+    """Raises if a plan has impossible numbers.
 
     Raises:
-        PlanError: Every problem, with its place.
+        PlanError: Lists every problem, with its place.
     """
     problems = Problems("numbers that no plan has", PlanError)
     _check(plan, "", problems)
@@ -86,7 +86,7 @@ def _check(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Numbers of a tree of dataclasses that are below zero or above any memory."""
+    """Yields numbers of a dataclass tree that are negative or above any memory."""
     if isinstance(value, tuple):
         for place, item in enumerate(value):
             yield from _unfit(item, f"{path}[{place}]")
@@ -106,7 +106,7 @@ def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
-    """Checks fields that hold one of a few words."""
+    """Checks fields that hold one of a few texts."""
     chosen: list[tuple[str, str, tuple[str, ...]]] = [
         ("precision", plan.precision, PRECISIONS),
         *((f"precisions.{n}", kind, PRECISIONS) for n, kind in plan.precisions),
@@ -198,10 +198,10 @@ def _check_combine(plan: PlanData, where: str, problems: Problems) -> None:
 
 def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
     sizes = {role.name: role.size for role in plan.roles}
-    # Of extents of images, which are pooled or cut into patches, parameters may have
-    # a lower resolution.
+    # Parameters may have a lower resolution than images, which are pooled or cut into
+    # patches.
     commons = {role.name: role.common or role.size for role in plan.roles}
-    # Where stages have programs of their own, axes are those of each one's plan.
+    # Stage programs have axes of their own plans.
     mesh = plan.axis_sizes if plan.stages is None else None
     for place, leaf in enumerate(plan.leaves):
         at = f"{where}leaves[{place}]"
@@ -230,7 +230,7 @@ def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _check_trained(plan: PlanData, where: str, problems: Problems) -> None:
-    """Leaves have names of their own, and those that are trained stand first."""
+    """Checks that leaf names are unique, and that trained leaves come first."""
     seen: set[str] = set()
     for place, leaf in enumerate(plan.leaves):
         at = f"{where}leaves[{place}]"
@@ -278,11 +278,13 @@ def _is_dtype(text: str) -> bool:
 
 
 class _OtherContainersError(Exception):
-    """The batch has containers that no plan rebuilds; ``wh.compile`` asks for it."""
+    """The batch has containers that no plan rebuilds; ``wh.compile`` asks for its
+    structure.
+    """
 
 
 def _check_batch(plan: PlanData, where: str, problems: Problems) -> None:
-    """The batch: its containers, names and element types."""
+    """Checks the batch: its containers, names and element types."""
     paths = [leaf.path for leaf in plan.batch]
     for place, leaf in enumerate(plan.batch):
         if not _is_dtype(leaf.dtype):
@@ -315,7 +317,7 @@ def _check_batch(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _paths(node: Any, path: str) -> Iterator[str]:
-    """Paths of the leaves of a description, as JAX writes them."""
+    """Yields the paths of a description's leaves, as JAX writes them."""
     if node is None:
         return
     if node == "leaf":
@@ -371,7 +373,7 @@ def _check_memory(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _check_kinds(plan: PlanData, where: str, problems: Problems) -> None:
-    """Every kind of device has room for what lies on all of them."""
+    """Checks that every kind of device has room for its data."""
     parts = [*plan.pipelines, *(() if plan.stages is None else plan.stages.plans)]
     given = {kind.name: kind.memory_bytes for kind in plan.cluster.kinds}
     for kind in (kind for part in parts for kind in part.cluster.kinds):
@@ -381,7 +383,7 @@ def _check_kinds(plan: PlanData, where: str, problems: Problems) -> None:
                 f"{given.get(kind.name)}; its stages have {kind.memory_bytes}"
             )
     if parts or plan.num_devices < plan.cluster.num_devices:
-        return  # they have fields of their own, or some devices are idle
+        return  # They have their own fields, or some devices are idle.
     for name, there in given.items():
         if plan.memory.params_bytes > SLACK * there:
             problems.add(

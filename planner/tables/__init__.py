@@ -1,7 +1,8 @@
 """Placement of embedding tables: splits, the assignment to ranks, and its report.
 
-``place`` is the entry. ``table`` and ``ranks`` describe what is placed, ``ways`` lists
-how a table may be divided and what that costs a rank, ``greedy`` and ``program``
-choose, ``placement`` is the result, ``published`` has sizes of public ones. Plain
-data and NumPy; ``program`` asks SciPy's HiGHS.
+``place`` is the entry point. ``table`` and ``ranks`` describe the input,
+``storage_options`` lists the ways to divide a table with their costs for a rank,
+``greedy`` and ``integer_program`` choose, ``placement`` is the result, ``published``
+has sizes of public tables. Plain data and NumPy; ``integer_program`` calls SciPy's
+HiGHS.
 """

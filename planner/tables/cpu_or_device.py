@@ -1,13 +1,13 @@
-"""The choice of tables in processes of CPUs and tables beside the dense part.
+"""The choice between tables in CPU processes and tables on the dense part's devices.
 
-A table in a process takes seconds there and on the wire; beside the dense part it takes
-seconds of the devices, and its updates are never late. With S tables in n processes and
-lookups that lack at most s updates a step takes
+A table in a process takes time there and on the wire; on the devices of the dense part
+it takes their time, and its updates are never late. With S tables in n processes and
+lookups that lack at most s updates, a step takes
 
     max(a(S) / n, w(S), d(S), (a(S) / n + w(S) + d(S)) / (s + 1)),
 
-each a sum over tables, so that for each n the best cut is an integer program. Memory of
-both sections is limited.
+each a sum over tables, so that for each n the best choice is an integer program. Memory
+of both sections is limited.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _NODES: Final = 200
 _GAP: Final = 1e-4
 _CHOSEN: Final = "which fits and makes the shorter step"
 _TOTAL_WEIGHT: Final = 1e-3
-"""Weight of all work beside a step's seconds: among equals the least is taken."""
+"""Weight of total work relative to a step's seconds; it breaks ties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableCost:
-    """Seconds of a step that a table takes in either section.
+    """Seconds per step of a table in either section.
 
     Attributes:
         name: Name of the table.
-        in_processes: Whether it is in processes of CPUs.
-        is_fixed: Whether you fixed that.
-        sparse_seconds: Lookups and updates in one process.
-        wire_seconds: Ids, vectors and gradients between both sections.
-        dense_seconds: Lookups, exchange and updates on the devices, of each an even
-            share.
+        in_processes: Whether it is in CPU processes.
+        is_fixed: Whether the user fixed that.
+        sparse_seconds: Seconds of lookups and updates in one process.
+        wire_seconds: Seconds of ids, vectors and gradients between both sections.
+        dense_seconds: Seconds of lookups, exchange and updates on the devices, evenly
+            shared.
         nbytes: Bytes of the table and its optimizer state.
     """
 
@@ -82,14 +82,14 @@ def table_costs(
     batch_size: int,
     fixed: Collection[str] | None,
 ) -> tuple[TableCost, ...]:
-    """Predicted seconds of each table in either section.
+    """Predicts the seconds of each table in either section.
 
     Args:
         tables: All tables.
         processes: Processes that compute on CPUs.
-        devices: Devices of the dense part; None where they can hold no table.
+        devices: Devices of the dense part; None if they can store no table.
         batch_size: Samples of a global batch.
-        fixed: Names of the tables that are in processes, where you fixed them.
+        fixed: Names of the tables in processes, if the user fixed them.
     """
     found = []
     for table in tables:
@@ -109,7 +109,7 @@ def table_costs(
 
 
 def _device_seconds(table: Table, devices: Ranks | None, batch_size: int) -> float:
-    """Least load of a table on all devices, over their number."""
+    """Returns the least load of a table on all devices, over their number."""
     if devices is None:
         return 0.0
     ways = list_ways(
@@ -125,12 +125,12 @@ def _device_seconds(table: Table, devices: Ranks | None, batch_size: int) -> flo
 def times_of(
     costs: Sequence[TableCost], dense_seconds: float, batch_seconds: float = 0.0
 ) -> SectionTimes:
-    """Seconds of the sections with the tables in their places.
+    """Returns the seconds of the sections with the tables as assigned.
 
     Args:
         costs: All tables.
-        dense_seconds: The dense part without tables.
-        batch_seconds: Seconds to make a batch, in a process.
+        dense_seconds: Seconds of the dense part without tables.
+        batch_seconds: Seconds to make a batch in a process.
     """
     inside = [cost for cost in costs if cost.in_processes]
     beside = [cost for cost in costs if not cost.in_processes]
@@ -146,12 +146,12 @@ def times_of(
 def with_measured(
     costs: Sequence[TableCost], times: SectionTimes
 ) -> tuple[tuple[TableCost, ...], float]:
-    """(Costs in the proportions predicted that add up to what was measured, the
-    seconds of the dense part without tables).
+    """Returns the costs, scaled to add up to the measured times, and the seconds of the
+    dense part without tables.
 
     Args:
         costs: Predicted costs of all tables.
-        times: Measured with the tables that it names in processes.
+        times: Times measured with the tables that they name in processes.
     """
     names = {c.name for c in costs} if times.tables is None else set(times.tables)
     then = [dataclasses.replace(c, in_processes=c.name in names) for c in costs]
@@ -180,19 +180,19 @@ def choose_cut(
     process_bytes: float,
     device_bytes: float,
 ) -> tuple[TableCost, ...]:
-    """Chooses the section of each table, so that a step is shortest.
+    """Chooses the section of each table for the shortest step.
 
     Args:
-        costs: All tables; those that are fixed stay where they are.
-        groups: Numbers of the tables that are in one section, every table once.
-        base: The sections without a table.
-        most_processes: Number of processes that there are.
+        costs: Costs of all tables; fixed ones keep their section.
+        groups: Numbers of the tables that share a section; every table once.
+        base: Times of the sections without tables.
+        most_processes: Number of available processes.
         staleness: Number of updates that a lookup may lack.
         process_bytes: Memory of one process.
-        device_bytes: Memory for tables of all devices of the dense part.
+        device_bytes: Total memory for tables on the devices of the dense part.
 
     Raises:
-        NothingFits: Both sections together cannot hold the tables.
+        NothingFits: The tables do not fit both sections together.
     """
     found: dict[int, tuple[float, tuple[TableCost, ...]]] = {}
     size = sum(cost.nbytes for cost in costs)
@@ -206,7 +206,7 @@ def choose_cut(
             for cost, x in zip(costs, inside, strict=True)
         )
         times = times_of(chosen, base.dense_seconds, base.batch_seconds)
-        # Without processes one part of a step follows the other.
+        # Without processes the parts of a step run in turn.
         seconds = (
             times.step_seconds(count, staleness)
             if count
@@ -242,12 +242,12 @@ def _solve(
     staleness: int,
     rooms: tuple[float, float],
 ) -> np.ndarray | None:
-    """Whether each table is in one of so many processes; None where nothing fits."""
+    """Returns whether each table is in one of the processes; None if nothing fits."""
     if not count:
         is_held = not any(cost.in_processes and cost.is_fixed for cost in costs)
         fits = sum(cost.nbytes for cost in costs) <= rooms[1]
         return np.zeros(len(costs), bool) if is_held and fits else None
-    from scipy import optimize  # Which takes a third of a second.
+    from scipy import optimize  # takes a third of a second
 
     names = ("sparse_seconds", "wire_seconds", "dense_seconds", "nbytes")
     each = np.array([[getattr(cost, name) for name in names] for cost in costs], float)

@@ -1,9 +1,9 @@
-"""Tables are assigned to ranks greedily: the largest shard first, to the emptiest rank.
+"""Assigns tables to ranks greedily: the largest shard first, to the emptiest rank.
 
 Each rank takes at most ⌈shards / ranks⌉, since an exchange is padded to the fullest;
-whole tables by rows alone would give one rank nearly all the small ones. How finely
-tables are divided follows from a largest load that a shard may have; several are tried.
-Afterwards shards move or change places as long as the most loaded rank gains.
+undivided tables, by rows alone, would give one rank nearly all the small ones. The
+largest allowed load of a shard determines how finely tables are divided; several are
+tried. Then shards move or swap while the most loaded rank gains.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _SAME: Final = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The way of every item, and the ranks of its shards.
+    """Way of every item, and the ranks of its shards.
 
     Attributes:
-        ways: Number of the way of each item.
-        ranks: Ranks of its shards, in order, for each item.
+        ways: Index of the chosen way of each item.
+        ranks: Ranks of each item's shards, in order.
     """
 
     ways: tuple[int, ...]
@@ -48,12 +48,13 @@ class Assignment:
 
 
 class Scale:
-    """Loads in units of an even share, so that several measures can be compared.
+    """Converts loads to units of an even share, so that several measures are
+    comparable.
 
     Attributes:
         mean: Least possible mean load of a rank, by measure.
         bound: Least possible largest load of a rank, in units of ``mean``: the mean
-            itself, or the smallest shard of the table that can be divided least.
+            itself, or the smallest shard of the least divisible table.
     """
 
     def __init__(self, items: Sequence[Item], ranks: Ranks) -> None:
@@ -67,7 +68,9 @@ class Scale:
         self.bound = max(1.0, *smallest)
 
     def largest(self, way: StorageOption) -> float:
-        """The largest load of one shard over the measures, in units of the mean."""
+        """Returns the largest load of one shard over the measures, in units of the
+        mean.
+        """
         return float(np.max(np.divide(way.loads, self.mean)))
 
 
@@ -77,21 +80,21 @@ def holders(way: StorageOption, ranks: Ranks) -> int:
 
 
 def slot_limit(ways: Sequence[StorageOption], ranks: Ranks) -> int:
-    """Most shards that one rank may hold: ⌈shards / ranks⌉."""
+    """Returns the most shards of one rank: ⌈shards / ranks⌉."""
     return math.ceil(sum(way.shards * way.slots for way in ways) / ranks.count)
 
 
 def largest_load(
     items: Sequence[Item], assignment: Assignment, ranks: Ranks, scale: Scale
 ) -> float:
-    """The load of the most loaded rank in units of the least mean."""
+    """Returns the load of the most loaded rank in units of the least mean."""
     return float(np.max(rank_loads(items, assignment, ranks, scale)))
 
 
 def rank_loads(
     items: Sequence[Item], assignment: Assignment, ranks: Ranks, scale: Scale
 ) -> np.ndarray:
-    """Loads ``[ranks, measures]`` in units of the least mean."""
+    """Returns the loads ``[ranks, measures]`` in units of the least mean."""
     loads = np.zeros((ranks.count, len(scale.mean)))
     for item, way, held in zip(items, assignment.ways, assignment.ranks, strict=True):
         np.add.at(loads, list(held), item.ways[way].loads / scale.mean)
@@ -101,13 +104,13 @@ def rank_loads(
 def assign(
     items: Sequence[Item], ranks: Ranks, scale: Scale, most_shards: int
 ) -> Assignment | None:
-    """The best of several greedy assignments, or None where none has enough memory.
+    """Returns the best of several greedy assignments, or None if none fits the memory.
 
     Args:
-        items: Items to place, with the possible ways.
+        items: Items to place, with their possible ways.
         ranks: Devices.
         scale: Units of loads.
-        most_shards: Largest number of shards in all.
+        most_shards: Largest total number of shards.
     """
     search = _Search(items, ranks, scale, most_shards)
     many = len(items) > _MANY_ITEMS
@@ -121,7 +124,7 @@ def assign(
 
 
 class _Search:
-    """The best assignment among the ways that were tried."""
+    """Best assignment among those that were tried."""
 
     def __init__(
         self, items: Sequence[Item], ranks: Ranks, scale: Scale, most_shards: int
@@ -134,7 +137,7 @@ class _Search:
         self.quality = (math.inf, math.inf, 0)
 
     def attempt(self, ways: tuple[int, ...]) -> bool:
-        """Assigns the shards of some ways; True where that is the best so far."""
+        """Assigns the shards of some ways; returns whether that is the best so far."""
         chosen = [item.ways[way] for item, way in zip(self.items, ways, strict=True)]
         shards = sum(way.shards * way.slots for way in chosen)
         if ways in self.tried or shards > self.most_shards:
@@ -149,7 +152,7 @@ class _Search:
         found = Assignment(ways=ways, ranks=filled)
         loads = rank_loads(self.items, found, self.ranks, self.scale).max(1)
         load = float(loads.max())
-        # Where several ranks are the most loaded, fewer of them are a step forward.
+        # If several ranks are the most loaded, fewer of them are progress.
         others = float(np.mean((loads / load) ** _POWER))
         quality = (round(load, 6), round(others, 6), shards)
         if quality >= self.quality:
@@ -170,7 +173,9 @@ class _Search:
                 return
 
     def _finer(self, best: Assignment) -> list[tuple[int, int]]:
-        """(Item, next finer way) of the largest shards on the most loaded rank."""
+        """Returns (item, next finer way) of the largest shards on the most
+        loaded rank.
+        """
         loads = rank_loads(self.items, best, self.ranks, self.scale)
         rank, measure = np.unravel_index(np.argmax(loads), loads.shape)
         finer = []
@@ -194,7 +199,7 @@ class _Search:
 
 
 def _way_below(item: Item, largest: float, ranks: Ranks, scale: Scale) -> int:
-    """The cheapest way whose shards are no larger, or that with the smallest shards."""
+    """Returns the cheapest way with shards below a size, or that with the smallest."""
 
     def rank(number: int) -> tuple[float, float, float, int]:
         way = item.ways[number]
@@ -208,7 +213,7 @@ def _way_below(item: Item, largest: float, ranks: Ranks, scale: Scale) -> int:
 
 
 class _Filling:
-    """Ranks while shards are assigned to them."""
+    """State of the ranks while shards are assigned to them."""
 
     def __init__(
         self,
@@ -274,7 +279,7 @@ class _Filling:
             self.held[number].remove(rank)
 
     def _improve(self) -> None:
-        """Moves and exchanges shards while the most loaded rank becomes less loaded."""
+        """Moves and swaps shards while the load of the most loaded rank decreases."""
         movable = [
             number
             for number, (item, way) in enumerate(
@@ -297,7 +302,7 @@ class _Filling:
     def _best_change(
         self, busiest: int, movable: Sequence[int]
     ) -> tuple[int, int, int | None] | None:
-        """(Shard to move, its new rank, shard that comes back or None)."""
+        """Returns (shard to move, its new rank, shard in exchange or None)."""
         here = [n for n in movable if busiest in self.held[n]]
         there = [(n, r) for n in movable for r in set(self.held[n]) if r != busiest]
         free = [(None, r) for r in range(self.ranks.count) if r != busiest]

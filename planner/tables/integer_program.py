@@ -1,9 +1,9 @@
-"""The integer program: ways and ranks at once, with a bound on what is possible.
+"""The integer program: chooses ways and ranks together, and bounds the optimum.
 
-For each item one way is chosen (binary), and as many of its rank groups as it has
-shards (whole numbers). The largest load is minimised; memory of each rank, memory of
-its host, shards of each rank and shards in all are limited. Ranks are alike, so that
-the search would try one division in every order: ranks are sorted by their loads.
+One way is chosen for each item (binary), and as many of its rank groups as it has
+shards (integers). The largest load is minimised. Memory of each rank and of its host,
+shards of each rank, and total shards are limited. Ranks are interchangeable, so the
+search would try one division in every order: ranks are sorted by their loads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _TOTAL_WEIGHT: Final = 2e-5
-"""Weight of the mean load beside the largest: among equals the cheapest is taken."""
+"""Weight of the mean load relative to the largest load; it breaks ties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class Solution:
     """Solution of the integer program.
 
     Attributes:
-        assignment: Best assignment, or None where none was found.
+        assignment: Best assignment, or None if none was found.
         bound: No assignment has a smaller largest load, in units of the mean.
-        is_optimal: Whether the search was finished.
+        is_optimal: Whether the search finished.
         is_infeasible: Whether no assignment exists.
     """
 
@@ -47,7 +47,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A variable: how often a way of an item takes a group of ranks."""
+    """A variable: number of times that a way of an item takes a group of ranks."""
 
     item: int
     way: int
@@ -57,8 +57,8 @@ class _Column:
 def _totals(
     items: Sequence[Item], ranks: Ranks, scale: Scale, columns: Sequence[_Column]
 ) -> list[float]:
-    """Returns the contribution of each choice to the objective, which breaks ties for
-    cheap choices.
+    """Returns the contribution of each choice to the objective's mean load, which
+    breaks ties.
     """
     loads = [
         float(np.sum(items[c.item].ways[c.way].loads / scale.mean)) for c in columns
@@ -70,7 +70,7 @@ def _totals(
 
 
 class _Rows:
-    """Constraints as they are collected."""
+    """Collects constraints."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, int, float]] = []
@@ -88,7 +88,7 @@ class _Rows:
     def constraint(self, columns: int) -> optimize.LinearConstraint:
         rows, cols, values = zip(*self.entries, strict=True)
         shape = (len(self.lower), columns)
-        from scipy import optimize, sparse  # Which take a third of a second.
+        from scipy import optimize, sparse  # take a third of a second
 
         matrix = sparse.csr_array((values, (rows, cols)), shape=shape)
         return optimize.LinearConstraint(matrix, self.lower, self.upper)
@@ -110,10 +110,10 @@ def solve(
         items: Items to place.
         ranks: Devices.
         scale: Units of loads.
-        most_shards: Largest number of shards in all.
-        at_most: Largest load that is known to be possible, or None.
-        node_limit: Nodes of the search tree after which it ends unfinished.
-        time_limit: Seconds after which it ends unfinished.
+        most_shards: Largest total number of shards.
+        at_most: Largest load that is known to be feasible, or None.
+        node_limit: Nodes of the search tree after which the search stops.
+        time_limit: Seconds after which the search stops.
     """
     ways = [(i, w) for i, item in enumerate(items) for w in range(len(item.ways))]
     columns = [
@@ -140,7 +140,7 @@ def solve(
         options=options,
     )
     dual = getattr(result, "mip_dual_bound", None)
-    # The total is no more than each rank's largest load, in every measure.
+    # The total is at most each rank's largest load, in every measure.
     slack = 1 + _TOTAL_WEIGHT * len(scale.mean)
     bound = scale.bound if dual is None else max(scale.bound, float(dual) / slack)
     if result.x is None:
@@ -187,7 +187,7 @@ def _rows(
         host = max(ranks.host_bytes, 1.0)
         rows.add([(n, w.host_bytes / host) for n, w, _ in chosen], 0, 1)
         if any(item.rank is not None for item in items):
-            continue  # fixed ranks may hold more than the limit, and are not alike
+            continue  # fixed ranks may exceed the limit, and are not interchangeable
         count = [(n, float(ranks.count * w.slots)) for n, w, _ in chosen]
         rows.add(
             [*count, *[(n, -slot) for n, slot in slots]], -math.inf, ranks.count - 1

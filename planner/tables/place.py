@@ -1,9 +1,8 @@
-"""``place_tables``: from tables and devices to the placement of least largest load.
+"""``place_tables``: finds the placement of tables on devices with least largest load.
 
-A greedy placement comes first. Where it reaches what no placement can go below, it is
-the answer. Otherwise an integer program looks for a better one, as long as there are at
-most 200 shards, and says how good the best can be. ``cpu_or_device`` chooses the tables
-that are in processes of CPUs.
+A greedy placement comes first. If it reaches the lower bound, it is the answer.
+Otherwise an integer program searches for a better one, for at most 200 shards, and
+bounds the optimum. ``cpu_or_device`` chooses the tables in CPU processes.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from whalejax.planner.tables.table import Table
 
 
 MOST_EXACT_SHARDS: Final = 200
-"""Beyond so many shards no integer program is solved."""
+"""Number of shards above which no integer program is solved."""
 
 _SHARDS_PER_TABLE: Final = 2.5
 _MOST_VARIABLES: Final = 4000
@@ -49,7 +48,7 @@ _LONGEST_SECONDS: Final = 0.4
 _REACHED: Final = 1e-4
 _POOR: Final = 0.2
 _ROOMY: Final = 0.5
-"""Part of the memory in which tables fit well enough to leave host memory alone."""
+"""Part of the memory in which tables fit well enough to avoid host memory."""
 
 HOST_SPLITS: Final = ("host", "cached")
 
@@ -69,25 +68,26 @@ def place_tables(
     """Chooses where embedding tables are stored.
 
     Args:
-        tables: Tables, each with a name of its own.
+        tables: Tables with distinct names.
         ranks: Devices: a ``Ranks``, a cluster, or its text such as ``"h100:8"``.
         batch_size: Samples of a global batch, over all ranks.
         objective: Quantity of the most loaded rank to minimise: ``"time"`` (lookups,
             exchange and update of a step), ``"rows"`` (table elements stored),
             ``"lookups"`` (elements looked up) or ``"both"`` (the worse of the last two,
             each over its mean).
-        splits: Ways of dividing a table that may be used: ``"whole"``, ``"rows"``,
+        splits: Allowed ways of dividing a table: ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the ranks of one node),
-            ``"replicate"``, ``"host"`` (whole, in host memory) and ``"cached"`` (the
-            same with the first rows on the device). The last two are weighed only where
-            the memory of the ranks is short.
-        together: Groups of tables that must be on one rank, by their names.
-        pins: Placements that you fix, by table: its rank, or the way in which it is
-            divided, such as ``"rows"`` or, with the part of its rows that is on the
-            device, ``"cached:0.25"``.
-        most_shards: Largest number of shards in all; None takes 2.5 a table or four a
-            rank, whichever is more, and twice that where it gains much.
-        seconds: Time after which the integer program gives the best placement so far.
+            ``"replicate"``, ``"host"`` (undivided, in host memory) and ``"cached"``
+            (the same with the first rows on the device). The last two are tried only if
+            the ranks' memory is short.
+        together: Groups of tables that must share one rank, by their names.
+        pins: Fixed placements by table: its rank, or the way in which it is divided,
+            such as ``"rows"`` or, with the part of its rows on the device,
+            ``"cached:0.25"``.
+        most_shards: Largest total number of shards; None takes 2.5 per table or four
+            per rank, whichever is more, and twice that if it gains much.
+        seconds: Seconds after which the integer program returns the best placement so
+            far.
 
     Raises:
         PlanError: Nothing fits, pins contradict each other, or an argument is wrong.
@@ -157,13 +157,13 @@ def _proven(
     limit: int,
     seconds: float,
 ) -> tuple[Assignment | None, float, bool]:
-    """(Best assignment, bound of the largest load, whether it is optimal).
+    """Returns (best assignment, bound of the largest load, whether it is optimal).
 
     Args:
         found: Greedy assignment, or None.
         items, ranks, scale: Items to place, ranks, and units of loads.
         limit: Largest number of shards.
-        seconds: Time of the integer program.
+        seconds: Time limit of the integer program.
     """
     load = None if found is None else largest_load(items, found, ranks, scale)
     if load is not None and gap_over(load, scale.bound) <= _REACHED:
@@ -231,7 +231,9 @@ def _groups(
     pins: Mapping[str, int | str],
     ranks: Ranks,
 ) -> list[tuple[int, ...]]:
-    """Numbers of the tables that stay together; contradictory pins are refused."""
+    """Returns the numbers of the tables that stay together; refuses
+    contradictory pins.
+    """
     number = {table.name: i for i, table in enumerate(tables)}
     group = list(range(len(tables)))
     for names in together:
@@ -321,7 +323,7 @@ def _sum_of(ways: Sequence[StorageOption]) -> StorageOption:
 
 
 def _check_room(tables: Sequence[Table], items: Sequence[Item], ranks: Ranks) -> None:
-    """Refuses what is larger than any device and any host."""
+    """Refuses items that exceed every device and every host."""
     for item in items:
         least = min(way.memory_bytes + way.host_bytes for way in item.ways)
         short = min(

@@ -1,4 +1,4 @@
-"""A placement of tables: which rank stores what, how loaded it is, and why."""
+"""A placement of tables: the contents and load of each rank, with reasons."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class TableShard:
         table: Name of the table.
         rank: Rank that stores it.
         split: Split of the table.
-        index, shards: Number of this shard, and of how many.
-        hashed: Whether a row shard has the rows ``index``, ``index + shards``, … and
-            not one range.
-        rows: First row and the row behind the last one; all rows if hashed.
-        columns: First column and the column behind the last one.
+        index, shards: Number of this shard, and number of shards.
+        hashed: Whether a row shard has the rows ``index``, ``index + shards``, … rather
+            than one range.
+        rows: First row and the row after the last one; all rows if hashed.
+        columns: First column and the column after the last one.
     """
 
     table: str
@@ -52,7 +52,7 @@ class TableShard:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that are stored."""
+        """Number of stored rows."""
         first, last = self.rows
         return (
             len(range(first + self.index, last, self.shards))
@@ -66,21 +66,21 @@ class TablePlacement:
     """Placement of tables; ``print`` shows the load of each rank.
 
     Attributes:
-        tables: Tables that were placed, in the order given.
+        tables: Tables in the given order.
         ranks: Devices.
         batch_size: Samples of a global batch.
         objective: Objective that was balanced.
-        shards: Every shard, by table and then by its number.
+        shards: Shards, by table and then by number.
         loads: ``[ranks, measures]``: seconds of a step, table elements or elements
-            looked up per sample, as the objective says.
-        memory_bytes, host_bytes: Stored bytes of each rank and in its host memory.
-        exchange_bytes: Bytes that each rank gives to all-to-alls in a step.
+            looked up per sample, depending on the objective.
+        memory_bytes, host_bytes: Stored bytes on each rank and in its host memory.
+        exchange_bytes: Bytes that each rank sends in all-to-alls per step.
         bound: No placement has a smaller largest load, in units of the least mean.
         gap: Largest load over that bound, minus 1.
-        is_optimal: Whether no placement is better; otherwise ``gap`` says by how much
-            one might be.
-        items: Ways that were compared, for ``why``.
-        chosen: Number of the chosen way of each item.
+        is_optimal: Whether no placement is better; otherwise ``gap`` bounds the
+            possible gain.
+        items: Items with all their ways, for ``why``.
+        chosen: Index of the chosen way of each item.
         mean: Least possible mean load, by measure.
     """
 
@@ -107,24 +107,26 @@ class TablePlacement:
 
     @property
     def padding(self) -> float:
-        """Bytes of an exchange that is padded to the fullest rank, over its mean."""
+        """Bytes of an exchange, padded to the fullest rank, over its mean."""
         mean = float(self.exchange_bytes.mean())
         return float(self.exchange_bytes.max()) / mean if mean else 1.0
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Number of shards that each rank exchanges; replicated tables are none."""
+        """Number of shards that each rank exchanges; replicated tables count
+        as none.
+        """
         held = [shard.rank for shard in self.shards if shard.split != "replicate"]
         return tuple(np.bincount(held, minlength=self.ranks.count).tolist())
 
     def shards_of(self, table: str) -> tuple[TableShard, ...]:
-        """The shards of one table.
+        """Returns the shards of one table.
 
         Args:
             table: Name of the table.
 
         Raises:
-            PlanError: There is no such table.
+            PlanError: No such table.
         """
         found = tuple(shard for shard in self.shards if shard.table == table)
         if not found:
@@ -133,7 +135,7 @@ class TablePlacement:
         return found
 
     def way_of(self, table: str) -> StorageOption:
-        """The way in which a table is stored and exchanged.
+        """Returns the way in which a table is stored and exchanged.
 
         Args:
             table: Name of one of the tables.
@@ -143,13 +145,13 @@ class TablePlacement:
         return self.items[place].ways[self.chosen[place]]
 
     def why(self, table: str) -> str:
-        """Says where a table is stored, and what the other ways would cost.
+        """Explains where a table is stored, and the cost of the other ways.
 
         Args:
             table: Name of the table.
 
         Raises:
-            PlanError: There is no such table.
+            PlanError: No such table.
         """
         shards = self.shards_of(table)
         number = next(i for i, t in enumerate(self.tables) if t.name == table)
@@ -229,7 +231,7 @@ class TablePlacement:
 
 
 def _request_text(way: StorageOption) -> str:
-    """Text of the bytes of rows that ranks ask for, and of vectors by sample."""
+    """Returns text on the bytes of requested rows and of vectors by sample."""
     return (
         "a rank asks a shard for each distinct row once, at most "
         f"{way.distinct_rows:,}; a shard exchanges {gigabytes(way.exchange_bytes)}, "
@@ -260,11 +262,11 @@ def _where(shards: Sequence[TableShard]) -> str:
 def table_shards(
     table: Table, way: StorageOption, ranks: Sequence[int]
 ) -> Iterator[TableShard]:
-    """The shards of a table that is divided in one way.
+    """Yields the shards of a table that is divided in one way.
 
     Args:
         table: The table.
-        way: StorageOption of dividing the table.
+        way: Way of dividing the table.
         ranks: Rank of each shard; all ranks if replicated.
     """
     split, shards = way.split, way.shards
@@ -302,5 +304,5 @@ def table_shards(
 
 
 def gap_over(load: float, bound: float) -> float:
-    """Returns the excess of a load over a bound; 0 where rounding makes it smaller."""
+    """Returns the excess of a load over a bound; 0 if rounding makes it negative."""
     return max(0.0, load / bound - 1.0) if math.isfinite(bound) and bound > 0 else 0.0

@@ -1,4 +1,4 @@
-"""A placement as plain data for files, and back, with every check."""
+"""A placement as plain data for files, and the checked inverse."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ _ARRAYS = ("loads", "memory_bytes", "host_bytes", "exchange_bytes", "mean")
 
 
 def placement_data(placement: TablePlacement) -> dict[str, Any]:
-    """A placement as JSON data.
+    """Returns a placement as JSON data.
 
     Args:
-        placement: Its tables lose their counts.
+        placement: Placement; the counts of its tables are dropped.
     """
     names = PlacementRecord.__slots__
     values = {name: getattr(placement, name) for name in names}
@@ -74,13 +74,13 @@ def placement_data(placement: TablePlacement) -> dict[str, Any]:
 
 
 def placement_of(data: Any) -> TablePlacement:
-    """The placement that ``placement_data`` wrote.
+    """Returns the placement that ``placement_data`` wrote.
 
     Args:
         data: JSON data.
 
     Raises:
-        PlanError: It is none, or its shards are not those of its tables.
+        PlanError: The data are no placement, or its shards do not match its tables.
     """
     try:
         record: PlacementRecord = decode(PlacementRecord, data, "tables.placement")

@@ -4,7 +4,7 @@ Criteo-Kaggle: the 26 cardinalities in the training scripts of DLRM and TorchRec
 DLRM-v2: MLPerf Training v3, ``--num_embeddings_per_feature`` and ``--multi_hot_sizes``
 of its reference. DLRMv4: MLPerf Training v6.1's recommendation_v4 (mlcommons/training):
 item, artist, album and user, and seven crosses of up to 100 million rows, 282 million
-in all; the sizes of the smaller crosses are not published one by one.
+in all; the individual sizes of the smaller crosses are not published.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _V4_HISTORY: Final = 1020  # half of the longest history, 2,039
 
 
 def kaggle_tables(width: int = 16) -> list[Table]:
-    """Criteo-Kaggle's 26 tables, with row-wise optimizer state of 4 bytes.
+    """Returns Criteo-Kaggle's 26 tables, with row-wise optimizer state of 4 bytes.
 
     >>> sum(table.rows for table in kaggle_tables())
     33762577
@@ -56,7 +56,7 @@ def kaggle_tables(width: int = 16) -> list[Table]:
 
 
 def dlrm_v2_tables(width: int = 128) -> list[Table]:
-    """The 26 tables of MLPerf's DLRM-v2, with its multi-hot sizes.
+    """Returns the 26 tables of MLPerf's DLRM-v2, with its multi-hot sizes.
 
     >>> sum(table.rows for table in dlrm_v2_tables())
     204184588
@@ -69,7 +69,7 @@ def dlrm_v2_tables(width: int = 128) -> list[Table]:
 
 
 def dlrm_v4_tables(width: int = 512) -> list[Table]:
-    """The 11 tables of MLPerf's DLRMv4, looked up once for each event of a history.
+    """Returns the 11 tables of MLPerf's DLRMv4, looked up once per event of a history.
 
     >>> sum(table.rows for table in dlrm_v4_tables()) // 1_000_000
     297

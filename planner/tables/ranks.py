@@ -1,4 +1,4 @@
-"""The devices that hold tables: memory, and seconds a byte of each way to move one."""
+"""The devices that store tables: memory, and seconds per byte of each transfer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Ranks:
         host_bytes: Bytes of host memory for tables of each rank; 0 for none.
         read_seconds: Seconds to read or write one byte of device memory.
         host_seconds: Seconds to move one byte between host memory and device.
-        exchange_seconds: Seconds for each byte that a rank gives to an all-to-all.
-        reduce_seconds: Seconds for each byte of an all-reduce over all ranks.
-        node_reduce_seconds: Seconds for each byte of a reduce-scatter within a node.
-        cross_seconds: Seconds for each byte of an all-to-all between nodes alone.
+        exchange_seconds: Seconds per byte that a rank sends in an all-to-all.
+        reduce_seconds: Seconds per byte of an all-reduce over all ranks.
+        node_reduce_seconds: Seconds per byte of a reduce-scatter within a node.
+        cross_seconds: Seconds per byte of an all-to-all only between nodes.
     """
 
     count: int
@@ -54,11 +54,11 @@ class Ranks:
 
     @classmethod
     def of(cls, cluster: Cluster, *, used_bytes: float = 0.0) -> Ranks:
-        """The ranks of a cluster, each as its slowest device is.
+        """Returns the ranks of a cluster, all as fast as its slowest device.
 
         Args:
             cluster: Devices and links.
-            used_bytes: Memory of a device that is taken by something else.
+            used_bytes: Memory of a device that is already in use.
         """
         kinds, count = cluster.kinds, cluster.num_devices
         counts = {node.count for node in cluster.nodes}

@@ -1,8 +1,8 @@
-"""Computes the gain of placing tables anew, by counts of how often rows are read.
+"""Computes the gain of a new placement, from read counts of rows.
 
-Popularity moves: ranges of rows that were read equally often are not any more, and
-tables whose bags fill up are read more. The present placement and the best one are both
-priced by the counts, so that what is won is known before anything moves.
+Popularity changes: ranges of rows that were read equally often no longer are, and
+    tables whose bags fill up are read more. The present placement and the best one are
+    both evaluated by the counts, so the gain is known before anything moves.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from whalejax.planner.tables.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replacement:
-    """A placement for what was counted, beside the present one.
+    """A placement for the counted reads, compared with the present one.
 
     Attributes:
-        placement: The new one.
-        planned_seconds: Load of the most loaded rank, as was planned.
-        present_seconds: The same of the present placement, by the counts.
-        new_seconds: The same of the new placement, by the counts.
+        placement: New placement.
+        planned_seconds: Planned load of the most loaded rank.
+        present_seconds: Load under the present placement, by the counts.
+        new_seconds: Load under the new placement, by the counts.
     """
 
     placement: TablePlacement
@@ -53,15 +53,15 @@ class Replacement:
 def place_again(
     placement: TablePlacement, counts: Mapping[str, np.ndarray], samples: int
 ) -> Replacement:
-    """The best placement for what was counted, and what it wins.
+    """Returns the best placement for the counted reads, and its gain.
 
-    What was fixed stays so: the ways of dividing tables, those that stay together, and
-    ranks.
+    Fixed settings stay: the ways of dividing tables, the tables that stay together, and
+        ranks.
 
     Args:
-        placement: The present one, of the objective ``"time"``.
-        counts: Number of reads of each row, by the name of its table.
-        samples: Number of samples that were counted.
+        placement: Present placement, with the objective ``"time"``.
+        counts: Number of reads of each row, by name of the table.
+        samples: Number of counted samples.
     """
     tables = tuple(
         dataclasses.replace(
@@ -101,18 +101,18 @@ def place_again(
 
 
 def _pin(ways: Sequence[StorageOption], table: Table) -> str:
-    """The pin that gave these ways of one table."""
+    """Returns the pin that gave these ways of one table."""
     if ways[0].cached_rows and len(ways) == 1:
         return f"cached:{ways[0].cached_rows / table.rows!r}"
     return ways[0].split
 
 
 def counted_loads(placement: TablePlacement, tables: tuple[Table, ...]) -> np.ndarray:
-    """Seconds of a step on each rank, by how often its rows were read.
+    """Returns the seconds of a step on each rank, by the read counts of its rows.
 
     Args:
         placement: Placement of the tables.
-        tables: The tables, with counts.
+        tables: Tables with counts.
     """
     loads = np.zeros(placement.ranks.count)
     for table in tables:
@@ -137,7 +137,7 @@ def counted_loads(placement: TablePlacement, tables: tuple[Table, ...]) -> np.nd
 
 
 def _busyness(shard: TableShard, table: Table) -> float:
-    """Reads of a shard's rows over an even share of those of all shards."""
+    """Returns the reads of a shard's rows over an even share of all reads."""
     counts = table.counts
     if shard.split not in ("rows", "node_rows") or counts is None:
         return 1.0

@@ -1,4 +1,4 @@
-"""Texts of tables in two sections: where each is, and what each section takes."""
+"""Texts about tables in two sections: the place of each, and the sections' times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def placed_text(
     beside: TablePlacement | None,
     cut: Sequence[TableCost],
 ) -> str:
-    """The sections, and the load of each of their ranks, in lines.
+    """Describes the sections, and the load of each of their ranks.
 
     Args:
         sections, placement, beside, cut: Attributes of a ``TablesPlan``.
@@ -45,7 +45,7 @@ def placed_why(
     beside: TablePlacement | None,
     cut: Sequence[TableCost],
 ) -> str:
-    """Returns the reason why a table is where it is.
+    """Returns the reason for a table's section.
 
     Args:
         name: Name of the table.

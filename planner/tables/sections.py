@@ -1,8 +1,8 @@
-"""Two sections that work at once: tables on CPUs, the dense part beside them.
+"""Two parallel sections: tables on CPUs, and the dense part.
 
-With t_s seconds of a batch's lookups and updates in one process, n of them, t_w of its
-messages, t_d of the dense part, and lookups that lack at most s updates, s + 1 batches
-are on their way at once, and a step takes
+With t_s seconds of a batch's lookups and updates in one process, n processes, t_w of
+its messages, t_d of the dense part, and lookups that lack at most s updates, s + 1
+batches are under way at once, and a step takes
 
     max(t_s / n, t_w, t_d, (t_s / n + t_w + t_d) / (s + 1)).
 """
@@ -20,27 +20,28 @@ from whalejax.planner.tables.table import ID_BYTES, Table
 
 
 WIRE_BYTES_PER_SECOND: Final = 0.4e9
-"""Assumed, not measured: encrypted, between two processes of a machine, there and back
-at once. It decides nothing once a run has measured its own times (``times=``)."""
+"""Assumed, not measured: encrypted, between two processes of one machine, in both
+directions at once. It no longer matters once a run has measured its own times
+(``times=``)."""
 
 _WIRE_LATENCY: Final = 1e-3
 """Seconds of a message, assumed like the rate above."""
 ENOUGH: Final = 1.01
-"""Fewer processes are taken where a step is longer by no more than that."""
+"""Factor by which a step may be longer so that fewer processes are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionTimes:
-    """Seconds that each part of a step takes alone.
+    """Seconds of each part of a step, run alone.
 
     Attributes:
         sparse_seconds: Lookups and updates of a batch, by one process.
-        wire_seconds: Ids, vectors and gradients of a batch on their way.
+        wire_seconds: Transfer of a batch's ids, vectors and gradients.
         dense_seconds: The dense part of a batch.
-        batch_seconds: Duration of making a batch, in one process of the sparse section;
-            0 where batches are given.
-        tables: Names of the tables in processes; None for all. The others are a part
-            of the dense section.
+        batch_seconds: Making of a batch, in one process of the sparse section; 0 if
+            batches are given.
+        tables: Names of the tables in processes; None for all. The others are part of
+            the dense section.
     """
 
     sparse_seconds: float
@@ -56,7 +57,7 @@ class SectionTimes:
         problems.raise_if_any()
 
     def loads(self, processes: int) -> dict[str, float]:
-        """Seconds of a step for which each section is busy.
+        """Returns the busy seconds of each section per step.
 
         Args:
             processes: Number of processes of the sparse section.
@@ -69,7 +70,7 @@ class SectionTimes:
         }
 
     def step_seconds(self, processes: int, staleness: int) -> float:
-        """Seconds from step to step.
+        """Returns the seconds of a step.
 
         Args:
             processes: Number of processes of the sparse section.
@@ -89,12 +90,12 @@ class Sections:
     """Division of work between the two sections.
 
     Attributes:
-        staleness: Number of newest updates that a lookup does without.
+        staleness: Number of newest updates that a lookup may lack.
         processes: Number of processes of the sparse section.
-        most_processes: Number of them that the cluster has.
-        queue_depth: Most batches that are on their way at once.
+        most_processes: Number of such processes in the cluster.
+        queue_depth: Most batches under way at once.
         times: Times of each section.
-        is_measured: The times were measured, and not predicted.
+        is_measured: Whether the times were measured, not predicted.
     """
 
     staleness: int
@@ -106,12 +107,12 @@ class Sections:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds from step to step."""
+        """Seconds of a step."""
         return self.times.step_seconds(self.processes, self.staleness)
 
     @property
     def alone_seconds(self) -> float:
-        """Seconds of a step of one process that did both, as fast as these are."""
+        """Seconds of a step if one process did both parts at these speeds."""
         times = self.times
         return times.sparse_seconds + times.batch_seconds + times.dense_seconds
 
@@ -146,13 +147,13 @@ def choose_sections(
     is_measured: bool,
     least_processes: int = 1,
 ) -> Sections:
-    """The fewest processes that are as fast as all, and the queue that keeps them busy.
+    """Chooses the fewest processes that are as fast as all, and the depth of the queue.
 
     Args:
         times: Times of each section.
-        most_processes: Number of processes that there are.
+        most_processes: Number of available processes.
         staleness: Number of updates that a lookup may lack.
-        is_measured: The times were measured.
+        is_measured: Whether the times were measured.
         least_processes: Least number of processes.
 
     >>> times = SectionTimes(sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.1)
@@ -167,7 +168,7 @@ def choose_sections(
         if times.step_seconds(n, staleness) <= best * ENOUGH
     )
     loads = times.loads(processes).values()
-    # As many as hide what a batch takes behind the slowest section, and one that waits.
+    # Enough to hide a batch's latency after the slowest section, plus one that waits.
     hiding = math.ceil(round(sum(loads) / max(*loads, 1e-12), 6))
     return Sections(
         staleness=staleness,
@@ -182,7 +183,7 @@ def choose_sections(
 def process_seconds(
     table: Table, batch_size: int, read_seconds: float
 ) -> tuple[float, float]:
-    """Seconds of a step that a table takes in one process, and its messages.
+    """Returns the seconds per step of a table in one process, and of its messages.
 
     Args:
         table: The table.
@@ -198,9 +199,9 @@ def process_seconds(
 
 
 def wire_latency(tables: Sized) -> float:
-    """Seconds that the messages of a step take beside their bytes.
+    """Returns the latency of a step's messages, without the time of their bytes.
 
     Args:
-        tables: The tables in processes; without one there are no messages.
+        tables: Tables in processes; without one there are no messages.
     """
     return 2 * _WIRE_LATENCY if len(tables) else 0.0

@@ -1,14 +1,14 @@
-"""The ways in which a table may be stored, and what each costs the ranks that hold it.
+"""The ways to store a table, and the cost of each for the ranks that store it.
 
 With N samples in a global batch, R ranks, q bytes an element, L lookups a sample and E
-columns, the owner of a whole table reads N·L·E·q bytes, exchanges N·L ids and, forward
-and backward, N·E·q bytes (times L where lookups are not pooled), and reads and writes
-the rows that occur, with their optimizer state (Naumov et al., arXiv:1906.00091, for
-the exchange). Of c column shards each has E/c columns and all ids. Of c row shards each
-has 1/c of the lookups and gives a partial sum of full size. A replicated table
-exchanges nothing and all-reduces a gradient of its own size. Of rows within a node the
-sums are made there, and 1/ranks of a node crosses to other nodes. Of a table in host
-memory rows move over the host's link; of a cached one some rows are on the device.
+columns, the owner of an undivided table reads N·L·E·q bytes, exchanges N·L ids and,
+forward and backward, N·E·q bytes (times L if lookups are not pooled), and reads and
+writes the rows that occur, with their optimizer state (Naumov et al., arXiv:1906.00091,
+for the exchange). Each of c column shards has E/c columns and all ids. Each of c row
+shards has 1/c of the lookups and sends a partial sum of full size. A replicated table
+exchanges nothing and all-reduces a gradient of its own size. For rows within a node,
+sums are made there, and 1/ranks of a node goes to other nodes. Rows of a table in host
+memory pass over the host's link; of a cached table some rows are on the device.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ PIN_WORDS: Final = (
     f"one of {', '.join(SPLITS)}, or cached:0.25 for the part of its rows that is on "
     "the device"
 )
-"""What is expected of a pin that names a way."""
+"""Text of the expected values of a pin that names a way."""
 
 
 def read_pin(pin: Any) -> tuple[Split, float | None] | None:
-    """The split that a pin names and the part of its rows that is cached, if stated.
+    """Returns the split of a pin and the cached part of the rows, if stated.
 
     Args:
-        pin: A value of ``pins``; anything else than a way gives None.
+        pin: Value of ``pins``; anything other than a way gives None.
 
     >>> read_pin("cached:0.25"), read_pin("rows"), read_pin("cached:2")
     (('cached', 0.25), ('rows', None), None)
@@ -68,15 +68,15 @@ class StorageOption:
 
     Attributes:
         split: Split of the tables.
-        shards: Number of shards; on every rank that holds one the load is that of one.
+        shards: Number of shards; every rank with a shard has the load of one.
         slots: Shards that the exchange counts on each such rank; 0 if replicated.
         loads: Load of one shard in each measure of the objective.
-        exchange_bytes: Bytes that a rank gives to all-to-alls for one shard.
+        exchange_bytes: Bytes that a rank sends in all-to-alls for one shard.
         memory_bytes, host_bytes: Bytes that one shard stores on a rank and on its host.
-        cached_rows: Number of rows on the device, where the others are in host memory.
-        distinct_rows: Most rows of one shard that a rank asks for, each once, where
-            that moves less than vectors by sample; 0 where those are exchanged.
-        sample_bytes: Bytes that a rank would give to all-to-alls by sample.
+        cached_rows: Number of rows on the device, if the others are in host memory.
+        distinct_rows: Most distinct rows of one shard that a rank requests, if that
+            moves less than vectors by sample; 0 if vectors are exchanged.
+        sample_bytes: Bytes that a rank would send in all-to-alls by sample.
     """
 
     split: Split
@@ -93,7 +93,7 @@ class StorageOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """Tables that are placed as one, and the ways in which that can be done.
+    """Tables that are placed together, and the possible ways.
 
     Attributes:
         tables: Numbers of the tables.
@@ -109,10 +109,10 @@ class Item:
 def rank_groups(
     way: StorageOption, ranks: Ranks, fixed: int | None
 ) -> Sequence[Sequence[int]]:
-    """Sets of ranks that one choice covers: single ranks, nodes, or all ranks.
+    """Returns the sets of ranks of one choice: single ranks, nodes, or all ranks.
 
     Args:
-        way: StorageOption of storing the table.
+        way: Way of storing the table.
         ranks: All ranks.
         fixed: Rank that the user fixed, or None.
     """
@@ -139,16 +139,16 @@ def list_ways(
     cached_part: float | None = None,
     asks: bool = True,
 ) -> Iterator[StorageOption]:
-    """The ways of storing one table, cheapest shards last.
+    """Yields the ways of storing one table, those with the cheapest shards last.
 
     Args:
         table: The table.
-        ranks: Devices that may hold it.
+        ranks: Devices that may store it.
         batch_size: Samples of a global batch.
         objective: Objective to balance; see ``place_tables``.
-        splits: Splits that are allowed.
-        cached_part: Part of a cached table's rows that is on the device; None for any.
-        asks: Rows may be asked for once, where that moves less.
+        splits: Allowed splits.
+        cached_part: Part of a cached table's rows on the device; None for any.
+        asks: Whether distinct rows may be requested, if that moves less.
     """
     parts = _CACHED_PARTS if cached_part is None else (cached_part,)
     for split in SPLITS:
@@ -162,7 +162,7 @@ def list_ways(
                 split, shards, table, ranks, batch_size, objective, asks
             )
             if way.distinct_rows and "columns" in splits and table.splits_columns:
-                # Columns move as much as the whole table would by sample.
+                # Columns move as much as the undivided table would by sample.
                 apart = _storage_option(
                     "whole", 1, table, ranks, batch_size, objective, False
                 )
@@ -200,7 +200,7 @@ def _cached_ways(
     objective: Objective,
     parts: Sequence[float],
 ) -> Iterator[StorageOption]:
-    """Tables in host memory of which the first rows are on the device."""
+    """Yields ways with the table in host memory and its first rows on the device."""
     if not ranks.host_bytes:
         return
     for part in parts:
@@ -271,7 +271,7 @@ def _storage_option(
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """Bytes that a rank gives to all-to-alls for one shard, and how rows are sent."""
+    """Bytes that a rank sends in all-to-alls for one shard, and how rows are sent."""
 
     nbytes: float
     sample_bytes: float
@@ -288,11 +288,11 @@ def _exchange(
     *,
     asks: bool,
 ) -> _Exchange:
-    """Vectors by sample, or, where that moves less, every row once.
+    """Chooses vectors by sample, or every distinct row once if that moves less.
 
-    Rows that a rank asks for have room for a tenth more than are expected, or for four
-    standard deviations. Where a shard has fewer rows than that, it is sent
-    whole, without ids, as soon as that moves less.
+    Requested rows have room for a tenth, or four standard deviations, more than
+    expected. A shard with fewer rows than that is sent in full, without ids, as soon as
+    that moves less.
     """
     if split == "replicate" or ranks.count == 1:
         return _Exchange(0.0, 0.0)
@@ -332,7 +332,7 @@ def _seconds(
     batch_size: int,
     exchange: _Exchange,
 ) -> float:
-    """Seconds of one shard in a step."""
+    """Returns the seconds of one shard in a step."""
     element = table.width * table.element_bytes
     lookups = batch_size * table.lookups_per_sample
     distinct = table.distinct_rows(lookups)

@@ -1,4 +1,4 @@
-"""An embedding table as the placement sees it: its size and how often it is read."""
+"""An embedding table for placement: its size and its read frequency."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whalejax.planner.plan_errors import PlanError
 
 
 ID_BYTES: Final = 4
-"""Bytes of one id as ranks exchange it: int32."""
+"""Bytes of one id in an exchange between ranks: int32."""
 
 LEAST_COLUMNS: Final = 16
 """Columns of the narrowest shard: one cache line of float32."""
@@ -24,19 +24,19 @@ class Table:
     """One embedding table.
 
     Attributes:
-        name: Name, unique among the tables that are placed together.
+        name: Name, unique among tables that are placed together.
         rows: Number of rows.
         width: Elements of a row.
         element_bytes: Bytes of an element; 4 by default.
-        optimizer_bytes_per_row: Bytes of optimizer state of one row; 4 by default, as
-            for row-wise Adagrad.
+        optimizer_bytes_per_row: Bytes of optimizer state per row; 4 by default, as for
+            row-wise Adagrad.
         lookups_per_sample: Mean number of rows that a sample reads; 1 by default.
         pooled: Whether the rows of a sample are summed before they are exchanged.
             Otherwise every row that is looked up is exchanged.
-        vectors: Vectors that are exchanged for a sample, where neither holds, as with
-            several lookups; None follows ``pooled``.
-        splits_columns: Whether columns may be stored apart. False where the optimizer's
-            state belongs to a whole row, as in row-wise Adagrad.
+        vectors: Vectors exchanged per sample, if ``pooled`` does not determine them, as
+            with several lookups; None follows ``pooled``.
+        splits_columns: Whether columns may be stored separately. False if the
+            optimizer's state belongs to a full row, as in row-wise Adagrad.
         counts: Number of lookups of each row in a sample of the data, or None.
     """
 
@@ -92,11 +92,11 @@ class Table:
         return 1.0 if self.pooled else self.lookups_per_sample
 
     def distinct_rows(self, lookups: float) -> float:
-        """Expected number of different rows among so many lookups.
+        """Returns the expected number of distinct rows among some lookups.
 
         Args:
-            lookups: Lookups of all samples of a batch. Without counts ids are taken as
-                uniform, the most distinct that there can be.
+            lookups: Lookups of all samples of a batch. Without counts, ids are assumed
+                uniform, which gives the most distinct rows.
 
         >>> round(Table(name="a", rows=10, width=4).distinct_rows(10), 2)
         6.51
@@ -109,10 +109,10 @@ class Table:
         return float(np.sum(-np.expm1(-lookups * share)))
 
     def share_of_first(self, rows: int) -> float:
-        """Part of the lookups that the first rows have; an even one if unknown.
+        """Returns the part of the lookups in the first rows; in proportion if unknown.
 
         Args:
-            rows: Number of rows.
+            rows: Number of first rows.
         """
         if self.counts is None or not np.sum(self.counts):
             return rows / self.rows
@@ -120,7 +120,9 @@ class Table:
         return float(counts[:rows].sum() / counts.sum())
 
     def range_imbalance(self, parts: int) -> float:
-        """Lookups of the busiest of equal row ranges over the mean; inf if unknown."""
+        """Returns the lookups of the busiest equal row range over the mean; inf if
+        unknown.
+        """
         if self.counts is None or not np.sum(self.counts):
             return float("inf")
         edges = range_edges(self.rows, parts)
@@ -130,7 +132,7 @@ class Table:
 
 
 def range_edges(rows: int, parts: int) -> tuple[int, ...]:
-    """Borders of row ranges, of which the first are longer by one.
+    """Returns the edges of row ranges, of which the first are longer by one.
 
     >>> range_edges(10, 3)
     (0, 4, 7, 10)

@@ -1,4 +1,4 @@
-"""Tables placed in two sections: those in processes of CPUs, and those on devices."""
+"""Places tables in two sections: in CPU processes, and on devices."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from whalejax.planner.tables.table import Table
 
 
 _ROOM: Final = (1.0, 0.9, 0.75, 0.5, 0.0)
-"""Parts of the devices' memory that are tried: what fits in all may fit on no one."""
+"""Parts of the devices' memory to try: tables that fit in total may fit no single
+device.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionsWanted:
-    """Settings of two sections that the user gives.
+    """Settings of two sections from the user.
 
     Attributes:
         staleness: Number of updates that a lookup may lack.
         times: Measured times, or None.
-        in_processes: Names of the tables in processes, where they are fixed.
-        splits: Ways of dividing tables that may be used.
-        together: Groups of tables that must be on one rank.
-        pins: Rank or way of dividing that you fix, by table.
+        in_processes: Names of the tables in processes, if fixed.
+        splits: Allowed ways of dividing tables.
+        together: Groups of tables that must share one rank.
+        pins: Fixed rank or way of dividing, by table.
     """
 
     staleness: int
@@ -50,13 +52,13 @@ class SectionsWanted:
     def place(
         self, tables: Sequence[Table], ranks: Ranks, batch_size: int, *, here: bool
     ) -> TablePlacement | None:
-        """Some of the tables on the ranks of one section; None for no table.
+        """Places some of the tables on the ranks of one section; None without tables.
 
         Args:
             tables: Tables of the section.
-            ranks: Its processes or devices.
+            ranks: Processes or devices of the section.
             batch_size: Samples of a global batch.
-            here: The ranks are devices, which can hold copies of a table.
+            here: Whether the ranks are devices, which can store copies of a table.
         """
         names = {table.name for table in tables}
         together = [[n for n in group if n in names] for group in self.together]
@@ -77,12 +79,12 @@ _OF_PROCESSES: Final = ("whole", "rows", "columns")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TwoSections:
-    """Places of all tables in two sections.
+    """Placements of all tables in two sections.
 
     Attributes:
-        placement: Placement of the tables in processes, or of all where none is.
-        beside: Placement of tables on the devices, where others are in processes.
-        sections: Loads of both sections; None where no table is in a process.
+        placement: Placement of the tables in processes, or of all if none is.
+        beside: Placement of tables on the devices, if others are in processes.
+        sections: Loads of both sections; None if no table is in a process.
         cut: Costs of each table in either section.
     """
 
@@ -101,19 +103,19 @@ def place_in_sections(
     dense_seconds: float,
     wanted: SectionsWanted,
 ) -> TwoSections:
-    """Chooses the tables in processes, the number of processes and the depth of queues.
+    """Chooses the tables in processes, the number of processes and the queue depth.
 
     Args:
         tables: All tables.
-        processes: Processes of CPUs, of which some may stay unused.
-        devices: Devices of the dense part with the memory that it leaves; None where
-            they can hold no table.
+        processes: CPU processes, of which some may stay unused.
+        devices: Devices of the dense part with the memory that it leaves; None if they
+            can store no table.
         batch_size: Samples of a global batch.
         dense_seconds: Predicted seconds of the dense part without tables.
         wanted: Settings of the two sections.
 
     Raises:
-        PlanError: Nothing fits, or what is asked for contradicts itself.
+        PlanError: Nothing fits, or the settings are contradictory.
     """
     fixed = _fixed(tables, devices, wanted)
     costs = table_costs(tables, processes, devices, batch_size, fixed)
@@ -154,7 +156,7 @@ def place_in_sections(
     if beside is not None and not names:
         return TwoSections(placement=beside, beside=None, sections=None, cut=cut)
     times = times_of(cut, base.dense_seconds, batch_seconds)
-    if beside is not None:  # What the most loaded device takes, not an even share.
+    if beside is not None:  # the most loaded device, not an even share
         dense = base.dense_seconds + float(beside.loads.max())
         times = dataclasses.replace(times, dense_seconds=dense)
     return _in_processes(
@@ -177,7 +179,7 @@ def _in_processes(
     beside: TablePlacement | None,
     cut: tuple[TableCost, ...],
 ) -> TwoSections:
-    """The tables in processes on as few of these as keep up with the dense part."""
+    """Places the tables on the fewest processes that keep up with the dense part."""
     names = {table.name for table in inside}
     ranks = [p for n, p in wanted.pins.items() if n in names and not isinstance(p, str)]
     size = sum(table.nbytes for table in inside)
@@ -205,7 +207,7 @@ def _in_processes(
 def _fixed(
     tables: Sequence[Table], devices: Ranks | None, wanted: SectionsWanted
 ) -> Collection[str] | None:
-    """Names of the tables in processes, where there is no choice."""
+    """Returns the names of the tables in processes, if there is no choice."""
     names, given = {table.name for table in tables}, wanted.in_processes
     problems = Arguments("wh.plan", PlanError)
     for name in (
@@ -247,7 +249,7 @@ def _fixed(
 def _with_fixed_ranks(
     costs: Sequence[TableCost], wanted: SectionsWanted
 ) -> tuple[TableCost, ...]:
-    """Tables that are pinned to a rank are in a process, where nothing else is said."""
+    """Assigns tables with a pinned rank to processes, unless stated otherwise."""
     if wanted.in_processes is not None:
         return tuple(costs)
     pins = wanted.pins
@@ -264,7 +266,7 @@ def _with_fixed_ranks(
 def _groups(
     tables: Sequence[Table], together: Sequence[Sequence[str]]
 ) -> list[list[int]]:
-    """Numbers of the tables that are in one section."""
+    """Returns groups of numbers of the tables that share a section."""
     number = {table.name: n for n, table in enumerate(tables)}
     group = list(range(len(tables)))
     for names in together:

@@ -1,1 +1,1 @@
-"""Reports of a plan: pages, reasons, differences and exports."""
+"""Reports on a plan: pages, reasons, differences and exports."""

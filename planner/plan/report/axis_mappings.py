@@ -1,8 +1,9 @@
-"""A plan as mappings from names of dimensions to mesh axes: computation, parameters.
+"""A plan as mappings from dimension names to mesh axes: computation, parameters.
 
 Libraries of named axes (haliax, Levanter) take two such mappings, and MaxText's rules
-name activations and weights apart. ``export.flax_rules`` is one table for both, which
-says less. What a mapping cannot say of a parameter is listed, with its bytes.
+name activations and weights separately. ``export.flax_rules`` has one table for both,
+which can express less. Parameters that a mapping cannot express are listed, with their
+bytes.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class AxisMappings:
 
     Attributes:
         compute: Dimensions of activations, the batch among them.
-        experts: The same inside the experts of a mixture, where it differs; else empty.
+        experts: The same inside the experts of a mixture, if it differs; else empty.
         parameters: Dimensions of stored parameters.
-        exceptions: Paths of parameters that are stored otherwise in the plan, layers
-            folded, with the bytes of all of them.
+        exceptions: Paths of parameters that the plan stores otherwise, with layers
+            merged, and the bytes of all of them.
     """
 
     compute: Mapping[str, Axes]
@@ -43,7 +44,9 @@ class AxisMappings:
     exceptions: Mapping[str, int]
 
     def exception_text(self) -> str:
-        """Parameters that the mapping stores otherwise, in words, or nothing."""
+        """Describes the parameters that the mapping stores otherwise; else an empty
+        text.
+        """
         if not self.exceptions:
             return ""
         listed = [*self.exceptions][:3]
@@ -57,7 +60,7 @@ class AxisMappings:
 
 
 def axis_mappings(plan: PlanData, form: str) -> AxisMappings:
-    """The mappings of a plan.
+    """Returns the mappings of a plan.
 
     Args:
         plan: Plan of one program on devices with equal shares.
@@ -101,7 +104,7 @@ def axis_mappings(plan: PlanData, form: str) -> AxisMappings:
 
 
 def degrees(plan: PlanData) -> dict[str, tuple[int, int]]:
-    """Sizes of each mesh axis inside a node or slice, and between them."""
+    """Returns the sizes of each mesh axis inside a node or slice, and between them."""
     sizes = dict(plan.axes)
     outermost = plan.cluster.levels[-1]
     network = None if len(plan.cluster.nodes) == 1 or outermost.torus else outermost
@@ -133,9 +136,8 @@ def check_one_program(plan: PlanData, form: str) -> None:
         plan: The plan.
         form: Name of the format in errors.
 
-    Raises:
-        PlanError: Stages that are models of their own, unequal shares, or embedding
-            tables beside the dense part.
+    Raises: PlanError: Stage programs, unequal shares, or embedding tables in addition
+    to the dense part.
     """
     if plan.stage_plans:
         raise PlanError(
@@ -159,10 +161,11 @@ def _names(leaf: LeafPlan, names: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _parameters(plan: PlanData, names: Mapping[str, str]) -> dict[str, Axes]:
-    """Axes of each name under which most bytes are stored as planned.
+    """Returns the axes with which most bytes of each name are stored in the plan.
 
-    A library of named axes shards each dimension by its name alone, so no axis may come
-    twice in a parameter: of two names in one, that with fewer bytes is left whole.
+    A library of named axes shards each dimension by its name alone, and no axis may
+    occur twice in a parameter. So of two names in one parameter, that with fewer bytes
+    stays unsharded.
     """
     bytes_of: dict[str, dict[Axes, int]] = defaultdict(lambda: defaultdict(int))
     for leaf in plan.leaves:

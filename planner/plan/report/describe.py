@@ -1,9 +1,10 @@
 """Places a plan in the taxonomy of distributed training: ``plan.describe()``.
 
-The axes are those of the surveys: what is parallel (data, operators, layers), who waits
-for whom, and what is exchanged over which topology (Ben-Nun and Hoefler, "Demystifying
-Parallel and Distributed Deep Learning", 2019, sections 4-6; Mayer and Jacobsen,
-"Scalable Deep Learning on Distributed Infrastructures", 2020, section 3).
+The aspects are those of the surveys: what is parallel (data, operators, layers), which
+    parts are synchronous, and what is exchanged over which topology (Ben-Nun and
+    Hoefler, "Demystifying Parallel and Distributed Deep Learning", 2019, sections 4-6;
+    Mayer and Jacobsen, "Scalable Deep Learning on Distributed Infrastructures", 2020,
+    section 3).
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _ZERO = {
 
 
 def describe(plan: PlanData) -> str:
-    """A plan's place: what is parallel, who is synchronous, what is exchanged.
+    """Describes a plan's parallelism, synchrony and traffic.
 
     Args:
         plan: Any plan.
 
     Returns:
-        Lines of text, each with the aspect in front.
+        Lines of text, each of which begins with its aspect.
     """
     lines: list[Line] = []
     aspects = (
@@ -78,7 +79,6 @@ def _parallel(plan: PlanData) -> Iterator[str]:
 
 
 def _of_axis(plan: PlanData, axis: str) -> str:
-    """Describes an axis by the dimensions that it shards."""
     words = _KINDS[axis]
     if axis == "stage" and plan.stages is not None:
         return f"{words}: {plan.stages.words()}, {plan.num_micro_batches} micro-batches"
@@ -133,7 +133,7 @@ def _synchronous(plan: PlanData) -> Iterator[str]:
 
 
 def _exchanged(plan: PlanData) -> Iterator[str]:
-    """Kinds of traffic, their bytes, and the links of their axes."""
+    """Yields the kinds of traffic, with their bytes and the links of their axes."""
     found = [*by_sort(plan).values()]
     if not found:
         yield "nothing"
@@ -162,7 +162,7 @@ SENT = {
     "moments": "optimizer state that is averaged",
     "halo": "halos: samples of neighbours that windows reach into",
 }
-"""What collectives send, in words."""
+"""Contents of collectives, in words."""
 
 _HANDED = {
     "activation": "activations from stage to stage",

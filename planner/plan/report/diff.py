@@ -1,8 +1,8 @@
-"""Compares two plans: changes alone, in words, bytes and seconds.
+"""Compares two plans: only the changes, in words, bytes and seconds.
 
-``plan.diff(other)`` makes it. Settings have no price of their own, since they act
-together; what they cost together stands in the terms of time and memory, and what a
-parameter costs beside its row.
+``plan.diff(other)`` makes it. Single settings have no cost, since they act together:
+their joint cost is in the terms of time and memory. The cost of a parameter is in its
+row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from whalejax.planner.step_options import option_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingChange:
-    """One setting that differs, in words before and after."""
+    """One setting that differs, with its text before and after."""
 
     what: str
     before: str
@@ -52,7 +52,7 @@ class QuantityChange:
     """One quantity before and after.
 
     Attributes:
-        what: A term of time or memory, or a kind of traffic.
+        what: Term of time or memory, or kind of traffic.
         before, after: Seconds, or bytes on the fullest device.
     """
 
@@ -72,10 +72,9 @@ class TrafficShift:
 
     Attributes:
         what: Kind of traffic, such as ``"all-gather over fsdp of parameter"``.
-        bytes_before, bytes_after: Their payloads on one device, of that stage which
-            has most.
-        seconds_before, seconds_after: Seconds on the links; part of them may be hidden
-            behind computing.
+        bytes_before, bytes_after: Payload bytes on one device, of the stage with most.
+        seconds_before, seconds_after: Seconds on the links; part of them may be
+            overlapped with computation.
     """
 
     what: str
@@ -90,14 +89,14 @@ class LeafShift:
     """Equal parameters whose layout or collectives differ.
 
     Attributes:
-        label: Their path, with ``×4`` where four layers were folded.
-        before, after: Layouts in words; empty where a plan lacks the parameters.
-        collectives_before, collectives_after: Collectives of each parameter in one
-            step, in words.
-        bytes_before, bytes_after: Bytes of all the parameters on one device that stores
-            them.
+        label: Path of the parameters, with ``×4`` if four layers were merged.
+        before, after: Text of the layouts; empty if a plan lacks the parameters.
+        collectives_before, collectives_after: Text of the collectives of each parameter
+            in one step.
+        bytes_before, bytes_after: Bytes of all these parameters on one device that
+            stores them.
         seconds_before, seconds_after: Seconds of their collectives in one step, on the
-            links: part of them may be hidden behind computing.
+            links; part of them may be overlapped with computation.
     """
 
     label: str
@@ -126,10 +125,10 @@ class PlanDiff:
     """Differences between two plans; ``print`` shows them.
 
     Attributes:
-        changes: Settings.
-        step, memory: The whole step, and the whole peak of the fullest device.
+        changes: Settings that differ.
+        step, memory: Step time, and peak memory of the fullest device.
         time_terms, memory_terms: Terms that differ, largest change first.
-        leaves: Parameters.
+        leaves: Parameters whose layout or collectives differ.
         traffic: Changes of a step's traffic, by kind of collective, axes and contents.
     """
 
@@ -154,7 +153,7 @@ class PlanDiff:
 
         Args:
             width: Columns of a line; None breaks none.
-            all_rows: Every parameter, not only those that change most.
+            all_rows: Show every parameter, not only the largest changes.
         """
         check_lines(width, all_rows)
         if not self:
@@ -176,7 +175,9 @@ class PlanDiff:
         return lines
 
     def _rows(self, all_rows: bool) -> list[list[str]]:
-        """Cells of the parameters; of those that change least, one row in all."""
+        """Returns the cells of the parameters, with one row for all of the smallest
+        changes.
+        """
         by_change = sorted(
             self.leaves,
             key=lambda leaf: (-abs(leaf.more_seconds), -abs(leaf.more_bytes)),

@@ -1,6 +1,6 @@
-"""A plan in the words of other systems: Flax's rules, MaxText's flags, files.
+"""A plan in the formats of other systems: Flax's rules, MaxText's flags, files.
 
-All are poorer than a plan. What they cannot say is refused, or named in the file.
+Each format can express less than a plan. The rest is refused, or named in the file.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ Rules = tuple[tuple[str, tuple[str, ...] | None], ...]
 
 
 def flax_rules(plan: PlanData) -> Rules:
-    """Logical dimensions and the mesh axes that shard them.
+    """Returns the logical dimensions and the mesh axes that shard them.
 
-    A table of rules has one entry for each dimension, for activations and parameters
-    alike, and the first that finds its axis free counts. Dimensions that the
-    computation shards stand first, so that activations get theirs; then those that
-    ``fsdp`` shards in storage, and stacked layers, which ``stage`` divides.
+    A table of rules has one entry for each dimension, both for activations and for
+    parameters, and the first entry whose axis is free applies. The dimensions that the
+    computation shards come first, so that activations get their axes. Then follow those
+    that ``fsdp`` shards in storage, and stacked layers, which ``stage`` divides.
 
     Raises:
-        PlanError: Two regions, or computation and storage, want different axes; or
-            some parameter would lie otherwise than the plan says; or devices take
-            unequal shares.
+        PlanError: Two regions, or computation and storage, need different axes; or some
+            parameter would be stored otherwise than planned; or devices have unequal
+            shares.
     """
     check_one_program(plan, "a table of rules")
     wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
@@ -95,7 +95,7 @@ def flax_rules(plan: PlanData) -> Rules:
 
 
 def logical_axes(plan: PlanData) -> dict[str, tuple[str | None, ...]]:
-    """Names of the dimensions of every parameter, as rules have them, by its path.
+    """Returns the names of every parameter's dimensions, in the rules' words, by path.
 
     >>> import jax, jax.numpy as jnp
     >>> import whalejax as wh
@@ -114,12 +114,12 @@ def logical_axes(plan: PlanData) -> dict[str, tuple[str | None, ...]]:
 
 
 def _names(leaf: LeafPlan) -> tuple[str, ...]:
-    """One name for each dimension."""
+    """Returns one name for each dimension."""
     return tuple(names[0] if names else "" for names in leaf.roles)
 
 
 def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
-    """The layout that Flax gives an array of these dimensions."""
+    """Returns the layout that Flax gives an array of these dimensions."""
     found: list[tuple[str, ...]] = [() for _ in names]
     done = [False for _ in names]
     for name, axes in rules:
@@ -133,9 +133,9 @@ def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
 def _before(
     plan: PlanData, axes_of: Mapping[str, tuple[str, ...]], order: Sequence[str]
 ) -> list[str]:
-    """The names in an order in which each parameter's sharded ones stand first.
+    """Orders the names so that each parameter's sharded ones come first.
 
-    Where no order serves all parameters, some of those it cannot serve stand as given.
+    If no order suits all parameters, some of the others keep the given order.
     """
     after: dict[str, set[str]] = {name: set() for name in order}
     for leaf in plan.leaves:
@@ -154,12 +154,12 @@ def _before(
 
 
 def maxtext_flags(plan: PlanData) -> dict[str, int]:
-    """Degrees inside a slice or node (``ici``) and between them (``dcn``).
+    """Returns the degrees inside a slice or node (``ici``) and between them (``dcn``).
 
-    Axes of size 1 are left out; MaxText takes them as 1.
+    Axes of size 1 are omitted; MaxText takes them as 1.
 
     Raises:
-        PlanError: MaxText has no flags for it: stages with layouts of their own,
+        PlanError: MaxText has no flags for the plan: stages with their own layouts,
             unequal shares, or ``tensor`` sharding the batch in a part of the model.
     """
     check_one_program(plan, "MaxText's flags")
@@ -178,10 +178,10 @@ def maxtext_flags(plan: PlanData) -> dict[str, int]:
 
 
 FORMS: Final = ("maxtext", "axlearn", "haliax", "levanter", "jobset", "skypilot")
-"""Formats of files."""
+"""Formats of exported files."""
 
 _OF_SEVERAL: Final = ("axlearn", "skypilot")
-"""Formats that say what to do on each of several clusters."""
+"""Formats that have an entry for each of several clusters."""
 
 
 def check_export(
@@ -197,7 +197,7 @@ def check_export(
         form, name, image, command: Arguments of ``export``.
 
     Raises:
-        PlanError: All that is wrong with them.
+        PlanError: Lists every wrong argument.
     """
     problems = Arguments("export", PlanError)
     problems.choice("form", form, FORMS)
@@ -222,19 +222,19 @@ def export(
     image: str | None = None,
     command: str | None = None,
 ) -> str:
-    """The text of a file for another system.
+    """Returns the text of a file for another system.
 
     Args:
-        plans: One plan, or those of a search, best first; formats that have room for
-            one take the first.
+        plans: One plan, or those of a search, best first; formats for one plan take the
+            first.
         form: One of ``FORMS``.
         name: Name of the job, for a JobSet or SkyPilot.
         image: Container image, which a JobSet needs.
-        command: Words for the shell that start the run; None takes ``whalejax train``
-            or ``python train.py``.
+        command: Shell command that starts the run; None takes ``whalejax train`` or
+            ``python train.py``.
 
     Raises:
-        PlanError: The format cannot say the plan, or an argument is no such thing.
+        PlanError: The format cannot express the plan, or an argument is wrong.
     """
     check_export(form, name=name, image=image, command=command)
     chosen = plans if form in _OF_SEVERAL else plans[:1]

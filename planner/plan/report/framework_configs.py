@@ -1,9 +1,10 @@
 """A plan as the configuration files of other libraries: MaxText, AXLearn, Levanter.
 
-Each has a comment on top that says what the plan decides and the file does not. Formats
-were read in AI-Hypercomputer/maxtext (``configs/custom_mesh_and_rule``), apple/axlearn
-(``experiments/text/gpt/common.py``, ``common/trainer_config_modifier.py``) and
-marin-community/marin (``levanter/utils/mesh.py``, ``levanter/trainer.py``), 2026-11.
+Each file has a comment at its top on what the plan decides but the file cannot express.
+The formats were read in AI-Hypercomputer/maxtext (``configs/custom_mesh_and_rule``),
+apple/axlearn (``experiments/text/gpt/common.py``,
+``common/trainer_config_modifier.py``) and marin-community/marin
+(``levanter/utils/mesh.py``, ``levanter/trainer.py``), 2026-11.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from whalejax.planner.step_options import option_words
 def header(
     plans: Sequence[PlanData], unsaid: Iterable[str], said: Iterable[str]
 ) -> str:
-    """Comment on top of an exported file.
+    """Returns the comment at the top of an exported file.
 
     Args:
-        plans: The plans that are exported.
-        unsaid: Decisions of the plans that the file does not hold, in words.
-        said: Further sentences.
+        plans: Exported plans.
+        unsaid: Text of the decisions that the file cannot express.
+        said: More sentences.
     """
     lines = []
     for plan in plans:
@@ -53,11 +54,11 @@ def header(
 
 
 def unsaid_options(plan: PlanData, *said: str) -> list[str]:
-    """Decisions of a plan beside its layout, in words.
+    """Describes the decisions of a plan other than its layout.
 
     Args:
         plan: The plan.
-        said: Decisions that the file holds: ``"precision"``, ``"micro-batches"``,
+        said: Decisions that the file expresses: ``"precision"``, ``"micro-batches"``,
             ``"options"``.
     """
     found = []
@@ -82,10 +83,10 @@ def unsaid_options(plan: PlanData, *said: str) -> list[str]:
 
 
 def named_mappings(plan: PlanData, form: str) -> AxisMappings:
-    """The mappings for libraries of named axes, which run one program without stages.
+    """Returns the mappings for libraries of named axes, which run one program.
 
     Raises:
-        PlanError: Stages, or experts whose batch is sharded otherwise.
+        PlanError: The plan has stages, or experts whose batch is sharded otherwise.
     """
     if STAGE in dict(plan.axes):
         raise PlanError(
@@ -104,7 +105,7 @@ def named_mappings(plan: PlanData, form: str) -> AxisMappings:
 
 
 def haliax_text(plan: PlanData) -> str:
-    """Python source with haliax's two axis mappings."""
+    """Returns Python source with haliax's two axis mappings."""
     found = named_mappings(plan, "haliax")
     said = [
         "Names of axes are those of plan.logical_axes(): give your Axis objects these "
@@ -117,12 +118,14 @@ def haliax_text(plan: PlanData) -> str:
 
 
 def levanter_text(plan: PlanData) -> str:
-    """YAML of Levanter's ``trainer`` section: mesh, mappings, batch, precision."""
+    """Returns YAML of Levanter's ``trainer`` section: mesh, mappings, batch,
+    precision.
+    """
     found = named_mappings(plan, "Levanter")
     sizes = degrees(plan)
     inside = {axis: size for axis, (size, _) in sizes.items() if size > 1}
     between = {f"{axis}_dcn": size for axis, (_, size) in sizes.items() if size > 1}
-    for name in ("data", "replica", "model"):  # its own axes, which it adds
+    for name in ("data", "replica", "model"):  # Levanter adds these axes itself.
         inside.setdefault(name, 1)
 
     def split(mapping: Mapping[str, Axes]) -> dict[str, list[str]]:
@@ -136,7 +139,7 @@ def levanter_text(plan: PlanData) -> str:
             for name, axes in mapping.items()
         }
 
-    own = {"mlp": ["model"], "heads": ["model"]}  # else Levanter's defaults hold
+    own = {"mlp": ["model"], "heads": ["model"]}  # Otherwise Levanter's defaults apply.
     batch = _batch_size(plan)
     rows = batch // plan.num_micro_batches
     ranks = math.prod(
@@ -171,7 +174,7 @@ _PRECISIONS: Final = {
     "bf16": "p=f32,c=bfloat16",
     "f16": "p=f32,c=float16",
 }
-"""Policies of jmp, which Levanter reads, by what a plan computes in."""
+"""jmp policies, which Levanter reads, by the plan's compute precision."""
 
 
 # ---------------------------------------------------------------- MaxText
@@ -209,10 +212,10 @@ _MAXTEXT_REMAT: Final = {"full": "full", "dots": "minimal", "none": "none"}
 
 
 def maxtext_text(plan: PlanData) -> str:
-    """YAML for MaxText's ``configs/custom_mesh_and_rule``.
+    """Returns YAML for MaxText's ``configs/custom_mesh_and_rule``.
 
-    Weights and activations have names of their own there. Sizes of the mesh and the
-    options of the step are flags of the command, which the comment on top names.
+    Weights and activations have separate names there. Mesh sizes and options of the
+    step are flags of the command, which the comment at the top names.
     """
     found = axis_mappings(plan, "MaxText's rules")
     axes = [axis for axis in MESH_AXES if dict(plan.axes).get(axis, 1) > 1]
@@ -247,7 +250,7 @@ def maxtext_text(plan: PlanData) -> str:
 
 
 def _maxtext_axes(found: Mapping[str, Axes], what: str) -> dict[str, Axes]:
-    """Axes by the meaning of a dimension: ``heads_2`` is ``heads`` too."""
+    """Returns the axes by a dimension's meaning: ``heads_2`` counts as ``heads``."""
     merged: dict[str, Axes] = {}
     problems = Problems("MaxText's rules cannot say this plan", PlanError)
     for name, axes in found.items():
@@ -263,7 +266,7 @@ def _maxtext_axes(found: Mapping[str, Axes], what: str) -> dict[str, Axes]:
 
 
 def _maxtext_command(plan: PlanData) -> tuple[list[str], list[str]]:
-    """Flags that say the rest of a plan, and what none of them says."""
+    """Returns the flags for the rest of a plan, and what no flag expresses."""
     flags = ["custom_mesh_and_rule=NAME_OF_THIS_FILE"]
     for axis, (inside, between) in degrees(plan).items():
         word = "pipeline" if axis == STAGE else axis
@@ -315,22 +318,22 @@ _INSTANCES: Final = {
     ("a100-80", 8): "gpu-(p4de.24xlarge|a2-ultragpu-8g)-{count}",
     ("a100-40", 8): "gpu-(p4d.24xlarge|a2-highgpu-8g)-{count}",
 }
-"""Instance types with so many devices of a kind in a node."""
+"""Instance types by kind of device and devices per node."""
 _TPU_TYPES: Final = {
     "v4": ("tpu-v4-{size}", 2),
     "v5e": ("tpu-v5litepod-{size}", 1),
     "v5p": ("tpu-v5p-{size}", 2),
     "v6e": ("tpu-v6e-{size}", 1),
 }
-"""Accelerator types, and what their number counts for each chip."""
+"""Accelerator types, and the number that each counts per chip."""
 
 
 def axlearn_text(plans: Sequence[PlanData]) -> str:
-    """Python source of ``mesh_rules``, one for each plan.
+    """Returns Python source of ``mesh_rules``, one for each plan.
 
     Raises:
-        PlanError: A plan that no mesh says, or one whose ``tensor`` axis shards the
-            batch, which AXLearn's ``model`` axis does not.
+        PlanError: No mesh expresses a plan, or its ``tensor`` axis shards the batch,
+            which AXLearn's ``model`` axis does not.
     """
     rules, unsaid, said = [], list[str](), list[str]()
     for plan in plans:
@@ -397,7 +400,7 @@ def _axlearn_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def _selector(cluster: Cluster) -> str:
-    """Value of ``--mesh_selector`` for a cluster."""
+    """Returns the value of ``--mesh_selector`` for a cluster."""
     kind, count = cluster.kinds[0], cluster.num_devices
     if kind.platform == "tpu":
         return tpu_type(cluster) + f"-{len(cluster.nodes)}" * (len(cluster.nodes) > 1)
@@ -410,13 +413,13 @@ def _instance(cluster: Cluster) -> str:
 
 
 def tpu_type(cluster: Cluster) -> str:
-    """Google's name for one slice of a TPU, such as ``tpu-v5p-128``.
+    """Returns Google's name for one slice of a TPU, such as ``tpu-v5p-128``.
 
     Args:
         cluster: Slices of one kind and size.
 
     Raises:
-        PlanError: A generation without such a name.
+        PlanError: The generation has no such name.
     """
     kind = cluster.kinds[0].name
     if kind not in _TPU_TYPES:
@@ -438,7 +441,7 @@ def yaml_text(value: object, indent: int = 0) -> str:
     Args:
         value: Mappings with text as keys, lists, texts, numbers and booleans. A text of
             several lines is written as a block.
-        indent: Columns in front of each line.
+        indent: Columns before each line.
 
     >>> print(yaml_text({"a": 1, "b": {"c": ["x", "y"], "d": {}}}), end="")
     a: 1
@@ -493,5 +496,5 @@ def _capital(text: str) -> list[str]:
 
 
 def _batch_size(plan: PlanData) -> int:
-    """Samples of a global batch."""
+    """Returns the samples of a global batch."""
     return plan.work.samples if plan.work else plan.batch[0].shape[0]

@@ -1,8 +1,8 @@
 """Computes a plan's first numbers: model size, speed and price.
 
 FLOP/s and the utilization of devices (MFU) follow ``planner.cost.model_work``.
-A utilization is of the peaks of the devices that the plan uses, in the type that most
-of the model's products run in, such as TensorFloat-32 for float32 on an H100.
+The utilization is relative to the peaks of the plan's devices, in the type of most of
+the model's products, such as TensorFloat-32 for float32 on an H100.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Throughput:
         work: Size of the model and work of a step.
         step_seconds: Seconds of a step, predicted or measured.
         num_devices: Number of devices that the plan uses.
-        dtype: Type that most products run in, such as ``"bf16"``.
+        dtype: Type of most products, such as ``"bf16"``.
         peak_flops_per_second: Sum of the devices' peaks in that type.
-        price: Price of the cluster for an hour; None where it is not known.
+        price: Price of the cluster for an hour; None if unknown.
     """
 
     work: ModelWork
@@ -42,44 +42,44 @@ class Throughput:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples that are trained on in a second."""
+        """Samples of training per second."""
         return self.work.samples / self.step_seconds
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that are trained on in a second; None where a batch has none."""
+        """Tokens of training per second; None if a batch has none."""
         return self.work.tokens / self.step_seconds if self.work.tokens else None
 
     @property
     def units_per_second(self) -> float:
-        """Tokens a second, or samples where a batch has no tokens."""
+        """Tokens per second, or samples if a batch has no tokens."""
         return self.work.units / self.step_seconds
 
     @property
     def device_flops_per_second(self) -> float:
-        """FLOP/s of one device on average, nothing counted that is computed again."""
+        """Average FLOP/s of one device, without recomputation."""
         return self.work.step_flops / self.step_seconds / self.num_devices
 
     @property
     def utilization(self) -> float:
-        """Part of the devices' peak that is used (MFU), from 0 to 1."""
+        """Model FLOPs utilization (MFU), from 0 to 1."""
         return self.work.step_flops / self.step_seconds / self.peak_flops_per_second
 
     @property
     def step_price(self) -> float | None:
-        """Price of a step; None where a device has no price."""
+        """Price of a step; None if a device has no price."""
         return None if self.price is None else self.run_price(self.work.units)
 
     @property
     def million_price(self) -> float | None:
-        """Price of a million tokens, or samples; None where a device has no price."""
+        """Price of a million tokens, or samples; None if a device has no price."""
         return None if self.price is None else self.run_price(1_000_000)
 
     def run_seconds(self, units: float) -> float:
-        """Seconds that a run takes.
+        """Returns the seconds of a run.
 
         Args:
-            units: Tokens of the run, or samples where a batch has no tokens.
+            units: Tokens of the run, or samples if a batch has no tokens.
         """
         problems = Arguments("Throughput", PlanError)
         problems.number("units", units, above=0)
@@ -87,10 +87,10 @@ class Throughput:
         return units / self.units_per_second
 
     def run_price(self, units: float) -> float | None:
-        """Price of a run; None where a device has no price.
+        """Returns the price of a run; None if a device has no price.
 
         Args:
-            units: Tokens of the run, or samples where a batch has no tokens.
+            units: Tokens of the run, or samples if a batch has no tokens.
         """
         seconds = self.run_seconds(units)
         return None if self.price is None else self.price.amount * seconds / 3600
@@ -100,15 +100,15 @@ class Throughput:
 
 
 def throughput(plan: PlanData, step_seconds: float | None = None) -> Throughput:
-    """The speed and the price of a plan's step.
+    """Returns the speed and the price of a plan's step.
 
     Args:
         plan: The plan.
         step_seconds: Measured seconds of a step; the predicted ones if None.
 
     Raises:
-        PlanError: The plan does not know its model's work, as those of older files and
-            estimates, or the seconds are no number above 0.
+        PlanError: The plan lacks its model's work, as in older files and estimates, or
+            the seconds are no number above 0.
     """
     problems = Arguments("throughput", PlanError)
     problems.number("step_seconds", step_seconds, above=0, none=True)
@@ -133,14 +133,14 @@ def throughput(plan: PlanData, step_seconds: float | None = None) -> Throughput:
 
 
 def _devices(plan: PlanData) -> list[DeviceKind]:
-    """The kind of each device that a plan uses."""
+    """Returns the kind of each device that a plan uses."""
     every = [node.kind for node in plan.cluster.nodes for _ in range(node.count)]
     order = plan.device_order or range(plan.num_devices)
     return [every[number] for number in order]
 
 
 def model_words(work: ModelWork) -> list[str]:
-    """The size of a model and what a step of it takes, in words."""
+    """Describes the size of a model and the work of a step."""
     size = f"{count_digits(work.parameters)} parameters"
     if work.trained < work.parameters:
         size += f", {count_digits(work.trained)} trained"
@@ -153,7 +153,7 @@ def model_words(work: ModelWork) -> list[str]:
 
 
 def speed_words(speed: Throughput) -> list[str]:
-    """Throughput, FLOP/s of a device and their part of its peak, in words."""
+    """Describes the throughput, the FLOP/s of a device and their part of its peak."""
     words = [f"{_rate(speed.units_per_second)} {speed.work.unit}/s"]
     if speed.work.step_flops:
         words.append(f"{flops_text(speed.device_flops_per_second)}/s a device")
@@ -179,7 +179,7 @@ def run_words(speed: Throughput, units: float) -> str:
 
     Args:
         speed: Speed and price of a step.
-        units: Tokens of the run, or samples where a batch has no tokens.
+        units: Tokens of the run, or samples if a batch has no tokens.
     """
     text = f"{count_digits(units)} {speed.work.unit} in "
     text += duration_text(speed.run_seconds(units))
@@ -190,7 +190,7 @@ def run_words(speed: Throughput, units: float) -> str:
 
 
 def headline(plan: PlanData, width: int | None) -> list[Line]:
-    """The model's size, the predicted speed and the price, in lines."""
+    """Renders the model's size, the predicted speed and the price."""
     if plan.work is None:
         return []
     speed = throughput(plan)
@@ -203,7 +203,9 @@ def headline(plan: PlanData, width: int | None) -> list[Line]:
 
 
 def flops_text(flops: float) -> str:
-    """FLOPs, or FLOP/s without the second, with three digits: ``"28 TFLOP"``."""
+    """Formats FLOPs, or FLOP/s without the second, with three digits: ``"28
+    TFLOP"``.
+    """
     for unit in ("", "k", "M", "G", "T", "P", "E"):
         if flops < 999.5 or unit == "E":
             break
@@ -212,5 +214,5 @@ def flops_text(flops: float) -> str:
 
 
 def _rate(number: float) -> str:
-    """A rate with three digits, or whole above a thousand."""
+    """Formats a rate with three digits, or as an integer above a thousand."""
     return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"

@@ -1,4 +1,4 @@
-"""A plan as what starts it elsewhere: a JobSet of Kubernetes, a task of SkyPilot.
+"""A plan as a job file for another system: a JobSet of Kubernetes, a task of SkyPilot.
 
 The fields are those of kubernetes-sigs/jobset, ``jobset.x-k8s.io/v1alpha2``, and of
 SkyPilot's task YAML, 2026-11. Processes find each other by the variables that
@@ -19,7 +19,7 @@ from whalejax.planner.plan_errors import PlanError
 
 
 PORT: Final = 8476
-"""Where process 0 listens."""
+"""Port on which process 0 listens."""
 
 _GKE_TPUS: Final = {
     "v4": "tpu-v4-podslice",
@@ -28,13 +28,15 @@ _GKE_TPUS: Final = {
     "v6e": "tpu-v6e-slice",
     "v7x": "tpu7x",
 }
-"""Label ``cloud.google.com/gke-tpu-accelerator`` of nodes with chips of a kind."""
+"""Values of the node label ``cloud.google.com/gke-tpu-accelerator``, by kind
+of chip.
+"""
 
 _HOST_CHIPS: Final = 4
-"""Chips of one host of a TPU slice that has several."""
+"""Chips of one host, for TPU slices of several hosts."""
 
 _ONE_HOST_CHIPS: Final = {"v5e": 8, "v6e": 8}
-"""Chips of a slice that is one host, where that is more."""
+"""Chips of a slice of one host, if that is more."""
 
 _SKYPILOT: Final = {
     "p100-16": "P100",
@@ -54,14 +56,14 @@ _SKYPILOT: Final = {
     "l40s": "L40S",
     "mi300x": "MI300X",
 }
-"""SkyPilot's names of kinds."""
+"""SkyPilot's names of device kinds."""
 
 
 def start_command(plan: PlanData) -> str:
-    """Words of the shell that start a plan's run, where the user gave none.
+    """Returns the shell command that starts a plan's run, if the user gave none.
 
-    ``whalejax train`` trains on the devices of one host; for several it is a script of
-    the user's.
+    ``whalejax train`` trains on the devices of one host; for several, the user needs a
+    script.
     """
     if plan.source and _hosts(plan.cluster) == 1:
         model, *settings = plan.source
@@ -72,17 +74,16 @@ def start_command(plan: PlanData) -> str:
 
 
 def jobset_text(plan: PlanData, name: str, image: str, command: str) -> str:
-    """YAML of a JobSet with a pod for every host of a plan's cluster.
+    """Returns YAML of a JobSet with a pod for every host of a plan's cluster.
 
     Args:
         plan: The plan.
         name: Name of the JobSet, a label of DNS.
         image: Container image with the script, its packages and ``plan.json``.
-        command: Words for the shell; empty takes ``start_command``.
+        command: Shell command; empty takes ``start_command``.
 
     Raises:
-        PlanError: Devices of several kinds, or of a kind that Kubernetes has no
-            resource for.
+        PlanError: Devices of several kinds, or of a kind without a Kubernetes resource.
     """
     _check_one_kind(plan.cluster, "a JobSet")
     kind = plan.cluster.kinds[0]
@@ -127,7 +128,7 @@ def jobset_text(plan: PlanData, name: str, image: str, command: str) -> str:
 
 
 def _pod(cluster: Cluster, name: str, hosts: int) -> tuple[dict[str, Any], int]:
-    """The pod of one host, and how many devices it asks for."""
+    """Returns the pod of one host, and the number of devices that it requests."""
     kind, count = cluster.kinds[0], cluster.nodes[0].count
     pod: dict[str, Any] = {"restartPolicy": "Never"}
     container: dict[str, Any] = {"name": "", "image": "", "command": []}
@@ -154,7 +155,9 @@ def _pod(cluster: Cluster, name: str, hosts: int) -> tuple[dict[str, Any], int]:
 
 
 def _process_variables(name: str, hosts: int) -> dict[str, Any]:
-    """Variables that ``wh.init_distributed`` reads; none for one process."""
+    """Returns the variables that ``wh.init_distributed`` reads; none for one
+    process.
+    """
     if hosts == 1:
         return {}
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -173,17 +176,18 @@ def _process_variables(name: str, hosts: int) -> dict[str, Any]:
 def skypilot_text(
     plans: Sequence[PlanData], name: str, image: str, command: str
 ) -> str:
-    """YAML of a SkyPilot task for a plan, or for clusters in order of preference.
+    """Returns YAML of a SkyPilot task for a plan, or for clusters in order of
+    preference.
 
     Args:
-        plans: The plan; or plans of one model on several clusters, best first, of which
-            those with as many hosts as the first are tried in turn.
+        plans: The plan; or plans of one model on several clusters, best first. Those
+            with as many hosts as the first are tried in turn.
         name: Name of the task.
         image: Container image; empty for the cloud's own.
-        command: Words for the shell; empty takes ``start_command``.
+        command: Shell command; empty takes ``start_command``.
 
     Raises:
-        PlanError: Several kinds or slices, or a kind that SkyPilot does not know.
+        PlanError: Several kinds or slices, or a kind without a SkyPilot name.
     """
     first = plans[0]
     hosts = _nodes(first.cluster)
@@ -271,7 +275,9 @@ def _check_one_kind(cluster: Cluster, form: str) -> None:
 
 
 def _hosts(cluster: Cluster) -> int:
-    """Machines, each with a process: nodes of GPUs, hosts of TPU slices."""
+    """Returns the number of machines, each with a process: GPU nodes, hosts of TPU
+    slices.
+    """
     if cluster.platform != "tpu":
         return len(cluster.nodes)
     chips = cluster.nodes[0].count
@@ -281,7 +287,7 @@ def _hosts(cluster: Cluster) -> int:
 
 
 def _nodes(cluster: Cluster) -> int:
-    """Number of nodes as SkyPilot counts them: a TPU slice is one."""
+    """Returns the number of nodes in SkyPilot's sense: a TPU slice is one."""
     return len(cluster.nodes)
 
 

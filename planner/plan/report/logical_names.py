@@ -1,8 +1,8 @@
 """Logical names of dimensions, in the words that Flax, MaxText and T5X use.
 
-A model without metadata has dimensions that only its parameters name, such as
-``"blocks.*.up.kernel[1]"``. A config needs a word: what the paths of the parameters say
-of a dimension is read as people would, and what says nothing gets a name made of them.
+Without metadata, dimensions have only names such as ``"blocks.*.up.kernel[1]"``, from
+their parameters. A config needs a word. It is derived from the paths of the parameters,
+as people read them; if these suggest none, it is made of the path.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class _Place:
 
     Attributes:
         words: Words of the parameter's path, in lower case.
-        dim: Number of the dimension.
-        rank: Dimensions of the parameter.
+        dim: Index of the dimension.
+        rank: Rank of the parameter.
     """
 
     words: tuple[str, ...]
@@ -31,7 +31,7 @@ class _Place:
     rank: int
 
     def has(self, *parts: str) -> bool:
-        """Whether some word of the path is one of some texts, or begins with it."""
+        """Whether some word of the path equals or begins with one of some texts."""
         return any(
             word == part or (len(part) > 3 and word.startswith(part))
             for part in parts
@@ -40,10 +40,10 @@ class _Place:
 
 
 def logical_names(plan: PlanData) -> dict[str, str]:
-    """A name for each dimension of a plan, by what the plan calls it.
+    """Returns a config name for each dimension, by its name in the plan.
 
-    Names that the model's own metadata gives stay. Each name is given once: a second
-    dimension of the same meaning has ``_2`` behind it.
+    Names from the model's metadata stay. Names are unique: a second dimension of the
+    same meaning gets the suffix ``_2``.
 
     Args:
         plan: The plan.
@@ -70,7 +70,7 @@ def _places(role: RoleInfo, ranks: Mapping[str, int]) -> list[_Place]:
 
 
 def _layer_dims(plan: PlanData, ranks: Mapping[str, int]) -> frozenset[str]:
-    """Dimensions along which layers are stacked: first in several parameters alike."""
+    """Returns the dimensions of stacked layers: first in several equal parameters."""
     found = set()
     for role in plan.roles:
         places = _places(role, ranks)
@@ -86,7 +86,7 @@ def _layer_dims(plan: PlanData, ranks: Mapping[str, int]) -> frozenset[str]:
 
 
 def _name(role: RoleInfo, ranks: Mapping[str, int]) -> str:
-    """Returns the logical name of a dimension, from the parameters that have it."""
+    """Returns a dimension's logical name, derived from its parameters."""
     if not re.search(r"\[[\d.]+\]$", role.name):
         return role.name.replace("#", "_")
     places = _places(role, ranks)
@@ -110,9 +110,7 @@ def _is_table_of_places(place: _Place) -> bool:
 
 
 def _by_path(place: _Place) -> str:
-    """Returns the logical name that a parameter's path suggests; empty where it
-    suggests none.
-    """
+    """Returns the logical name that a parameter's path suggests; else an empty text."""
     last = place.rank - 1
     if place.words[-1] in ("layers", "blocks") and place.dim == 0:
         return "layers"

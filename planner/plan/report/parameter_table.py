@@ -1,4 +1,4 @@
-"""The parameters of a plan as people read them: equal layers once, and what they cost.
+"""The parameters of a plan as table rows: equal layers merged, with their cost.
 
 Every display of a plan reads these rows, so that they agree.
 """
@@ -21,10 +21,10 @@ from whalejax.planner.sharding.layout import Spec, shards
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRow:
-    """Parameters that are alike but for the number of their layer.
+    """Parameters that differ only in the number of their layer.
 
     Attributes:
-        label: Their path, with ``×4`` where four layers were folded.
+        label: Path of the parameters, with ``×4`` if four layers were merged.
         count: Number of the parameters.
         leaf: The first of them.
         device_bytes: Bytes of all of them together, on one device that stores them.
@@ -39,7 +39,7 @@ class ParameterRow:
 
 
 def parameter_rows(plan: PlanData) -> list[ParameterRow]:
-    """A plan's parameters, repeated layers folded, in the model's order."""
+    """Returns a plan's parameters in the model's order, repeated layers merged."""
     stored = homes(plan)
     groups: dict[tuple[object, ...], list[LeafPlan]] = {}
     for leaf in plan.leaves:
@@ -48,7 +48,7 @@ def parameter_rows(plan: PlanData) -> list[ParameterRow]:
         alike = (leaf.shape, leaf.dtype, *specs, leaf.hosted, home.axes)
         groups.setdefault((starred(leaf.path), *alike), []).append(leaf)
     rows = []
-    said: dict[tuple[object, ...], str] = {}  # thousands of rows cause the same
+    said: dict[tuple[object, ...], str] = {}  # thousands of rows have the same
     for leaves in groups.values():
         leaf, count = leaves[0], len(leaves)
         home = stored.get(leaf.path, plan)
@@ -73,12 +73,12 @@ def parameter_rows(plan: PlanData) -> list[ParameterRow]:
 
 
 def homes(plan: PlanData) -> dict[str, PlanData]:
-    """The plan that stores each parameter, where stages have programs of their own."""
+    """Returns the plan that stores each parameter, for stage programs."""
     return {leaf.path: p for p in reversed(plan.stage_plans) for leaf in p.leaves}
 
 
 def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:
-    """Mesh axes that shard a tensor in one layout and not in another."""
+    """Returns the mesh axes that shard a tensor in one layout and not in another."""
     old = {axis for axes in before for axis in axes}
     return tuple(axis for axes in after for axis in axes if axis not in old)
 
@@ -92,11 +92,11 @@ def collectives_of(
     Args:
         plan: Plan of the devices that store it.
         leaf: The parameter.
-        unlike: Ranks of ``data`` take unlike shares.
+        unlike: Whether the ranks of ``data`` have unequal shares.
 
     Returns:
-        Gathers of the parameter and reductions of its gradient, as if it were alone:
-        the compiler runs reductions over the same axes as one.
+        Gathers of the parameter and reductions of its gradient, as for one parameter
+        alone; the compiler combines reductions over the same axes.
     """
     mesh, found = plan.axis_sizes, list[Collective]()
     used = leaf.nbytes // shards(leaf.compute_spec, mesh)
@@ -105,8 +105,8 @@ def collectives_of(
         found.append(
             _parameter_collective("all-gather", axes, "forward", used, leaf.gathers)
         )
-    # Ranks that take unlike shares sum their gradients when all are done, and those
-    # that combine them by Adasum exchange parts of them.
+    # Ranks with unequal shares sum their gradients after all micro-batches. Adasum
+    # exchanges parts of the gradients.
     adasum = plan.combine != "mean"
     last = ("data",) if (unlike or adasum) and "data" in leaf.summed else ()
     summed = tuple(axis for axis in leaf.summed if axis not in last)
@@ -140,7 +140,7 @@ def _parameter_collective(
     nbytes: int,
     count: int = 1,
 ) -> Collective:
-    """A gather of the parameter, or a sum of its gradient."""
+    """Returns a gather of the parameter, or a sum of its gradient."""
     return Collective(
         kind=kind,
         axes=axes,
@@ -162,7 +162,9 @@ def _as_run(plan: PlanData, asked: Collective) -> Collective:
 
 
 def collective_words(collectives: Sequence[Collective], plan: PlanData) -> str:
-    """Collectives of a step in few words, such as ``"2 all-gather over fsdp"``."""
+    """Describes the collectives of a step briefly, such as ``"2 all-gather over
+    fsdp"``.
+    """
     times: dict[str, int] = {}
     for c in collectives:
         words = f"{c.kind} over {'+'.join(c.axes)}"

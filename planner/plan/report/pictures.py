@@ -1,4 +1,4 @@
-"""Pictures of plans and of estimates, as their methods; none is drawn in planning."""
+"""Displays of plans and of estimates, as their methods; planning draws none."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ class PlanDisplay(PlanData):
         return bundle(self)
 
     def timeline(self) -> StepTimeline:
-        """The step in time: the schedule's rows, a lane for each stage.
+        """Returns the step in time: the schedule's rows, with a lane for each stage.
 
         Returns:
-            What a notebook draws, and ``print`` sums up. Its ``save`` writes
-            ``trace.json`` for https://ui.perfetto.dev, or a page or drawing
-            (``.html``, ``.svg``). A plan without stages has one lane, of its terms.
+            Timeline that a notebook draws and ``print`` sums up. Its ``save`` writes
+            ``trace.json`` for https://ui.perfetto.dev, or a page or drawing (``.html``,
+            ``.svg``). A plan without stages has one lane, with its terms.
         """
         from whalejax.display import timelines
 
         return timelines.timeline(self)
 
     def memory_chart(self) -> MemoryChart:
-        """Memory per device by term, of every stage where they have their own.
+        """Returns the memory per device by term, of every stage if they differ.
 
         Returns:
-            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+            Chart that a notebook draws and ``print`` describes; ``save`` writes it to a
+            file.
         """
         from whalejax.display import memory
 
@@ -59,14 +60,14 @@ class PlanDisplay(PlanData):
 
         Args:
             path: Path of the parameter, in the form that ``leaf`` takes.
-            of: ``"params"`` as stored, ``"compute"`` as computed with, or its
+            of: ``"params"`` as stored, ``"compute"`` as used in computation, or its
                 ``"gradients"`` or ``"optimizer"`` state.
 
         Returns:
-            What a notebook shows and ``print`` lists; ``parts`` has it as data.
+            Map that a notebook shows and ``print`` lists; its ``parts`` are the data.
 
         Raises:
-            PlanError: No parameter has that path; the nearest are named.
+            PlanError: No parameter has that path; lists the nearest paths.
             WhaleError: There is no such layout.
         """
         from whalejax.display import device_map
@@ -74,10 +75,12 @@ class PlanDisplay(PlanData):
         return device_map.device_map(self, path, of)
 
     def topology(self) -> TopologyMap:
-        """Nodes, links with their bandwidth, and which mesh axis crosses which.
+        """Returns the nodes, the links with their bandwidth, and the axes that cross
+        them.
 
         Returns:
-            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+            Map that a notebook draws and ``print`` describes; ``save`` writes it to a
+            file.
         """
         from whalejax.display import topology
 
@@ -86,17 +89,17 @@ class PlanDisplay(PlanData):
     def sliders(
         self, *, batches: Sequence[int] | None = None, clusters: Sequence[str] = ()
     ) -> Sliders:
-        """``what_if`` by hand: sliders for batch and remat, a list of clusters.
+        """Returns sliders for ``what_if``: batch and remat, and a list of clusters.
 
-        Needs a notebook whose kernel runs, and the extra ``whalejax[notebook]``.
+        Needs a notebook with a running kernel, and the extra ``whalejax[notebook]``.
 
         Args:
-            batches: Numbers of samples to choose from; a quarter of the planned batch
-                to four times it if left out.
-            clusters: Clusters beside the planned one, as text.
+            batches: Numbers of samples to choose from; default: a quarter of the
+                planned batch to four times it.
+            clusters: More clusters, as text.
 
         Returns:
-            What a notebook draws; its ``plan`` is the one that was last found.
+            Sliders that a notebook draws; their ``plan`` is the latest one.
 
         Raises:
             PlanError: The plan was read from a file, which holds no model.
@@ -108,13 +111,13 @@ class PlanDisplay(PlanData):
 
 
 class GoodputDisplay(ABC):
-    """Notebook displays and saved pages of goodput on paper."""
+    """Notebook displays and saved pages of predicted goodput."""
 
     __slots__ = ()
 
     @abstractmethod
     def ways(self) -> list[tuple[str, float]]:
-        """Each way to go on after a failure, and its goodput."""
+        """Returns each recovery policy and its goodput."""
 
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
@@ -122,10 +125,11 @@ class GoodputDisplay(ABC):
         return self.chart()._repr_mimebundle_()
 
     def chart(self) -> GoodputChart:
-        """A bar for each way to go on.
+        """Returns a chart with a bar for each recovery policy.
 
         Returns:
-            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+            Chart that a notebook draws and ``print`` describes; ``save`` writes it to a
+            file.
         """
         from whalejax.display import goodput
 
@@ -141,7 +145,7 @@ class SquareCubeDisplay(ABC):
 
     @abstractmethod
     def cells(self) -> list[tuple[str, ...]]:
-        """Cells of the table, under ``head``."""
+        """Returns the cells of the table, under ``head``."""
 
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
@@ -153,7 +157,8 @@ class SquareCubeDisplay(ABC):
         models too.
 
         Returns:
-            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+            Chart that a notebook draws and ``print`` describes; ``save`` writes it to a
+            file.
         """
         from whalejax.display import swarms
 

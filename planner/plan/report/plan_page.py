@@ -1,7 +1,7 @@
 """Renders a plan as a page of text: ``print(plan)``.
 
-It is made of lines with styles, which need no library; ``whalejax show`` colours the
-same lines. Nothing is said by colour alone.
+The page consists of lines with styles, which need no library; ``whalejax show`` colours
+the same lines. No information is in colour alone.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ BAR_CELLS = 24
 """Columns of a bar of 100 %."""
 
 SHOWN_ROWS = 12
-"""Rows of the parameter table, unless all are asked for."""
+"""Rows of the parameter table, unless all are requested."""
 
 SHOWN_REASONS = 5
-"""Reasons why parameters stay whole, unless all are asked for."""
+"""Reasons why parameters stay unsharded, unless all are requested."""
 
 TRAFFIC = ("traffic", "over", "of", "times a step", "bytes a step")
 """Columns of ``traffic_rows``."""
@@ -58,25 +58,27 @@ _Form = Callable[[float], str]
 
 
 def page_width() -> int | None:
-    """Columns to print in: ``COLUMNS``, or those of the terminal; None for neither."""
+    """Returns the columns of the output: ``COLUMNS``, or the terminal's; None for
+    neither.
+    """
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns or None
     return None
 
 
 def page(plan: PlanData, *, all_rows: bool) -> str:
-    """The plan as text, as wide as the terminal, or with whole lines without one."""
+    """Returns the plan as text, as wide as the terminal, or unbroken without one."""
     check_lines(None, all_rows)
     return plain(plan_lines(plan, page_width(), all_rows=all_rows))
 
 
 def plan_lines(plan: PlanData, width: int | None, *, all_rows: bool) -> list[Line]:
-    """A plan with everything that it says, in lines.
+    """Renders a full plan as lines.
 
     Args:
         plan: The plan.
         width: Columns of a line; None breaks none.
-        all_rows: Every kind of parameter and every reason, not only the largest.
+        all_rows: Show every kind of parameter and every reason, not only the largest.
     """
     tables: list[Line] = [((line, ""),) for line in tables_text(plan).splitlines()]
     lines = [
@@ -114,7 +116,7 @@ def _head(plan: PlanData) -> list[str]:
 
 
 def bar_text(share: float, width: int) -> str:
-    """A bar in eighths of a character, at least one eighth and at most the width.
+    """Returns a bar in eighths of a character, from one eighth to the full width.
 
     >>> bar_text(0.5, 3), bar_text(0.0, 3)
     ('█▌', '▏')
@@ -126,7 +128,7 @@ def bar_text(share: float, width: int) -> str:
 def _bars(
     head: str, terms: Sequence[tuple[str, float]], whole: float, form: _Form
 ) -> list[Line | str]:
-    """Each term with a bar of its share of a whole, its name and its size."""
+    """Yields each term with a bar of its share, its name and its size."""
     pieces: list[Line | str] = [head]
     for number, (name, size) in enumerate(terms):
         bar = bar_text(size / max(whole, 1e-30), BAR_CELLS)
@@ -167,7 +169,7 @@ def _memory(plan: PlanData, width: int | None) -> list[Line]:
 
 
 def crossings(plan: PlanData) -> list[str]:
-    """Every axis with the links that it crosses and how fast these are."""
+    """Describes the links that every axis crosses, and their speed."""
     mesh = mesh_of(plan)
     found = [
         _link_text(axis, mesh, plan.cluster, plan) for axis in mesh if axis != INSIDE
@@ -186,7 +188,7 @@ def _link_text(
     rates = {part.level.name: part.level.bandwidth_bytes_per_second for part in parts}
     words = [f"{name} at {gigabytes(rate)}/s" for name, rate in rates.items()]
     text = f"{axis} {mesh[axis]} crosses {' and '.join(words) or 'nothing'}"
-    if axis in (STAGE, "data"):  # Their names say what each device has.
+    if axis in (STAGE, "data"):  # Their names already tell what each device has.
         return text
     shares = sharded_bytes(plan, axis)
     whole = sum(leaf.nbytes for leaf in plan.leaves)
@@ -204,14 +206,14 @@ def _regions(plan: PlanData, width: int | None) -> Iterator[Line]:
 
 
 def _stages(plan: PlanData, width: int | None) -> Iterator[Line]:
-    """One row for each stage, where there are any."""
+    """Yields one row for each stage, if there are any."""
     if plan.stages is not None:
         yield from paragraph("stages", pipeline_words(plan), width, " · ")
         yield from table(*stage_rows(plan), width)
 
 
 def stage_rows(plan: PlanData) -> tuple[list[str], list[list[str]]]:
-    """Names of columns, and a row for each stage of a plan that has some."""
+    """Returns the names of columns, and a row for each stage of a pipeline plan."""
     stages = plan.stages
     assert stages is not None
     if plan.pipelines:
@@ -240,7 +242,9 @@ def stage_rows(plan: PlanData) -> tuple[list[str], list[list[str]]]:
 
 
 def share_words(plan: PlanData) -> list[str]:
-    """Micro-batches of the ranks of ``data``, or pipelines, where these are unlike."""
+    """Describes the micro-batches of the ranks of ``data``, or pipelines, if they
+    differ.
+    """
     each = max(1, plan.num_devices // len(plan.shares))
     kinds = [
         node.kind.display_name()
@@ -274,7 +278,7 @@ def _parameters(plan: PlanData, width: int | None, all_rows: bool) -> list[Line]
     by_size = sorted(rows, key=lambda row: -row.device_bytes)
     shown = rows if all_rows else by_size[:SHOWN_ROWS]
     kept = {id(row) for row in shown}
-    # Most plans use parameters in the layout they are stored in: one column says it.
+    # Most plans compute with parameters in their stored layout: one column suffices.
     gathers = any(row.leaf.param_spec != row.leaf.compute_spec for row in rows)
     cells = []
     for row in rows:
@@ -312,7 +316,7 @@ def _traffic(plan: PlanData, width: int | None, all_rows: bool) -> list[Line]:
 
 
 def traffic_rows(plan: PlanData) -> list[list[str]]:
-    """Returns the rows of a step's traffic, by sort, most bytes first."""
+    """Returns the rows of a step's traffic by kind, most bytes first."""
     return [
         [row.kind, row.route_text, row.what, str(row.times), gigabytes(row.nbytes)]
         for row in traffic(plan)
@@ -323,7 +327,7 @@ def traffic_rows(plan: PlanData) -> list[list[str]]:
 
 
 def whole_words(plan: PlanData, all_rows: bool = False) -> list[str]:
-    """Parameters that every device holds whole, by the reason."""
+    """Describes the parameters that every device stores unsharded, by reason."""
     reasons = whole_reasons(plan)
     lines: list[str] = []
     most = len(reasons) if all_rows else SHOWN_REASONS
@@ -340,7 +344,7 @@ def whole_words(plan: PlanData, all_rows: bool = False) -> list[str]:
 
 
 def hints(plan: PlanData) -> list[str]:
-    """Marks that were obeyed, and what was asked for without effect."""
+    """Returns the marks that were obeyed, and the requests without effect."""
     idle = [note for note in plan.notes if NO_EFFECT in note]
     obeyed, whole = [], []
     for region in plan.compute:
@@ -356,12 +360,12 @@ def hints(plan: PlanData) -> list[str]:
 
 
 def other_notes(plan: PlanData) -> list[str]:
-    """Notes that are no hints."""
+    """Returns the notes that are no hints."""
     return [n for n in plan.notes if NO_EFFECT not in n and not n.endswith(OBEYED)]
 
 
 def _next(plan: PlanData, width: int | None) -> list[Line]:
-    """The plan that was evaluated behind this one, and how much faster any can be."""
+    """Describes the second-best plan, and how much faster any other can be."""
     others = [c for c in plan.candidates if c.verdict != "chosen"]
     lines = paragraph("next", [str(others[0])], width) if others else []
     words = gap_words(plan)

@@ -1,7 +1,7 @@
-"""Lists what a plan's devices send each other in a step, by sort.
+"""Lists what a plan's devices send each other in a step, by kind.
 
-Stages with programs of their own have collectives of their own, and hand on what the
-next ones read; a plan's own ``collectives`` are those of one program.
+Stage programs have their own collectives, and transfer values to the stages that read
+them; a plan's own ``collectives`` are those of one program.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from whalejax.planner.sharding.layout import STAGE
 
 
 Home = tuple[int | None, int]
-"""A stage: its pipeline, where there are several side by side, and its number."""
+"""A stage: number of its pipeline, if there are several in parallel, and its own
+number.
+"""
 
 INSIDE = "inside"
-"""The axis that stands for all devices of a stage, in a mesh of stages."""
+"""Axis that represents all devices of a stage, in a mesh of stages."""
 
 HANDED = "hand-over"
-"""The kind of what stages with programs of their own give each other."""
+"""Kind of the transfers between stage programs."""
 
 
 TIED, TIED_GRADIENT = "tied parameter", "tied gradient"
-"""What is handed over once in a step, of parameters that several stages read."""
+"""Transfers once per step, of parameters that several stages read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """One sort of it, on one device.
+    """One kind of traffic, on one device.
 
     Attributes:
         kind: Kind of collective, or ``HANDED``.
         axes: Mesh axes that it runs over.
         what: Contents such as ``"gradient"``, ``"parameter"``, ``"activation"``.
-        where: The stages, each with the number of its pipeline; none where all devices
-            run one program.
+        where: Stages, each with the number of its pipeline; none if all devices run one
+            program.
         times: Number of transfers in a step.
-        nbytes: Payload of all of these.
-        seconds: Seconds on the links; part of them may be hidden behind computing.
-        links: Names of the links that it crosses.
+        nbytes: Payload of all transfers.
+        seconds: Seconds on the links; part of them may be overlapped with computation.
+        links: Names of the crossed links.
     """
 
     kind: str
@@ -56,12 +58,12 @@ class TrafficRow:
 
     @property
     def sort(self) -> tuple[str, tuple[str, ...], str]:
-        """Returns the key that is equal on other stages."""
+        """Key that is equal on other stages."""
         return self.kind, self.axes, self.what
 
     @property
     def route_text(self) -> str:
-        """Mesh axes and stages in words."""
+        """Text of the mesh axes and stages."""
         where = stage_list_text(self.where)
         if self.kind == HANDED:
             back = self.what in ("gradient", TIED_GRADIENT)
@@ -71,7 +73,7 @@ class TrafficRow:
 
 
 def stage_list_text(stages: Sequence[Home]) -> str:
-    """Stages in words.
+    """Returns the text of some stages.
 
     >>> stage_list_text([(None, 1), (None, 2), (None, 3)])
     'stages 1–3'
@@ -96,7 +98,6 @@ def stage_list_text(stages: Sequence[Home]) -> str:
 
 
 def _numbered(name: str, numbers: Sequence[int]) -> str:
-    """Numbers of something in words."""
     if len(numbers) == 1:
         return f"{name} {numbers[0]}"
     first, last = numbers[0], numbers[-1]
@@ -106,12 +107,12 @@ def _numbered(name: str, numbers: Sequence[int]) -> str:
 
 
 def traffic(plan: PlanData) -> list[TrafficRow]:
-    """All traffic of a plan's step, most bytes first; stages that are alike in one row.
+    """Returns all traffic of a plan's step, most bytes first; equal stages in one row.
 
     Args:
         plan: Any plan.
     """
-    # Of pipelines side by side, what they exchange with each other is the plan's own.
+    # Parallel pipelines' own collectives are their exchange with each other.
     rows = [] if plan.stage_plans and not plan.pipelines else [*_collectives(plan, ())]
     for number, one in enumerate(plan.pipelines or (plan,)):
         count = plan.shares[number] if plan.pipelines else plan.num_micro_batches
@@ -131,7 +132,9 @@ def traffic(plan: PlanData) -> list[TrafficRow]:
 
 
 def mesh_of(plan: PlanData) -> dict[str, int]:
-    """Sizes of a plan's mesh; where stages have their own, ``INSIDE`` stands for it."""
+    """Returns a plan's mesh sizes; ``INSIDE`` replaces the axes of stages with their
+    own.
+    """
     sizes = plan.axis_sizes
     if not plan.stage_plans:
         return sizes
@@ -140,7 +143,7 @@ def mesh_of(plan: PlanData) -> dict[str, int]:
 
 
 def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], TrafficRow]:
-    """Returns each sort of traffic of the stages that send most."""
+    """Returns each kind of traffic, of the stages that send most."""
     found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
     for row in traffic(plan):
         found.setdefault(row.sort, row)
@@ -148,7 +151,7 @@ def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], TrafficRow
 
 
 def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow]:
-    """Yields the collectives of one program, folded."""
+    """Yields the collectives of one program, equal ones merged."""
     found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
     for c in plan.collectives:
         parts = axis_parts(c.axes, mesh_of(plan), plan.cluster)
@@ -178,7 +181,7 @@ def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow
 def _stage_transfer_rows(
     plan: PlanData, home: Home, count: int
 ) -> Iterator[TrafficRow]:
-    """Yields the transfers of one stage from and to others in a step.
+    """Yields the transfers of one stage to and from others in a step.
 
     Args:
         plan: Plan of the pipeline.

@@ -1,8 +1,8 @@
-"""Prices of devices, from the user or from a dated list of public ones.
+"""Prices of devices, from the user or from a dated list of public prices.
 
-A user's price of a kind is ``kinds.NAME.price_per_hour`` of a cluster file or an entry
-of ``prices=`` of ``wh.search``; its currency is not known. ``prices.toml`` has prices
-of kinds that the user gave none for; those say their currency and their day.
+Users give the price of a kind as ``kinds.NAME.price_per_hour`` of a cluster file or an
+entry of ``prices=`` of ``wh.search``; its currency is unknown. ``prices.toml`` has
+prices of the other kinds, with their currency and day.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class HourlyPrice:
 
     Attributes:
         amount: Price of all devices, used or not.
-        currency: Code such as ``"USD"``; empty where the user gave the prices.
-        as_of: Day of the oldest price, as ``"2026-05-01"``; empty where the user gave
-            them.
+        currency: Code such as ``"USD"``; empty for prices from the user.
+        as_of: Day of the oldest price, as ``"2026-05-01"``; empty for prices from the
+            user.
     """
 
     amount: float
@@ -33,7 +33,7 @@ class HourlyPrice:
     as_of: str = ""
 
     def text(self, amount: float) -> str:
-        """An amount of this currency, with three digits.
+        """Formats an amount of this currency, with three digits.
 
         >>> HourlyPrice(amount=1.0, currency="USD").text(0.012345)
         '0.0123 USD'
@@ -43,9 +43,9 @@ class HourlyPrice:
 
 
 def hourly_price(cluster: Cluster) -> HourlyPrice | None:
-    """Returns the price of a cluster for an hour; None where a kind has no price.
+    """Returns the price of a cluster for an hour; None if a kind has no price.
 
-    Prices of a user's are not added to listed ones, since their currency is not known.
+    Prices from users are not added to listed ones, since their currency is unknown.
 
     >>> from whalejax.meshes import cluster
     >>> hourly_price(cluster("h100:8")).currency
@@ -75,7 +75,7 @@ def hourly_price(cluster: Cluster) -> HourlyPrice | None:
 
 
 def listed_price(kind: DeviceKind) -> HourlyPrice | None:
-    """The public price of one device of a kind; None for kinds that are not listed."""
+    """Returns the public price of one device of a kind; None for unlisted kinds."""
     currency, listed = _list_prices()
     if kind.name not in listed:
         return None

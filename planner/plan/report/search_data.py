@@ -1,7 +1,7 @@
 """Result of ``wh.search``: plans on several clusters, best first.
 
-Plain data around plans, apart from the search because it needs no JAX: it can be
-printed, compared and written wherever a plan can.
+Plain data around plans. It is separate from the search because it needs no JAX: it can
+be printed, compared and written wherever a plan can.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from whalejax.planner.plan_errors import NothingFits, PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfeasibleCluster:
-    """A cluster on which there is no plan.
+    """Cluster on which no plan is possible.
 
     Attributes:
-        name: The cluster, as it was asked for.
-        cluster: The same.
-        problem: Error that says why.
+        name: Text of the cluster in the request.
+        cluster: The cluster.
+        problem: Error with the reason.
     """
 
     name: str
@@ -48,13 +48,15 @@ class InfeasibleCluster:
 
     @property
     def lacks_bytes(self) -> int | None:
-        """Memory that the nearest plan lacks on a device; None if it is not memory."""
+        """Bytes that the nearest plan lacks on a device; None if the reason
+        is another.
+        """
         problem = self.problem
         return problem.lacks_bytes if isinstance(problem, NothingFits) else None
 
     @property
     def reason(self) -> str:
-        """The least that is missing, or why there is no layout, in one line."""
+        """Missing bytes of the nearest plan, or why there is no layout, in one line."""
         problem = self.problem
         if isinstance(problem, NothingFits):
             return (
@@ -67,14 +69,14 @@ class InfeasibleCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCandidate:
-    """A plan that was evaluated on one of the clusters, and what it costs.
+    """Evaluated plan on one of the clusters, with its cost.
 
     Attributes:
-        name: The cluster, as it was asked for.
-        cluster: The same.
+        name: Text of the cluster in the request.
+        cluster: The cluster.
         candidate: Layout, predicted time and memory by term, and the verdict.
-        index: Index of the plan of this layout in the result, or None where it was
-            evaluated only.
+        index: Index of this layout's plan in the result, or None if it was only
+            evaluated.
     """
 
     name: str
@@ -84,12 +86,12 @@ class ClusterCandidate:
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of a device, the smallest one's where they differ."""
+        """Memory of a device, the smallest one's if they differ."""
         return self.cluster.memory_bytes
 
     @property
     def step_price(self) -> float | None:
-        """Price of one step; None where a kind of device has no price."""
+        """Price of one step; None if a kind of device has no price."""
         return price_of(self.cluster, self.candidate.step_seconds)
 
     @property
@@ -98,7 +100,8 @@ class ClusterCandidate:
         return price_text(self.cluster, self.step_price)
 
     def costs(self, n: int = 3) -> tuple[tuple[str, float], ...]:
-        """The largest terms of the step time, with their seconds, largest first.
+        """Returns the largest terms of the step time, with their seconds, largest
+        first.
 
         Args:
             n: Largest number of terms to return.
@@ -111,16 +114,16 @@ class ClusterCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchData(Sequence[Plan]):
-    """Plans of one model on several clusters, best first; ``wh.search`` makes it.
+    """Plans of one model on several clusters, best first; result of ``wh.search``.
 
-    A sequence: ``found[0]`` is the best plan. ``print`` shows a table.
+    It is a sequence: ``found[0]`` is the best plan. ``print`` shows a table.
 
     Attributes:
-        plans: Best first.
+        plans: Plans, best first.
         names: Each plan's cluster, as the user named it.
-        refused: Clusters on which there is no plan, those that lack least first.
-        weighed: Every plan that was evaluated and is remembered, on all clusters.
-        notes: Reasons why the plans cannot be compared as they are.
+        refused: Clusters without a plan, those that lack least first.
+        weighed: Every stored candidate, on all clusters.
+        notes: Reasons why the plans are not comparable.
     """
 
     plans: tuple[Plan, ...]
@@ -145,13 +148,14 @@ class SearchData(Sequence[Plan]):
         return len(self.plans)
 
     def step_price(self, index: int = 0) -> float | None:
-        """Price of one step of a plan; None where a kind of device has no price.
+        """Returns the price of one step of a plan; None if a kind of device has no
+        price.
 
         Args:
             index: Index of the plan.
 
         Raises:
-            WhaleError: There is no such plan.
+            WhaleError: No such plan.
         """
         if not is_whole(index, -len(self), len(self) - 1):
             raise WhaleError(
@@ -170,16 +174,16 @@ class SearchData(Sequence[Plan]):
         image: str | None = None,
         command: str | None = None,
     ) -> str:
-        """The plans as a file of another system.
+        """Returns the plans as a file of another system.
 
-        ``"axlearn"`` has a mesh rule for each cluster, ``"skypilot"`` tries the
-        clusters in turn; the others are of the best plan.
+        ``"axlearn"`` has a mesh rule for each cluster, and ``"skypilot"`` tries the
+        clusters in turn; other formats have the best plan.
 
         Args:
             form, name, image, command: Arguments of ``Plan.export``.
 
         Raises:
-            WhaleError: Nothing was found, or the format cannot say a plan.
+            WhaleError: Nothing was found, or the format cannot express a plan.
         """
         if not self.plans:
             raise WhaleError(f"there is no plan to export: {self}")
@@ -209,7 +213,7 @@ class SearchData(Sequence[Plan]):
         return found
 
     def head(self) -> tuple[str, ...]:
-        """Names of the columns of the table."""
+        """Returns the names of the table's columns."""
         names = ["", "cluster", "devices", "layout", "step", "memory per device"]
         names += ["speed", "MFU"]
         if self._has_prices:
@@ -263,7 +267,7 @@ class SearchData(Sequence[Plan]):
         }
 
     def lines(self, width: int | None) -> list[Line]:
-        """The table, and where there is no plan, in lines.
+        """Renders the table, and the clusters without a plan, in lines.
 
         Args:
             width: Columns of a line; None breaks none.
@@ -287,13 +291,13 @@ class SearchData(Sequence[Plan]):
 
 
 def price_of(cluster: Cluster, seconds: float) -> float | None:
-    """Price of a cluster for some seconds; None where a kind of device has no price."""
+    """Returns the price of some seconds on a cluster; None if a kind has no price."""
     price = hourly_price(cluster)
     return None if price is None else price.amount * seconds / 3600
 
 
 def price_text(cluster: Cluster, amount: float | None) -> str:
-    """An amount with three digits and the currency of a cluster's price, or a dash.
+    """Formats an amount with three digits and a cluster's currency, or a dash.
 
     >>> from whalejax.meshes import cluster
     >>> price_text(cluster("h100:8"), 0.012345), price_text(cluster("cpu:8"), None)
@@ -304,7 +308,7 @@ def price_text(cluster: Cluster, amount: float | None) -> str:
 
 
 def _speed_cells(plan: Plan) -> list[str]:
-    """Tokens or samples a second, and the utilization; dashes where not known."""
+    """Returns tokens or samples a second, and the utilization; dashes if unknown."""
     if plan.work is None:
         return ["–", "–"]
     speed = plan.throughput()

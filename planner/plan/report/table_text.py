@@ -19,10 +19,10 @@ _SPARSE_CORES: Final = frozenset(("v4", "v5p", "v6e", "v7x"))
 
 
 def whole_seconds(plan: PlanData) -> float:
-    """Predicted seconds of a step, with those of the tables where a plan has some.
+    """Returns the predicted seconds of a step, including its tables if there are any.
 
-    Sections work at once; where there is one, tables on the most loaded device and the
-    dense part follow each other.
+    Sections run in parallel. With one section, the tables on the most loaded device and
+    the dense part run in turn.
 
     Args:
         plan: The plan.
@@ -38,13 +38,13 @@ def whole_seconds(plan: PlanData) -> float:
 
 
 def _table_seconds(document: dict[str, Any]) -> float:
-    """Seconds of a step of the tables on the most loaded device."""
+    """Returns the seconds per step of the tables on the most loaded device."""
     placement = _placement_and_cut(document)[0]
     return float(placement.loads.max()) if placement.objective == "time" else 0.0
 
 
 def whole_text(plan: PlanData) -> str:
-    """Text of a step's seconds and their parts; empty for plans without tables.
+    """Returns the text of a step's seconds and their parts; empty without tables.
 
     Args:
         plan: The plan.
@@ -68,7 +68,7 @@ def whole_text(plan: PlanData) -> str:
 
 
 def tables_text(plan: PlanData) -> str:
-    """The sections and the placement of a plan's tables, in lines; empty without any.
+    """Describes the sections and the placement of a plan's tables; empty without any.
 
     Args:
         plan: The plan.
@@ -83,7 +83,7 @@ def tables_text(plan: PlanData) -> str:
 
 
 def _not_used(plan: PlanData) -> list[str]:
-    """Texts about parts of the devices that a plan with tables leaves unused."""
+    """Describes the parts of the devices that a plan with tables leaves unused."""
     kinds = {kind.name for kind in plan.cluster.kinds}
     if not kinds & _SPARSE_CORES:
         return []
@@ -98,13 +98,15 @@ def _sections(document: dict[str, Any]) -> Sections | None:
     try:
         return decode(Sections, found) if found else None
     except DataError:
-        return None  # Whoever compiles it is told.
+        return None  # Compilation reports it.
 
 
 def _placement_and_cut(
     document: dict[str, Any],
 ) -> tuple[TablePlacement, TablePlacement | None, tuple[TableCost, ...]]:
-    """The placement, that beside the dense part, and what tables take."""
+    """Returns the placement, that in addition to the dense part, and the
+    tables' cost.
+    """
     beside: Any = document.get("beside")
     try:
         cut = decode(tuple[TableCost, ...], document.get("cut", []))
@@ -118,11 +120,11 @@ def _placement_and_cut(
 
 
 def table_why(plan: PlanData, path: str) -> str | None:
-    """Explains a table's placement; None where no table has the path.
+    """Explains a table's placement; None if no table has the path.
 
     Args:
         plan: A plan with tables.
-        path: Dotted path of a parameter, or its beginning.
+        path: Dotted path of a parameter, or a prefix of it.
     """
     assert plan.tables is not None
     placement, beside, cut = _placement_and_cut(plan.tables.document)
@@ -134,11 +136,11 @@ def table_why(plan: PlanData, path: str) -> str | None:
 
 
 def dense_path(plan: PlanData, path: str) -> str:
-    """Path in the dense part of a parameter of the model.
+    """Returns the path of a model's parameter in the dense part.
 
     Args:
         plan: A plan with tables.
-        path: Dotted path in the model, or its beginning.
+        path: Dotted path in the model, or a prefix of it.
     """
     for leaf in plan.leaves:
         name = leaf.path.removeprefix("dense.")

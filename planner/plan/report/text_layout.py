@@ -1,8 +1,8 @@
-"""Text that keeps to a width: paragraphs with a name in front, and tables.
+"""Text of a given width: paragraphs with a name in front, and tables.
 
-``print(plan)`` has no library to lay text out with: plans are read where only the
-planner's own dependencies are. What stands here is all it needs, and terminals colour
-it by the style of each span.
+``print(plan)`` has no library for the layout of text: plans are read where only the
+planner's own dependencies exist. This module is all it needs. Terminals colour the text
+by the style of each span.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from whalejax.meshes.checks import Arguments
 
 
 WIDEST = 100_000
-"""Columns of the widest line that is laid out."""
+"""Columns of the widest possible line."""
 
 Span = tuple[str, str]
 """Text and the name of its style: ``"name"``, ``"head"``, ``"bar 0"`` or ``""``."""
 
 Line = tuple[Span, ...]
-"""One line, or what must not be broken before a line is full."""
+"""One line, or a piece that is not broken while it fits a line."""
 
 NAME_CELLS = 8
 """Columns of the word in front of a paragraph."""
 
 LEAST_CELLS = 12
-"""Columns below which a column of a table is not folded."""
+"""Columns below which a column of a table does not wrap."""
 
 GAP = "  "
 
 _ODD = re.compile("[\u0300-\u1fff\u2320-\u232f\u2e80-\U0010ffff]")
-"""Characters that may take no column or two."""
+"""Characters that may take no column, or two."""
 
 
 def check_lines(width: object, all_rows: object) -> None:
-    """Refuses what lines cannot be laid out by.
+    """Refuses arguments that lines cannot be laid out by.
 
     Args:
         width: Columns of a line; None breaks none.
-        all_rows: All that there is, not only the most important.
+        all_rows: Show all rows, not only the most important.
 
     Raises:
-        WhaleError: They are no such thing.
+        WhaleError: An argument is wrong.
     """
     problems = Arguments("lines")
     problems.whole("width", width, least=1, most=WIDEST, none=True)
@@ -52,7 +52,7 @@ def check_lines(width: object, all_rows: object) -> None:
 
 
 def cells(text: str) -> int:
-    """Columns that a text takes on a terminal.
+    """Returns the columns that a text takes on a terminal.
 
     >>> cells("4×8 █▌"), cells("層")
     (6, 2)
@@ -64,25 +64,25 @@ def cells(text: str) -> int:
 
 
 def plain(lines: Sequence[Line]) -> str:
-    """Lines as text without styles."""
+    """Returns lines as text without styles."""
     return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
 
 
 def line_cells(line: Line) -> int:
-    """Columns that a line takes."""
+    """Returns the columns that a line takes."""
     return sum(cells(text) for text, _ in line)
 
 
 def paragraph(
     name: str, pieces: Sequence[Line | str], width: int | None, gap: str = GAP
 ) -> list[Line]:
-    """A word in front, and pieces beside it, as many in a line as fit.
+    """Lays out a word in front, and after it pieces, as many in a line as fit.
 
     Args:
         name: The word.
-        pieces: Each is broken only where it is longer than a line.
+        pieces: Pieces, which are broken only if longer than a line.
         width: Width of a line, or None for one line.
-        gap: Between pieces.
+        gap: Text between pieces.
     """
     first, *others = indented(pieces, width, gap, NAME_CELLS)
     return [((name.ljust(NAME_CELLS), "name"), *first[1:]), *others]
@@ -91,7 +91,7 @@ def paragraph(
 def indented(
     pieces: Sequence[Line | str], width: int | None, gap: str = GAP, cells: int = 2
 ) -> list[Line]:
-    """Pieces, as many in a line as fit, behind some blank columns.
+    """Lays out pieces, as many in a line as fit, after some blank columns.
 
     Args:
         pieces, width, gap: Arguments of ``paragraph``, unchanged.
@@ -112,7 +112,7 @@ def indented(
 
 
 def _broken(spans: Line, room: int | None) -> list[Line]:
-    """A piece in lines of so many columns, broken between words."""
+    """Breaks a piece between words into lines of a width."""
     if room is None or line_cells(spans) <= room:
         return [spans]
     lines: list[list[Span]] = [[]]
@@ -127,13 +127,15 @@ def _broken(spans: Line, room: int | None) -> list[Line]:
 
 
 def _stripped(line: Sequence[Span]) -> Line:
-    """A line without the space at its end."""
+    """Returns a line without trailing space."""
     *before, (text, style) = line
     return (*before, (text.rstrip(), style))
 
 
 def _words(text: str, room: int) -> Iterator[str]:
-    """A text in pieces that each fit: at spaces, then after . + × / , - or anywhere."""
+    """Yields pieces of a text that fit: split at spaces, after . + × / , - or
+    anywhere.
+    """
     for word in re.findall(r"\s*\S+\s?|\s+", text):
         if cells(word.rstrip()) <= room:
             yield word
@@ -152,13 +154,13 @@ def table(
     *,
     right: Sequence[int] = (),
 ) -> list[Line]:
-    """A table; where it is too wide cells fold, and where it is by far, rows are lists.
+    """Lays out a table; wide cells wrap, and a far too wide table becomes lists.
 
     Args:
         head: Names of the columns.
         rows: Cells of each row.
-        width: Width of a line, or None for as wide as the table is.
-        right: Columns that stand to the right.
+        width: Width of a line, or None for the table's own width.
+        right: Right-aligned columns.
     """
     columns = list(zip(head, *rows, strict=True))
     sizes = [max(map(cells, column)) for column in columns]
@@ -175,7 +177,7 @@ def table(
 
 
 def _shrunk(sizes: list[int], least: list[int], room: int) -> list[int]:
-    """Widths of columns, the widest cut first."""
+    """Returns the widths of columns, the widest reduced first."""
     found = list(sizes)
     while sum(found) > room:
         spare = [size - low for size, low in zip(found, least, strict=True)]
@@ -187,7 +189,7 @@ def _shrunk(sizes: list[int], least: list[int], room: int) -> list[int]:
 def _row(
     row: Sequence[str], sizes: Sequence[int], right: Sequence[int], style: str
 ) -> Iterator[Line]:
-    """One row, of as many lines as its tallest cell."""
+    """Yields the lines of one row, as many as its tallest cell has."""
     folded = [
         ["".join(text for text, _ in part) for part in _broken(((cell, ""),), size)]
         for cell, size in zip(row, sizes, strict=True)
@@ -204,7 +206,7 @@ def _row(
 def _lists(
     head: Sequence[str], rows: Sequence[Sequence[str]], width: int
 ) -> Iterator[Line]:
-    """Each row as its first cell and, below it, the others with their names."""
+    """Yields each row as its first cell and, below it, the others with their names."""
     for row in rows:
         yield from _broken(((row[0], "head"),), width)
         named = [

@@ -1,7 +1,7 @@
-"""Plans in words: sizes, layouts, why a parameter lies as it does, why a plan is best.
+"""Texts about plans: sizes, layouts, the reasons for a layout and for a plan.
 
 Plain text with no dependency, so that a plan can be read wherever it can be loaded;
-``page`` puts the words together.
+``plan_page`` combines the texts.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from whalejax.planner.step_options import option_words
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as people write it: ``"4096×512"``, or ``"scalar"``."""
+    """Formats a shape: ``"4096×512"``, or ``"scalar"``."""
     return "×".join(map(str, shape)) or "scalar"
 
 
 def spec_text(spec: Spec) -> str:
-    """A layout as people write it: ``"(data+fsdp, –)"``."""
+    """Formats a layout: ``"(data+fsdp, –)"``."""
     return "(" + ", ".join("+".join(axes) or "–" for axes in spec) + ")"
 
 
 def mesh_words(mesh: Mapping[str, int]) -> str:
-    """Axes above size 1 in words: ``"data 2 × tensor 4"``."""
+    """Formats the axes above size 1: ``"data 2 × tensor 4"``."""
     words = (f"{axis} {size}" for axis, size in mesh.items() if size > 1)
     return " × ".join(words) or "one device"
 
 
 def named_axes(plan: PlanData) -> dict[str, str]:
-    """Axes above size 1 with sizes, by name, and what one does that its name hides.
+    """Returns axes above size 1 with their sizes, and a use that the name hides.
 
-    An axis that shards the batch and no weight is data parallelism, however the user
-    has named it: ``"data 8 (named tensor)"``.
+    An axis that shards the batch and no weight is data parallelism, whatever its name:
+    ``"data 8 (named tensor)"``.
     """
     return {
         axis: f"{axis} {size}"
@@ -56,7 +56,7 @@ def named_axes(plan: PlanData) -> dict[str, str]:
 
 
 def only_shards_batch(plan: PlanData, axis: str) -> bool:
-    """Whether a mesh axis shards samples alone: no weight and no other dimension."""
+    """Whether a mesh axis shards only samples: no weight and no other dimension."""
     roles = {
         role
         for region in plan.compute
@@ -68,7 +68,7 @@ def only_shards_batch(plan: PlanData, axis: str) -> bool:
 
 
 def sharded_bytes(plan: PlanData, axis: str) -> int:
-    """Bytes of the parameters of which a mesh axis shards some dimension."""
+    """Returns the bytes of the parameters that a mesh axis shards."""
     return sum(
         leaf.nbytes
         for leaf in plan.leaves
@@ -77,7 +77,7 @@ def sharded_bytes(plan: PlanData, axis: str) -> int:
 
 
 def layout_text(plan: PlanData) -> str:
-    """Mesh, ZeRO level and micro-batches in one line."""
+    """Formats mesh, ZeRO level and micro-batches in one line."""
     words = " × ".join(named_axes(plan).values()) or "one device"
     inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in plan.stage_plans)
     if len(inner) > 1:
@@ -97,7 +97,7 @@ def layout_text(plan: PlanData) -> str:
 
 
 def pipeline_words(plan: PlanData) -> list[str]:
-    """A plan's pipeline in a few words, or each of those side by side."""
+    """Describes a plan's pipeline, or each of several in parallel."""
     each = [one.stages.words() for one in plan.pipelines or (plan,) if one.stages]
     if len(set(each)) < 2:
         return each[:1]
@@ -129,7 +129,9 @@ def leaf_note(
 
 
 def whole_reasons(plan: PlanData) -> list[tuple[str, list[LeafPlan]]]:
-    """Parameters that no axis shards, by the reason, those of most bytes first."""
+    """Returns the parameters that no axis shards, by reason, those of most
+    bytes first.
+    """
     found: dict[str, list[LeafPlan]] = {}
     own = homes(plan)
     for leaf in plan.leaves:
@@ -141,7 +143,7 @@ def whole_reasons(plan: PlanData) -> list[tuple[str, list[LeafPlan]]]:
 
 
 def whole_dimensions(plan: PlanData) -> list[str]:
-    """Logical dimensions that nothing can shard, and why."""
+    """Describes the logical dimensions that nothing can shard, with the reasons."""
     shared_out = {
         names[0]
         for leaf in plan.leaves
@@ -159,7 +161,7 @@ def whole_dimensions(plan: PlanData) -> list[str]:
 
 
 def _whole_leaf(home: PlanData, leaf: LeafPlan, *, alone: bool) -> str:
-    """Returns the reason why a parameter is whole on every device, for all its
+    """Returns the reason why a parameter is unsharded on every device, for all its
     dimensions at once.
     """
     if not home.axes:
@@ -224,7 +226,9 @@ def _readers(plan: PlanData, path: str) -> list[str]:
 
 
 def _stage_words(plan: PlanData, path: str) -> str:
-    """The stage that stores a parameter, of each pipeline where there are several."""
+    """Describes the stage that stores a parameter, of each pipeline if there are
+    several.
+    """
     each = [one.stage_plans.index(one.home(path)) for one in plan.pipelines or (plan,)]
     if len(set(each)) == 1:
         return f"stage {each[0]}"
@@ -272,7 +276,9 @@ def _why_dim(
 
 
 def _homes(plan: PlanData, axes: Sequence[str], names: Sequence[str]) -> list[str]:
-    """TaskGraphs that shard a dimension of these names over some of the axes."""
+    """Returns the TaskGraphs that shard a dimension of these names over some of the
+    axes.
+    """
     return [
         r.task_graph
         for r in plan.compute
@@ -307,7 +313,7 @@ def _whole_reason(
 
 
 def explain(plan: PlanData) -> str:
-    """Explains the choice of a plan: the deciding terms, alternatives and whole
+    """Explains the choice of a plan: the terms that decide, alternatives and unsharded
     dimensions.
     """
     spare = plan.room_bytes - plan.memory.total_bytes
@@ -339,7 +345,7 @@ def explain(plan: PlanData) -> str:
 
 
 def gap_words(plan: PlanData) -> str:
-    """Describes how much faster another plan can be; empty where that is unknown."""
+    """Describes how much faster another plan can be; empty if unknown."""
     if plan.gap is None:
         return ""
     if plan.gap < 5e-5:
@@ -348,7 +354,9 @@ def gap_words(plan: PlanData) -> str:
 
 
 def _against(plan: PlanData, other: Candidate) -> list[str]:
-    """The runner-up, the terms that differ, and what would turn the choice."""
+    """Describes the runner-up, the terms that differ, and what would reverse the
+    choice.
+    """
     slower = other.step_seconds - plan.time.step_seconds
     lines = [f"runner-up: {other}"]
     differences = {
@@ -377,7 +385,7 @@ def _against(plan: PlanData, other: Candidate) -> list[str]:
 
 
 def _held_whole(plan: PlanData) -> list[str]:
-    """Dimensions that no axis shards, and why, as far as the plan knows."""
+    """Describes the dimensions that no axis shards, with the reasons if known."""
     held: Counter[str] = Counter()
     for leaf in plan.leaves:
         if leaf.note:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,6 @@ def test_numbers_whose_odd_factor_gains_nothing_are_not_planned(
 
     monkeypatch.setattr("whalejax.scheduler.plan_table._plan_on", plan_on)
     job: Any = None
-    plans = plans_by_number(job, cluster("h100:16"), [1, 2, 3, 4, 6, 8, 12, 16])
+    plans = plans_by_number(job, cluster("h100:2x8"), [1, 2, 3, 4, 6, 8, 12, 16])
     assert planned == [1, 2, 3, 4, 8, 16]
     assert plans[6] is plans[4] and plans[12] is plans[8]
