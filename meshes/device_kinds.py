@@ -352,9 +352,9 @@ class DeviceKind:
         """Returns the seconds for ``count`` products of an (m, k) with a (k, n) matrix.
 
         The memory bound is not included: take the larger of this and
-            ``elementwise_seconds`` of the bytes. ``op_overhead_seconds`` is not
-            included either. On a measured GPU this is the time within a step, which is
-            longer than that of a product alone (``matmul_flops_per_second``).
+        ``elementwise_seconds`` of the bytes. ``op_overhead_seconds`` is not included
+        either. On a measured GPU this is the time within a step, which is longer than
+        that of a product alone (``matmul_flops_per_second``).
 
         Example:
             >>> from whalejax.meshes import device_kind

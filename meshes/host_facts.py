@@ -1,7 +1,7 @@
 """Facts about the host of this process, from the operating system.
 
 Containers have less than the machine: the limits of their control group count, in the
-    paths of both versions. No JAX, so that a launcher can use it before JAX starts.
+paths of both versions. No JAX, so that a launcher can use it before JAX starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     them.
 
     The name alone does not distinguish machines: virtual ones often show only the
-        maker's name.
+    maker's name.
     """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")

@@ -165,7 +165,7 @@ class Curve:
     """A positive quantity, interpolated in the logarithms of both axes.
 
     It is constant beyond its ends: extrapolating the slope between two noisy points
-        would predict impossible speeds.
+    would predict impossible speeds.
     """
 
     __slots__ = ("x", "y")

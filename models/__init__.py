@@ -1,8 +1,8 @@
-"""Reference models: what tests, benchmarks, notebooks and the command line run.
+"""Reference models for tests, benchmarks, notebooks and the command line.
 
 This module is only the table of names. It imports neither JAX nor Flax, so that
-``whalejax --help`` can list the models at once; a model's module is imported when the
-model is asked for.
+``whalejax --help`` can list the models at once; a model's module is imported when it is
+requested.
 
 >>> "gpt" in available()
 True
@@ -68,7 +68,7 @@ _NAMES: Final = {
 
 
 def available() -> tuple[str, ...]:
-    """The names that ``job`` knows, sorted.
+    """Returns the names that ``job`` accepts, sorted.
 
     >>> available()[:2]
     ('bert-base', 'bert-large')
@@ -77,15 +77,15 @@ def available() -> tuple[str, ...]:
 
 
 def widened(name: str, overrides: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes that go with another width, where that alone is given.
+    """Returns the sizes that match another width, if only that is given.
 
     Args:
         name: One of ``available()``.
         overrides: Changes of the configuration, by name.
 
     Returns:
-        ``mlp`` and ``heads`` in proportion to ``embed``, as far as the model has them,
-        they were not given, and they come out whole.
+        ``mlp`` and ``heads`` in proportion to ``embed``, if the model has them, they
+        were not given, and the results are integers.
 
     >>> widened("gpt-small", {"embed": 12_288})
     {'mlp': 49152, 'heads': 192}
@@ -110,7 +110,7 @@ def widened(name: str, overrides: Mapping[str, Any]) -> dict[str, int]:
 
 
 def job(name: str, **overrides: Any) -> "Job":
-    """The job of a reference model: its loss, model, batches and optimizer.
+    """Returns the job of a reference model: its loss, model, batches and optimizer.
 
     Args:
         name: One of ``available()``.
@@ -118,7 +118,7 @@ def job(name: str, **overrides: Any) -> "Job":
             model's configuration, such as ``layers=2`` or ``annotated=False``.
 
     Returns:
-        What ``whalejax train`` runs.
+        Job that ``whalejax train`` runs.
 
     Raises:
         WhaleError: No model has that name, or the model has no such option.

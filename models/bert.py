@@ -1,9 +1,9 @@
 """BERT: a bidirectional, post-norm encoder in Flax Linen, with its masked-word head.
 
-It shows what the NNX models do not: Linen variables, dropout keys that the loss is
-given, padded sequences, and a loss whose mean runs over valid tokens only. It runs on
-one device as it is; in the default configuration nothing is marked and the planner
-decides everything. ``BertConfig(annotated=True)`` puts three marks in:
+It shows features that the NNX models lack: Linen variables, dropout keys as arguments
+of the loss, padded sequences, and a loss whose mean covers only valid tokens. It runs
+on one device unchanged; in the default configuration nothing is marked and the planner
+decides everything. ``BertConfig(annotated=True)`` adds three marks:
 
 - in ``Bert.__call__``: ``with when(..., wh.replicate()):`` around embeddings and
   encoder makes them data-parallel;
@@ -56,10 +56,11 @@ class BertConfig:
         heads: Attention heads; divides ``embed``.
         mlp: Width inside the feed-forward layers.
         layers: Number of encoder layers.
-        dropout_rate: After embeddings, attention weights and before each addition.
-        logical_names: Put Flax's logical partitioning metadata on the kernels.
-        annotated: Put the marks in.
-        dtype: Compute dtype; follows parameters and inputs where None.
+        dropout_rate: Rate after embeddings, on attention weights and before each
+            addition.
+        logical_names: Whether kernels have Flax's logical partitioning metadata.
+        annotated: Whether to add the marks.
+        dtype: Compute dtype; None follows parameters and inputs.
         param_dtype: Dtype of the parameters.
     """
 
@@ -87,20 +88,20 @@ SIZES: Final[Mapping[str, BertConfig]] = {
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each added to its input and normed after."""
+    """Self-attention and feed-forward, each added to its input and then normalized."""
 
     config: BertConfig
 
     @nn.compact
     def __call__(self, x: Array, mask: Array, *, deterministic: bool) -> Array:
-        """One layer over ``x`` ``[batch, sequence, embed]``."""
+        """Applies the layer to ``x`` ``[batch, sequence, embed]``."""
         config, kinds = self.config, _kinds(self.config)
         attended = nn.MultiHeadDotProductAttention(
             num_heads=config.heads,
             kernel_init=_init(config, "embed", "heads", "kv"),
             out_kernel_init=_init(config, "heads", "kv", "embed"),
             dropout_rate=config.dropout_rate,
-            # A mask shared by all samples would make them depend on one another.
+            # A mask shared by all samples would make them dependent.
             broadcast_dropout=False,
             deterministic=deterministic,
             name="attention",
@@ -131,13 +132,13 @@ class Bert(nn.Module):
     def __call__(
         self, tokens: Array, padding: Array, *, deterministic: bool = True
     ) -> Array:
-        """Logits of every position.
+        """Returns the logits of every position.
 
         Args:
             tokens: ``int32[batch, sequence]``.
-            padding: ``bool[batch, sequence]``, true where a token is real; no position
+            padding: ``bool[batch, sequence]``, true for real tokens; no position
                 attends to the others.
-            deterministic: Leave dropout out; otherwise give a ``dropout`` key.
+            deterministic: Whether to omit dropout; otherwise pass a ``dropout`` key.
 
         Returns:
             ``[batch, sequence, vocab]``.
@@ -172,7 +173,7 @@ class Bert(nn.Module):
         config = self.config
         places = _table(config, config.positions, "positions", "places")
         segments = _table(config, 2, "segments", "segments")
-        # One segment only: the task of two sentences is left out.
+        # There is only one segment, as the two-sentence task is omitted.
         x = words(tokens) + places(jnp.arange(tokens.shape[1]))[None]
         x = x + segments(jnp.zeros((1, 1), jnp.int32))
         x = nn.LayerNorm(epsilon=_NORM_EPSILON, name="embed_norm", **_kinds(config))(x)
@@ -214,17 +215,17 @@ def make_model(config: BertConfig, key: Array) -> Any:
 def make_loss(
     config: BertConfig, *, deterministic: bool = False
 ) -> Callable[[Any, Mapping[str, Any], Array], wh.WeightedLoss]:
-    """The masked-word loss of one configuration.
+    """Returns the masked-word loss of one configuration.
 
     Args:
-        config: The model's configuration.
-        deterministic: Leave dropout out; the key is then not used.
+        config: Configuration of the model.
+        deterministic: Whether to omit dropout; the key is then unused.
 
     Returns:
-        ``loss_fn(variables, batch, rng)``, where the batch holds ``tokens`` and
-        ``targets`` ``int32[batch, sequence]``, ``padding`` ``bool[batch, sequence]``
-        (true where a token is real) and ``predicted`` ``bool[batch, sequence]`` (true
-        where the token was hidden and counts).
+        ``loss_fn(variables, batch, rng)`` with a batch of ``tokens`` and ``targets``
+        ``int32[batch, sequence]``, ``padding`` ``bool[batch, sequence]`` (true for real
+        tokens) and ``predicted`` ``bool[batch, sequence]`` (true for hidden tokens,
+        which count).
 
     >>> loss_fn = make_loss(SIZES["test"], deterministic=True)
     >>> callable(loss_fn)
@@ -260,14 +261,14 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Masked-word training of a BERT on made-up, padded sequences.
+    """Returns a job: masked-word training of a BERT on synthetic, padded sequences.
 
     Args:
         size: One of ``SIZES``.
         batch_size: Sequences in a global batch; 32, at test size 16.
-        learning_rate: Reached after the warm-up, then constant.
+        learning_rate: Learning rate after the warm-up; constant from then on.
         warmup_steps: Steps over which the learning rate rises.
-        deterministic: Leave dropout out.
+        deterministic: Whether to omit dropout.
         seed: Seed of the sequence of batches.
         changes: Fields of ``BertConfig``.
 
@@ -290,9 +291,9 @@ def job(
 
 
 def masked_batch(config: BertConfig, step: int, size: int, *, seed: int) -> Batch:
-    """A batch in which 15 % of the real tokens, and the first, are hidden.
+    """Returns a batch in which 15 % of the real tokens, and the first, are hidden.
 
-    The first counts always, so that no batch is without a target.
+    The first always counts, so that every batch has a target.
 
     >>> batch = masked_batch(SIZES["test"], 0, 4, seed=0)
     >>> bool(batch["predicted"][:, 0].all())

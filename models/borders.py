@@ -1,9 +1,9 @@
-"""Layers for the borders of stages: fewer values are sent than the model is wide.
+"""Layers for stage borders that send fewer values than the model's width.
 
-Over a slow link a border's width is what a stage waits for. Both layers send ``width /
-factor`` values a token and are trained with the model (SWARM, section 3.3): they change
-it, so a user writes them where a stage ends, between two blocks. ``compress`` belongs
-to the stage before the border and ``expand`` to the one behind it.
+Over a slow link, the width of a border determines the wait. Both layers send ``width /
+factor`` values per token and are trained with the model (SWARM, section 3.3). They
+change the model, so a user adds them where a stage ends, between two blocks.
+``compress`` belongs to the stage before the border and ``expand`` to the one after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from whalejax.swarm.quantize import BLOCK, dequantize, quantize
 
 
 class Bottleneck(nnx.Module):
-    """LayerNorm, a product to ``width / factor``, LayerNorm; behind, a product back.
+    """LayerNorm, a product to ``width / factor``, LayerNorm; after the border, a
+    product.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -31,14 +32,14 @@ class Bottleneck(nnx.Module):
     def __init__(
         self, width: int, factor: int, *, eight_bit: bool = False, rngs: nnx.Rngs
     ) -> None:
-        """Makes the parameters.
+        """Initialises the parameters.
 
         Args:
             width: Width of the model, in values a token.
             factor: Factor by which the sent tensor is narrower; divides ``width``.
-            eight_bit: The model is trained with what blockwise int8 makes of what is
-                sent; its derivative is that of the identity.
-            rngs: For the parameters.
+            eight_bit: Whether the model is trained with the sent tensor rounded to
+                blockwise int8; the derivative is that of the identity.
+            rngs: Random keys of the parameters.
         """
         narrow = _narrow("Bottleneck", width, factor)
         self.eight_bit = eight_bit
@@ -58,14 +59,14 @@ class Bottleneck(nnx.Module):
         return wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies both layers, where no border lies between them."""
+        """Applies both layers, without a border between them."""
         return self.expand(self.compress(x))
 
 
 class Maxout(nnx.Module):
-    """LayerNorm, the largest of each ``factor`` values, LayerNorm; behind, a product.
+    """LayerNorm, the maximum of each ``factor`` values, LayerNorm; then a product.
 
-    It has no product before the border, so it costs next to nothing there.
+    It has no product before the border, so it costs almost nothing there.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -77,14 +78,13 @@ class Maxout(nnx.Module):
     def __init__(
         self, width: int, factor: int, *, eight_bit: bool = False, rngs: nnx.Rngs
     ) -> None:
-        """Makes the parameters.
+        """Initialises the parameters.
 
         Args:
             width: Width of the model, in values a token.
-            factor: Values of which the largest is sent; divides ``width``.
-            eight_bit: Whether the sent tensor is rounded to int8, like
-                ``Bottleneck``'s.
-            rngs: For the parameters.
+            factor: Number of values whose maximum is sent; divides ``width``.
+            eight_bit: Whether the sent tensor is rounded to int8, as in ``Bottleneck``.
+            rngs: Random keys of the parameters.
         """
         narrow = _narrow("Maxout", width, factor)
         self.eight_bit, self.factor = eight_bit, factor
@@ -104,7 +104,7 @@ class Maxout(nnx.Module):
         return wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies both layers, where no border lies between them."""
+        """Applies both layers, without a border between them."""
         return self.expand(self.compress(x))
 
 
@@ -112,8 +112,8 @@ def rounded(x: jax.Array, block: int = BLOCK) -> jax.Array:
     """Rounds a tensor to blockwise int8, with the derivative of the identity.
 
     Args:
-        x: Floats of any shape.
-        block: Values that share a scale.
+        x: Floating-point array of any shape.
+        block: Number of values that share a scale.
     """
     sent: Any = dequantize(quantize(x, block)).astype(x.dtype)
     same: jax.Array = x + jax.lax.stop_gradient(sent - x)

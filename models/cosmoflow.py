@@ -1,10 +1,10 @@
-"""CosmoFlow: a 3-D convolutional network that reads parameters off a volume.
+"""CosmoFlow: a 3-D convolutional network that predicts parameters of a volume.
 
-It shows samples that no device can hold: activations grow with the cube of the extent,
-so that at 512³ one sample takes many devices, which share its depth, height and width
-(``mesh={"depth": 2, "height": 2, "width": 2}``). Convolutions of three, each with a
-pooling of two behind it, then three dense layers. Nothing is annotated: the planner
-finds the space.
+It shows samples that no single device can store: activations grow with the cube of the
+extent, so that at 512³ one sample needs many devices, which shard its depth, height and
+width (``mesh={"depth": 2, "height": 2, "width": 2}``). It has convolutions of three,
+each with a pooling of two after it, then three dense layers. Nothing is annotated: the
+planner finds the space.
 
 After Mathuriya et al., "CosmoFlow: Using Deep Learning to Learn the Universe at Scale"
 (2018), in the form of Oyama et al., "The Case for Strong Scaling in Deep Learning:
@@ -37,12 +37,12 @@ class CosmoFlowConfig:
     Attributes:
         extent: Depth, height and width of a volume, in voxels.
         inputs: Channels of a volume.
-        channels: Number of channels of each convolution; each halves the volume behind
-            it.
+        channels: Number of channels of each convolution; the volume is halved after
+            each.
         hidden: Widths of the dense layers before the last.
-        outputs: Numbers that are read off.
-        batch_norm: A batch normalisation behind each convolution.
-        dtype: Compute dtype; follows the parameters where None.
+        outputs: Number of predicted values.
+        batch_norm: Whether a batch normalisation follows each convolution.
+        dtype: Compute dtype; None follows the parameters.
         param_dtype: Dtype of the parameters.
     """
 
@@ -66,7 +66,7 @@ SIZES: Final[Mapping[str, CosmoFlowConfig]] = {
 
 
 class CosmoFlow(nnx.Module):
-    """The whole model: volumes in, numbers out.
+    """The full model: volumes in, predicted numbers out.
 
     >>> model = CosmoFlow(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 16, 16, 16, 2))).shape
@@ -85,7 +85,7 @@ class CosmoFlow(nnx.Module):
         self.convolutions = nnx.List(convolutions)
         self.norms = nnx.List(norms)
         side = config.extent // 2 ** len(config.channels)
-        # Space stays three dimensions of the kernel, which share it as the volume's.
+        # Space stays three dimensions of the kernel, sharded as the volume's.
         self.first = nnx.LinearGeneral(
             (side, side, side, inputs), config.hidden[0], axis=(-4, -3, -2, -1), **kinds
         )
@@ -98,7 +98,7 @@ class CosmoFlow(nnx.Module):
         )
 
     def __call__(self, volumes: Array) -> Array:
-        """Numbers ``[batch, outputs]`` of ``[batch, depth, height, width, inputs]``."""
+        """Returns ``[batch, outputs]`` of ``[batch, depth, height, width, inputs]``."""
         x = volumes.astype(self.convolutions[0].kernel.dtype)
         for number, convolution in enumerate(self.convolutions):
             x = convolution(x)
@@ -112,12 +112,12 @@ class CosmoFlow(nnx.Module):
 
 
 def make_model(config: CosmoFlowConfig, key: Array) -> CosmoFlow:
-    """A fresh model."""
+    """Returns a newly initialised model."""
     return CosmoFlow(config, rngs=nnx.Rngs(key))
 
 
 def loss_fn(model: CosmoFlow, batch: Mapping[str, Any]) -> Array:
-    """Mean squared error.
+    """Computes the mean squared error.
 
     Args:
         model: The model.
@@ -136,7 +136,7 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of a CosmoFlow on random fields whose spectral index it is to tell.
+    """Returns a job: a CosmoFlow predicts the spectral index of random fields.
 
     Args:
         size: One of ``SIZES``; the test size has two convolutions.
@@ -146,7 +146,8 @@ def job(
         changes: Fields of ``CosmoFlowConfig``.
 
     Raises:
-        WhaleError: Unknown size or field, or a volume that cannot be halved so often.
+        WhaleError: Unknown size or field, or an extent that cannot be halved often
+            enough.
 
     >>> job("test").batch_at(0)["volumes"].shape
     (16, 16, 16, 16, 2)

@@ -1,13 +1,12 @@
 """A deep learning recommendation model: embedding bags and dot interactions, in NNX.
 
 Naumov et al., "Deep Learning Recommendation Model for Personalization and
-Recommendation Systems" (arXiv:1906.00091). Dense features go through the bottom
-network, every categorical feature through a table of its own; all vectors are
-multiplied with each other, and the top network makes a logit of the products.
+Recommendation Systems" (arXiv:1906.00091). The bottom network processes dense features;
+every categorical feature has its own table. All vectors are multiplied with each other,
+and the top network computes a logit from the products.
 
-A feature has one id a sample, or a bag of several that are summed; -1 in a bag stands
-for no id, so that a bag may be empty. It runs on one device as it is. Nothing is
-marked.
+A feature has one id per sample, or a bag of several that are summed; -1 in a bag means
+no id, so a bag may be empty. It runs on one device unchanged. Nothing is marked.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ class DLRMConfig:
     The defaults are the published ones for the Criteo-Kaggle data.
 
     Attributes:
-        rows: Rows of each table, one table a categorical feature.
+        rows: Rows of each table, one per categorical feature.
         scale: Factor of the table sizes; a table keeps at least three rows.
         bags: Ids of each feature in a sample; one number for each table.
         embed: Width of the tables, and of the bottom network's result.
         dense: Dense features of a sample.
         bottom: Widths of the bottom network's hidden layers.
         top: Widths of the top network's hidden layers.
-        skew: Exponent of the power law of made-up ids; 0 makes them uniform.
+        skew: Exponent of the power law of synthetic ids; 0 makes them uniform.
         param_dtype: Dtype of the parameters; dense features are cast to it.
     """
 
@@ -78,7 +77,7 @@ class DLRMConfig:
 
     @property
     def data(self) -> ClickData:
-        """Made-up samples of these features."""
+        """Synthetic samples of these features."""
         return ClickData(
             rows=self.table_rows, bags=self.bags, dense=self.dense, skew=self.skew
         )
@@ -119,18 +118,18 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: Array) -> Array:
-        """``[batch, widths[0]]`` to ``[batch, widths[-1]]``."""
+        """Maps ``[batch, widths[0]]`` to ``[batch, widths[-1]]``."""
         for number, layer in enumerate(self.layers):
             x = layer(x if number == 0 else jax.nn.relu(x))
         return x
 
 
 def sum_bags(table: nnx.Embed, ids: Array) -> Array:
-    """The sum of the rows of each sample's bag, ``[batch, width]``.
+    """Returns the sum of the rows of each sample's bag, ``[batch, width]``.
 
     Args:
         table: The table.
-        ids: ``int32[batch]`` or ``int32[batch, bag]``; -1 is no id.
+        ids: ``int32[batch]`` or ``int32[batch, bag]``; -1 means no id.
     """
     ids = ids.reshape(len(ids), -1)
     rows = table(jnp.maximum(ids, 0))
@@ -150,7 +149,7 @@ def _table(rows: int, width: int, param_dtype: str, rngs: nnx.Rngs) -> nnx.Embed
 
 
 class DLRM(nnx.Module):
-    """The whole model: features in, logits out.
+    """The full model: features in, logits out.
 
     >>> model = DLRM(SIZES["test"], rngs=nnx.Rngs(0))
     >>> batch = SIZES["test"].data.batch(0, 2)
@@ -173,10 +172,11 @@ class DLRM(nnx.Module):
         self.top = MLP((inputs, *config.top, 1), param_dtype=kind, rngs=rngs)
 
     def __call__(self, batch: Mapping[str, Any]) -> Array:
-        """Logits ``[batch]``.
+        """Computes logits ``[batch]``.
 
         Args:
-            batch: ``dense`` ``float[batch, dense]`` and ids by the name of their table.
+            batch: ``dense`` ``float[batch, dense]``, and ids by the name of their
+                table.
         """
         kind = self.bottom.layers[0].kernel.dtype
         x = self.bottom(jnp.asarray(batch["dense"]).astype(kind))
@@ -193,7 +193,7 @@ class DLRM(nnx.Module):
 
 
 class LogisticRegression(nnx.Module):
-    """A weight for every id and every dense feature: what a recommender has to beat.
+    """A weight for every id and dense feature: the baseline of a recommender.
 
     >>> model = LogisticRegression(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(SIZES["test"].data.batch(0, 2)).shape
@@ -211,7 +211,7 @@ class LogisticRegression(nnx.Module):
         self.dense = MLP((config.dense, 1), param_dtype=kind, rngs=rngs)
 
     def __call__(self, batch: Mapping[str, Any]) -> Array:
-        """Logits ``[batch]`` of a batch as ``DLRM`` takes it."""
+        """Computes logits ``[batch]``; the batch is that of ``DLRM``."""
         kind = self.dense.layers[0].kernel.dtype
         logits = self.dense(jnp.asarray(batch["dense"]).astype(kind))[:, 0]
         for name, table in self.tables.items():
@@ -220,7 +220,7 @@ class LogisticRegression(nnx.Module):
 
 
 def loss_fn(model: nnx.Module, batch: Mapping[str, Any]) -> Array:
-    """Mean binary cross-entropy of ``label``, in nats.
+    """Computes the mean binary cross-entropy of ``label``, in nats.
 
     >>> model = DLRM(SIZES["test"], rngs=nnx.Rngs(0))
     >>> loss_fn(model, SIZES["test"].data.batch(0, 2)).shape
@@ -239,7 +239,7 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training on made-up clicks that follow a hidden model of small rank.
+    """Returns a job: training on synthetic clicks from a hidden model of small rank.
 
     Args:
         size: One of ``SIZES``.

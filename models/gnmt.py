@@ -1,9 +1,9 @@
 """GNMT: translation by recurrent layers and additive attention, in Flax NNX.
 
-It shows what the other models do not: loops over time, in which nothing along the
-sequence runs at once; two halves of unlike shape, an encoder and a decoder, with
-attention between them; and an embedding that both read first. It runs on one device as
-it is; two lines annotate it:
+It shows features that the other models lack: loops over time, in which nothing runs in
+parallel along the sequence; an encoder and a decoder of different shape, with attention
+between them; and an embedding that both read first. It runs on one device unchanged;
+two lines annotate it:
 
 - in ``GNMT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding,
   encoder and decoder makes them data-parallel;
@@ -15,18 +15,18 @@ Machine Translation System" (2016), in the smaller form that MLPerf Training 0.5
 measured as GNMT v2:
 
 - four layers each, of width 1024; the encoder's first runs in both directions;
-- what a layer reads is added to what it gives, from the third on;
-- attention is Bahdanau's with a normalised scorer. The decoder's first layer asks it,
-  and every layer above reads the answer, at the same token. In the paper the first
-  layer reads it too, and asks a token earlier; without that, attention stands outside
-  the loops;
-- one embedding of 32,320 tokens for both languages, and a classifier of its own;
-- dropout before every layer, label smoothing, and the right tokens as the decoder's
+- residual connections from the third layer on;
+- attention is Bahdanau's with a normalised scorer. The decoder's first layer makes the
+  queries, and every layer above reads the answer, at the same token. In the paper the
+  first layer reads it too, with queries of the previous token; without that, attention
+  is outside the loops;
+- one embedding of 32,320 tokens for both languages, and a separate classifier;
+- dropout before every layer, label smoothing, and the correct tokens as the decoder's
   input (teacher forcing).
 
-Left out are decoding (beam search, length and coverage penalties), the second bias that
-cuDNN's cells have, and the clipping of cell states. A kernel over two inputs side by
-side is two kernels whose products are added, so that no dimension is half one input.
+Omitted are decoding (beam search, length and coverage penalties), the second bias of
+cuDNN's cells, and the clipping of cell states. A kernel over two concatenated inputs is
+two kernels whose products are added, so that no dimension is half one input.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class GNMTConfig:
     """Sizes and switches of a GNMT; the defaults are those of GNMT v2.
 
     Attributes:
-        vocab: Different tokens of both languages, with the one that begins, ends and
-            pads.
+        vocab: Different tokens of both languages, including the one that begins, ends
+            and pads.
         source_length: Tokens of a padded source sequence.
-        target_length: Tokens of a padded target sequence, with the one that ends it.
+        target_length: Tokens of a padded target sequence, including the end token.
         embed: Width of the embedding.
         hidden: Width of every layer and of the attention.
         layers: Number of layers of the encoder and of the decoder, at least 2.
-        dropout_rate: Before every layer; its keys come from the loss's.
-        label_smoothing: The share of a target that is spread over the vocabulary.
-        annotated: Put the marks in.
-        dtype: Compute dtype; follows parameters and inputs where None.
+        dropout_rate: Rate before every layer; its keys come from the loss's.
+        label_smoothing: Share of a target that is distributed over the vocabulary.
+        annotated: Whether to add the marks.
+        dtype: Compute dtype; None follows parameters and inputs.
         param_dtype: Dtype of the parameters.
     """
 
@@ -118,7 +118,8 @@ class RecurrentEncoder(nnx.Module):
     def __call__(self, x: Array, real: Array, drop: Drop) -> Array:
         """Encodes ``x`` ``[batch, source, embed]`` as ``[batch, source, hidden]``."""
         x = drop(x)
-        # Forward, padding comes after all that is real, and attention does not read it.
+        # In the forward direction padding follows all real tokens, and attention skips
+        # it.
         first, *rest = self.upper
         y = first(drop(self.forward(x)), drop(self.backward(x, backward_over=real)))
         for layer in rest:
@@ -149,7 +150,7 @@ class RecurrentDecoder(nnx.Module):
 
 
 class GNMT(nnx.Module):
-    """The whole model: source and target tokens in, logits out.
+    """The full model: source and target tokens in, logits out.
 
     >>> model = GNMT(SIZES["test"], rngs=nnx.Rngs(0))
     >>> source, target = jnp.zeros((2, 14), "int32"), jnp.zeros((2, 10), "int32")
@@ -168,12 +169,13 @@ class GNMT(nnx.Module):
         )
 
     def __call__(self, source: Array, real: Array, target: Array) -> Array:
-        """Logits ``[batch, target, vocab]`` of the token after each of the target's.
+        """Computes logits ``[batch, target, vocab]`` of the token after each target
+        token.
 
         Args:
             source: ``int32[batch, source]``.
-            real: ``bool[batch, source]``, true where a token of the source is no
-                padding; at least one of each sequence is real, and padding follows it.
+            real: ``bool[batch, source]``, true for source tokens that are no padding;
+                at least one per sequence is real, and padding follows it.
             target: ``int32[batch, target]``.
         """
         return self.classifier(self.hidden_states(source, real, target))
@@ -185,7 +187,7 @@ class GNMT(nnx.Module):
 
         Args:
             source, real, target: Arguments of a call, unchanged.
-            rng: The key of dropout; there is none without it.
+            rng: Dropout key; without it there is no dropout.
         """
         with when(self.config.annotated, wh.replicate()):
             drop = _dropout(self.config.dropout_rate, rng)
@@ -194,7 +196,7 @@ class GNMT(nnx.Module):
 
 
 def _dropout(rate: float, rng: Array | None) -> Drop:
-    """Dropout with a key of its own at every call."""
+    """Returns dropout with a new key at every call."""
     if rng is None:
         return lambda x: x
     dropout = nnx.Dropout(rate)
@@ -203,25 +205,24 @@ def _dropout(rate: float, rng: Array | None) -> Drop:
 
 
 def make_model(config: GNMTConfig, key: Array) -> GNMT:
-    """A fresh model."""
+    """Returns a newly initialised model."""
     return GNMT(config, rngs=nnx.Rngs(key))
 
 
 def make_loss(
     config: GNMTConfig, *, deterministic: bool = False
 ) -> Callable[[GNMT, Mapping[str, Any], Array], wh.WeightedLoss]:
-    """The translation loss of one configuration, in nats of a real target token.
+    """Returns the translation loss of one configuration, in nats per real target token.
 
     Args:
-        config: The model's configuration.
-        deterministic: Leave dropout out; the key is then not used.
+        config: Configuration of the model.
+        deterministic: Whether to omit dropout; the key is then unused.
 
     Returns:
-        ``loss_fn(model, batch, rng)``, where the batch holds ``source``
-        ``int32[batch, source]`` and ``target`` ``int32[batch, target + 1]``, and for
-        both a mask that is true where a token is real: ``source_mask``
-        ``bool[batch, source]`` and, of the tokens to be told, ``target_mask``
-        ``bool[batch, target]``.
+        ``loss_fn(model, batch, rng)`` with a batch of ``source`` ``int32[batch,
+        source]`` and ``target`` ``int32[batch, target + 1]``, and masks of real tokens:
+        ``source_mask`` ``bool[batch, source]`` and, for the predicted tokens,
+        ``target_mask`` ``bool[batch, target]``.
 
     >>> callable(make_loss(SIZES["test"]))
     True
@@ -246,7 +247,9 @@ def make_loss(
 
 
 def _smoothed(logits: Array, targets: Array, smoothing: float) -> Array:
-    """Cross-entropy in nats with a share of the target on all tokens alike."""
+    """Computes cross-entropy in nats with a part of the target on all tokens
+    equally.
+    """
     nats = cross_entropy(logits, targets)
     if smoothing == 0:
         return nats
@@ -265,14 +268,14 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of a GNMT to translate made-up, padded sequences word by word.
+    """Returns a job: a GNMT learns a word-by-word translation of synthetic sequences.
 
     Args:
         size: One of ``SIZES``.
         batch_size: Pairs of sequences in a global batch; 128, at test size 16.
-        learning_rate: Reached after the warm-up, then constant.
+        learning_rate: Learning rate after the warm-up; constant from then on.
         warmup_steps: Steps over which the learning rate rises.
-        deterministic: Leave dropout out.
+        deterministic: Whether to omit dropout.
         seed: Seed of the sequence of batches.
         changes: Fields of ``GNMTConfig``.
 
@@ -300,10 +303,10 @@ def job(
 
 
 def translated_batch(config: GNMTConfig, step: int, size: int, *, seed: int) -> Batch:
-    """Sources that follow a rule, and targets that follow word by word from them.
+    """Returns sources that follow a rule, and their word-by-word translations.
 
-    The translation of ``word`` is ``(7 * word + 11) mod words``, of all words but the
-    token that begins and ends a target and stands for padding.
+    The translation of ``word`` is ``(7 * word + 11) mod words``, over all words except
+    the start, end and padding token.
 
     >>> batch = translated_batch(SIZES["test"], 0, 4, seed=0)
     >>> bool((batch["target"][:, 0] == 0).all())
@@ -322,6 +325,6 @@ def translated_batch(config: GNMTConfig, step: int, size: int, *, seed: int) -> 
         "source": source,
         "source_mask": mask,
         "target": target,
-        # One more than there are words: the end is to be told too.
+        # One more than there are words: the end is predicted, too.
         "target_mask": np.arange(config.target_length)[None, :] <= count,
     }

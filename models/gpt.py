@@ -1,7 +1,7 @@
 """GPT: a pre-norm, decoder-only transformer in Flax NNX.
 
-The quick-start model: with its default configuration it has 3.3M parameters and
-reads bytes. It runs on one device as it is; two lines annotate it:
+The quick-start model: in its default configuration it has 3.3M parameters and reads
+bytes. It runs on one device unchanged; two lines annotate it:
 
 - in ``GPT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding, blocks
   and last norm makes them data-parallel;
@@ -43,22 +43,22 @@ class GPTConfig:
     """Sizes and switches of a GPT; the defaults are the quick start's.
 
     Attributes:
-        vocab: Different tokens; 256 reads bytes.
+        vocab: Different tokens; 256 for bytes.
         sequence: Longest sequence, in tokens.
         embed: Width of the residual stream.
         heads: Attention heads; divides ``embed``.
         mlp: Width inside the feed-forward layers.
-        layers: Number of blocks that the residual stream passes.
-        shared_layers: Consecutive layers that use the weights of one block, as ALBERT's
-            do; divides ``layers``. 1 shares none.
-        dropout_rate: After the embedding and before each residual addition; its keys
-            live in the model as NNX RNG state.
-        tied_embedding: The head is the embedding table, transposed.
-        fused_qkv: One attention kernel for query, key and value.
-        scan_layers: Stack the blocks' parameters and scan over them.
+        layers: Number of blocks of the residual stream.
+        shared_layers: Consecutive layers that share the weights of one block, as in
+            ALBERT; divides ``layers``. 1 shares none.
+        dropout_rate: Rate after the embedding and before each residual addition; its
+            keys are NNX RNG state of the model.
+        tied_embedding: Whether the head is the transposed embedding table.
+        fused_qkv: Whether query, key and value share one attention kernel.
+        scan_layers: Whether to stack the blocks' parameters and scan over them.
         remat: Recomputation of each block in the backward pass: none, dots or full.
-        annotated: Put the marks in.
-        dtype: Compute dtype; follows parameters and inputs where None.
+        annotated: Whether to add the marks.
+        dtype: Compute dtype; None follows parameters and inputs.
         param_dtype: Dtype of the parameters.
     """
 
@@ -80,7 +80,7 @@ class GPTConfig:
 
 
 def _published(embed: int, heads: int, layers: int) -> GPTConfig:
-    """A GPT-2 size; the vocabulary of 50,257 is padded to a multiple of 128."""
+    """Returns a GPT-2 size; the vocabulary of 50,257 is padded to a multiple of 128."""
     return GPTConfig(
         vocab=50_304,
         sequence=1024,
@@ -103,13 +103,13 @@ SIZES: Final[Mapping[str, GPTConfig]] = {
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each normed before and added to its input."""
+    """Attention and feed-forward, each after a norm and added to its input."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         dtype = None if config.dtype is None else jnp.dtype(config.dtype)
         param_dtype = jnp.dtype(config.param_dtype)
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
-        # Two additions a block: the stream's variance stays near 1 at any depth.
+        # Two additions per block: the stream's variance stays near 1 at any depth.
         output_scale = 0.02 * (2 * config.layers) ** -0.5
         self.attention_norm = nnx.LayerNorm(config.embed, rngs=rngs, **kinds)
         self.attention = CausalSelfAttention(
@@ -139,14 +139,14 @@ class Block(nnx.Module):
         self.dropout = _dropout(config, rngs)
 
     def __call__(self, x: Array) -> Array:
-        """One block over ``x`` ``[batch, sequence, embed]``."""
+        """Applies the block to ``x`` ``[batch, sequence, embed]``."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         hidden = jax.nn.gelu(self.up(self.mlp_norm(x)))
         return x + self.dropout(self.down(hidden))
 
 
 class GPT(nnx.Module):
-    """The whole model: tokens in, logits out.
+    """The full model: tokens in, logits out.
 
     >>> model = GPT(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 24), "int32")).shape
@@ -187,11 +187,15 @@ class GPT(nnx.Module):
             )
 
     def __call__(self, tokens: Array) -> Array:
-        """Logits ``[batch, sequence, vocab]`` of ``tokens`` ``[batch, sequence]``."""
+        """Computes logits ``[batch, sequence, vocab]`` of ``tokens`` ``[batch,
+        sequence]``.
+        """
         return self.logits(self.hidden_states(tokens))
 
     def hidden_states(self, tokens: Array) -> Array:
-        """The residual stream before the head, ``[batch, sequence, embed]``."""
+        """Computes the residual stream before the head, ``[batch, sequence,
+        embed]``.
+        """
         with when(self.config.annotated, wh.replicate()):
             x = self.tokens(tokens)
             x = x + self.positions[: tokens.shape[1]].astype(x.dtype)[None]
@@ -199,7 +203,7 @@ class GPT(nnx.Module):
             return hidden
 
     def logits(self, hidden: Array) -> Array:
-        """Logits ``[batch, sequence, vocab]`` of the residual stream."""
+        """Computes logits ``[batch, sequence, vocab]`` from the residual stream."""
         if self.config.tied_embedding:
             return self.tokens.attend(hidden)
         return self.head(hidden)
@@ -226,7 +230,7 @@ class GPT(nnx.Module):
 
 
 def _dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Dropout; without a rate it holds no RNG state that would have to be kept."""
+    """Returns dropout; without a rate it has no RNG state to store."""
     return nnx.Dropout(
         config.dropout_rate, rngs=rngs if config.dropout_rate > 0 else None
     )
@@ -248,15 +252,15 @@ def _make_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Any:
 
 
 def loss_fn(model: GPT, batch: Mapping[str, Any]) -> Array | wh.WeightedLoss:
-    """Mean cross-entropy of the next token, in nats.
+    """Computes the mean cross-entropy of the next token, in nats.
 
     Args:
         model: The GPT.
-        batch: ``tokens`` ``int32[batch, sequence + 1]`` and, where sequences are
-            padded, ``mask`` ``[batch, sequence]``, true where the target is real.
+        batch: ``tokens`` ``int32[batch, sequence + 1]`` and, if sequences are padded,
+            ``mask`` ``[batch, sequence]``, true for real targets.
 
     Returns:
-        The mean over all targets, or a weighted loss over the real ones.
+        Mean over all targets, or a weighted loss over the real ones.
 
     >>> model = GPT(SIZES["test"], rngs=nnx.Rngs(0))
     >>> loss_fn(model, {"tokens": jnp.zeros((2, 25), "int32")}).shape
@@ -282,14 +286,14 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of a GPT: on the standard library's bytes, or on made-up tokens.
+    """Returns a job: a GPT trains on the standard library's bytes or synthetic tokens.
 
     Args:
         size: One of ``SIZES``.
         batch_size: Sequences in a global batch; 32, at test size 16.
-        learning_rate: Reached after the warm-up, then constant.
+        learning_rate: Learning rate after the warm-up; constant from then on.
         warmup_steps: Steps over which the learning rate rises.
-        padded: Sequences of differing length with a ``mask`` in the batch.
+        padded: Whether sequences have different lengths, with a ``mask`` in the batch.
         seed: Seed of the sequence of batches.
         changes: Fields of ``GPTConfig``.
 

@@ -1,13 +1,13 @@
 """A sequential recommender of five HSTU layers over jagged histories, in Flax NNX.
 
 Zhai et al., "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers
-for Generative Recommendations" (arXiv:2402.17152): layers whose attention weights are
-a SiLU of the scores, not a softmax, times a gate. The tables are those of MLPerf
-Training v6.1's DLRMv4: item, artist, album and user, and seven crosses, which are all
-looked up once for each event of a history and summed into its vector.
+for Generative Recommendations" (arXiv:2402.17152): layers whose attention weights are a
+SiLU of the scores, not a softmax, times a gate. The tables are those of MLPerf Training
+v6.1's DLRMv4: item, artist, album and user, and seven crosses, all looked up once per
+event of a history and summed into its vector.
 
-Histories have unlike lengths; what lies behind the last event is masked everywhere.
-The label says whether the last event's item was liked.
+Histories have different lengths; positions after the last event are always masked. The
+label tells whether the last event's item was liked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HSTUConfig:
         head_dim: Width of a head's queries, keys and values.
         layers: Number of HSTU layers.
         sequence: Events of the longest history.
-        skew: Exponent of the power law of made-up ids.
+        skew: Exponent of the power law of synthetic ids.
         param_dtype: Dtype of the parameters.
     """
 
@@ -97,11 +97,12 @@ class HSTULayer(nnx.Module):
         self.output = nnx.Linear(width, config.embed, **kinds)
 
     def __call__(self, x: Array, mask: Array) -> Array:
-        """One layer over ``x`` ``[batch, sequence, embed]``.
+        """Applies the layer to ``x`` ``[batch, sequence, embed]``.
 
         Args:
             x: Vectors of events.
-            mask: ``bool[batch, sequence, sequence]``, which events see which.
+            mask: ``bool[batch, sequence, sequence]`` from events to the events that
+                they see.
         """
         batch, sequence, _ = x.shape
         mixed = jax.nn.silu(self.inputs(self.norm(x)))
@@ -118,7 +119,7 @@ class HSTULayer(nnx.Module):
 
 
 class HSTU(nnx.Module):
-    """The whole model: histories in, a logit for each out.
+    """The full model: histories in, one logit each out.
 
     >>> model = HSTU(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(history_batch(SIZES["test"], 0, 2, seed=0)).shape
@@ -146,10 +147,10 @@ class HSTU(nnx.Module):
         self.head = nnx.Linear(config.embed, 1, **kinds)
 
     def __call__(self, batch: Mapping[str, Any]) -> Array:
-        """Logits ``[batch]``.
+        """Computes logits ``[batch]``.
 
         Args:
-            batch: Ids by the name of their table, ``int32[batch, sequence]`` or, of
+            batch: Ids by the name of their table, ``int32[batch, sequence]`` or, for
                 users, ``int32[batch]``; ``length`` ``int32[batch]``.
         """
         user = self.tables["user"](jnp.asarray(batch["user"]))
@@ -171,7 +172,7 @@ class HSTU(nnx.Module):
 
 
 def loss_fn(model: HSTU, batch: Mapping[str, Any]) -> Array:
-    """Mean binary cross-entropy of ``label``, in nats.
+    """Computes the mean binary cross-entropy of ``label``, in nats.
 
     >>> model = HSTU(SIZES["test"], rngs=nnx.Rngs(0))
     >>> loss_fn(model, history_batch(SIZES["test"], 0, 2, seed=0)).shape
@@ -183,12 +184,13 @@ def loss_fn(model: HSTU, batch: Mapping[str, Any]) -> Array:
 
 
 def history_batch(config: HSTUConfig, step: int, size: int, *, seed: int) -> Batch:
-    """Made-up histories of unlike lengths; liked is what follows an item like itself.
+    """Returns synthetic histories of different lengths; an item like an earlier one is
+    liked.
 
     Args:
         config: Sizes.
         step: Number of the batch.
-        size: Histories in it.
+        size: Number of histories.
         seed: Seed of the sequence of batches.
 
     >>> history_batch(SIZES["test"], 0, 2, seed=0)["item"].shape
@@ -218,7 +220,7 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training to tell whether a history's last artist occurred before.
+    """Returns a job: an HSTU predicts whether a history's last artist occurred before.
 
     Args:
         size: One of ``SIZES``.

@@ -1,8 +1,8 @@
 """Llama: a decoder-only transformer with grouped keys, rotary positions and a gate.
 
 Sizes as published (Touvron et al., "Llama 2", 2023; Grattafiori et al., "The Llama 3
-Herd of Models", 2024). It bears no mark at all: the planner decides everything. Its
-layers are stacked and scanned, so that depth costs no tracing.
+Herd of Models", 2024). It has no marks: the planner decides everything. Its layers are
+stacked and scanned, so that depth does not increase tracing time.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class LlamaConfig:
         mlp: Width inside the feed-forward layers.
         layers: Number of blocks.
         rope_base: Wavelength of the slowest rotation, over 2 pi.
-        scan_layers: Stack the blocks' parameters and scan over them.
+        scan_layers: Whether to stack the blocks' parameters and scan over them.
         remat: Recomputation of each block in the backward pass: none, dots or full.
-        dtype: Compute dtype; follows parameters and inputs where None.
+        dtype: Compute dtype; None follows parameters and inputs.
         param_dtype: Dtype of the parameters.
     """
 
@@ -107,7 +107,7 @@ SIZES: Final[Mapping[str, LlamaConfig]] = {
 
 
 class Block(nnx.Module):
-    """Attention and gated feed-forward, each normed before and added to its input."""
+    """Attention and gated feed-forward, each after a norm and added to its input."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -134,7 +134,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(config.mlp, config.embed, **plain)
 
     def __call__(self, x: Array) -> Array:
-        """One block over ``x`` ``[batch, sequence, embed]``."""
+        """Applies the block to ``x`` ``[batch, sequence, embed]``."""
         config, y = self.config, self.attention_norm(x)
         query = rotated(self.query(y), config.rope_base)
         key = rotated(self.key(y), config.rope_base)
@@ -146,14 +146,14 @@ class Block(nnx.Module):
 
 
 def rotated(x: Array, base: float) -> Array:
-    """Rotary positions (Su et al., "RoFormer", 2021): halves turn by their position.
+    """Applies rotary positions (Su et al., "RoFormer", 2021) by rotating halves.
 
     Args:
         x: ``[batch, sequence, heads, head_dim]``; ``head_dim`` even.
         base: Wavelength of the slowest rotation, over 2 pi.
 
     Returns:
-        The same shape and dtype.
+        Array of the same shape and dtype.
     """
     length, half = x.shape[1], x.shape[3] // 2
     speed = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -165,7 +165,7 @@ def rotated(x: Array, base: float) -> Array:
 
 
 class Llama(nnx.Module):
-    """The whole model: tokens in, logits out.
+    """The full model: tokens in, logits out.
 
     >>> model = Llama(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 24), "int32")).shape
@@ -204,7 +204,9 @@ class Llama(nnx.Module):
         )
 
     def __call__(self, tokens: Array) -> Array:
-        """Logits ``[batch, sequence, vocab]`` of ``tokens`` ``[batch, sequence]``."""
+        """Computes logits ``[batch, sequence, vocab]`` of ``tokens`` ``[batch,
+        sequence]``.
+        """
         x = self.tokens(tokens)
         apply = rematted(Block.__call__, self.config.remat)
         if self.config.scan_layers:
@@ -222,7 +224,7 @@ class Llama(nnx.Module):
 
 
 def loss_fn(model: Llama, batch: Mapping[str, Any]) -> Array:
-    """Mean cross-entropy of the next token, in nats.
+    """Computes the mean cross-entropy of the next token, in nats.
 
     Args:
         model: The Llama.
@@ -245,12 +247,12 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of a Llama on made-up tokens.
+    """Returns a job: training of a Llama on synthetic tokens.
 
     Args:
         size: One of ``SIZES``.
         batch_size: Sequences in a global batch; 32, at test size 16.
-        learning_rate: Reached after the warm-up, then constant.
+        learning_rate: Learning rate after the warm-up; constant from then on.
         warmup_steps: Steps over which the learning rate rises.
         seed: Seed of the sequence of batches.
         changes: Fields of ``LlamaConfig``.

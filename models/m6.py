@@ -1,11 +1,11 @@
 """M6: images and text in, text out, of ten billion parameters, in Flax Linen.
 
-It shows what the other models do not: two kinds of input that become one sequence, and
-a size for which replicas do not fit, so that something has to be sharded, cut into
-stages or moved. Patches of an image come before the tokens of a text in the encoder,
-and the decoder generates text. The layers are T5's. In the default configuration
-nothing is marked and the planner decides everything.
-``M6Config(annotated=True)`` puts three marks in:
+It shows features that the other models lack: two kinds of input that become one
+sequence, and a size whose replicas fit no device, so that something has to be sharded,
+divided into stages or offloaded. In the encoder, patches of an image come before the
+tokens of a text, and the decoder generates text. The layers are T5's. In the default
+configuration nothing is marked and the planner decides everything.
+``M6Config(annotated=True)`` adds three marks:
 
 - in ``M6.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
   decoder makes them data-parallel;
@@ -13,11 +13,11 @@ nothing is marked and the planner decides everything.
   ``with when(..., wh.split()):`` around head and cross-entropy splits the two.
 
 After the M6-10B of Jia et al., "Whale: Efficient Giant Model Training over
-Heterogeneous GPUs" (2022). Published there are 24 layers of encoder and 24 of decoder,
-Adafactor and the ten billion parameters. The rest is chosen here: a width of 4,096, 32
+Heterogeneous GPUs" (2022). The paper gives 24 layers of encoder and 24 of decoder,
+Adafactor and the ten billion parameters. The rest is our choice: a width of 4,096, 32
 heads of 128, feed-forward layers of 12,800 (which makes 9.95 billion parameters), a
-vocabulary of 21,128, and images as 16 patches that are vectors of 2,048 numbers, as a
-convolutional network would make them; one product embeds them.
+vocabulary of 21,128, and images as 16 patches of 2,048 numbers, as from a convolutional
+network; one product embeds them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from whalejax.models.common.seq2seq_layers import Seq2SeqConfig, dense, kinds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class M6Config(Seq2SeqConfig):
-    """Sizes and switches of an M6: those of ``Seq2SeqConfig`` and an image's.
+    """Sizes and switches of an M6: those of ``Seq2SeqConfig`` and of the image.
 
     Attributes:
         patches: Number of patches of an image.
@@ -92,7 +92,7 @@ SIZES: Final[Mapping[str, M6Config]] = {
 
 
 class M6(nn.Module):
-    """The whole model: an image and a text in, logits of another text out.
+    """The full model: an image and a text in, logits of another text out.
 
     >>> import jax
     >>> tokens, real = jnp.zeros((2, 72), "int32"), jnp.ones((2, 72), bool)
@@ -114,16 +114,17 @@ class M6(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Array:
-        """Logits of the tokens of another text, each given those before it.
+        """Computes logits of the tokens of another text, each given the tokens before
+        it.
 
         Args:
             image: ``float[batch, patches, patch_dim]``.
             inputs: ``int32[batch, inputs]``.
-            input_padding: ``bool[batch, inputs]``, true where a token is real; nothing
+            input_padding: ``bool[batch, inputs]``, true for real tokens; nothing
                 attends to the others.
-            before: ``int32[batch, targets]``, the token before each: a start token
-                and the text; padding follows what is real.
-            deterministic: Leave dropout out; otherwise give a ``dropout`` key.
+            before: ``int32[batch, targets]``, the token before each target: a start
+                token and the text; padding follows the real tokens.
+            deterministic: Whether to omit dropout; otherwise pass a ``dropout`` key.
 
         Returns:
             ``[batch, targets, vocab]``.
@@ -145,9 +146,11 @@ class M6(nn.Module):
         return logits_of(config, words, y)
 
     def _embed(self, image: Array) -> Array:
-        """The patches as vectors of the stream, each with its place in the image."""
+        """Returns the patches as vectors of the stream, with their positions in the
+        image.
+        """
         config = self.config
-        # Distances in the sequence do not tell rows of an image from columns.
+        # Distances in the sequence do not distinguish rows of an image from columns.
         places = nn.Embed(
             config.patches,
             config.embed,
@@ -176,15 +179,15 @@ def make_model(config: M6Config, key: Array) -> Any:
 def make_loss(
     config: M6Config, *, deterministic: bool = False
 ) -> Callable[[Any, Mapping[str, Any], Array], wh.WeightedLoss]:
-    """The loss of one configuration: the mean over the real targets.
+    """Returns the loss of one configuration: the mean over the real targets.
 
     Args:
-        config: The model's configuration.
-        deterministic: Leave dropout out; the key is then not used.
+        config: Configuration of the model.
+        deterministic: Whether to omit dropout; the key is then unused.
 
     Returns:
-        ``loss_fn(variables, batch, rng)``, where the batch holds what T5's does and
-        ``image`` ``float[batch, patches, patch_dim]``.
+        ``loss_fn(variables, batch, rng)`` with the batch of T5 and ``image``
+        ``float[batch, patches, patch_dim]``.
 
     >>> loss_fn = make_loss(SIZES["test"], deterministic=True)
     >>> callable(loss_fn)
@@ -204,15 +207,15 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of an M6 to find the hidden spans of made-up texts with images.
+    """Returns a job: an M6 predicts hidden spans of synthetic texts with images.
 
     Args:
         size: One of ``SIZES``.
         batch_size: Texts in a global batch; 128, at test size 16.
-        learning_rate: Learning rate of Adafactor, relative to the size of what is
-            updated.
-        constant_steps: Steps before it falls with the root of the step.
-        deterministic: Leave dropout out.
+        learning_rate: Learning rate of Adafactor, relative to the size of the updated
+            parameter.
+        constant_steps: Steps before the rate falls with the root of the step.
+        deterministic: Whether to omit dropout.
         seed: Seed of the sequence of batches.
         changes: Fields of ``M6Config``.
 
@@ -235,7 +238,8 @@ def job(
 
 
 def captioned_batch(config: M6Config, step: int, size: int, *, seed: int) -> Batch:
-    """Texts with hidden spans, and noise images which tell the first hidden word.
+    """Returns texts with hidden spans, and noise images that encode the first hidden
+    word.
 
     >>> captioned_batch(SIZES["test"], 0, 2, seed=0)["image"].shape
     (2, 8, 28)
@@ -250,7 +254,7 @@ def captioned_batch(config: M6Config, step: int, size: int, *, seed: int) -> Bat
     )
     shape = (size, config.patches, config.patch_dim)
     noise = generator(seed + (1 << 35), step).standard_normal(shape, dtype=np.float32)
-    # Before the first hidden word come the start and the sentinel.
+    # The start token and the sentinel precede the first hidden word.
     turns = texts["targets"][:, 2, None] * np.arange(1, config.patch_dim + 1)[None]
     pattern = np.sin(turns / config.vocab * 2 * np.pi)[:, None].astype(np.float32)
     return {**texts, "image": noise + pattern}

@@ -1,8 +1,8 @@
 """A multi-layer perceptron in plain JAX: parameters are a dictionary of arrays.
 
-It shows that no framework is needed: the model is a pytree, the loss a function of it.
-It runs on one device as it is; in ``loss_fn`` nothing is marked and the planner decides
-everything. ``annotated_loss_fn`` is the same with two lines more:
+It shows that no framework is needed: the model is a pytree, and the loss a function of
+it. It runs on one device unchanged; in ``loss_fn`` nothing is marked and the planner
+decides everything. ``annotated_loss_fn`` has two more lines:
 
 - ``with wh.replicate():`` around the hidden layers makes them data-parallel;
 - ``with wh.split():`` around the last layer and the cross-entropy splits them.
@@ -38,7 +38,7 @@ class MLPConfig:
         inputs: Features of a sample.
         hidden: Width of each hidden layer.
         classes: Width of the last layer.
-        annotated: The job uses ``annotated_loss_fn``.
+        annotated: Whether the job uses ``annotated_loss_fn``.
         param_dtype: Dtype of the parameters; inputs are cast to it.
     """
 
@@ -76,7 +76,7 @@ def make_model(config: MLPConfig, key: Array) -> Params:
 
 
 def loss_fn(params: Params, batch: Mapping[str, Any]) -> Array:
-    """Mean cross-entropy of the class, in nats.
+    """Computes the mean cross-entropy of the class, in nats.
 
     Args:
         params: Parameters of ``make_model``.
@@ -91,7 +91,7 @@ def loss_fn(params: Params, batch: Mapping[str, Any]) -> Array:
 
 
 def annotated_loss_fn(params: Params, batch: Mapping[str, Any]) -> Array:
-    """The loss of ``loss_fn`` with its hidden layers replicated and its head split."""
+    """Computes ``loss_fn`` with replicated hidden layers and a split head."""
     with wh.replicate():
         x = _features(params, batch)
     with wh.split():
@@ -122,7 +122,7 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of an MLP to copy a fixed random linear classifier.
+    """Returns a job: an MLP learns a fixed random linear classifier.
 
     Args:
         size: One of ``SIZES``.
@@ -150,12 +150,12 @@ def job(
 
 
 def labelled_batch(config: MLPConfig, step: int, size: int, *, seed: int) -> Batch:
-    """Normal inputs, each with the class that a fixed linear map ranks first.
+    """Returns normal inputs, each with the class that a fixed linear map ranks first.
 
     >>> labelled_batch(SIZES["test"], 0, 2, seed=0)["labels"].shape
     (2,)
     """
-    # The classifier has a key of its own: it is the same in every step.
+    # The classifier has a separate key, so that it is the same in every step.
     teacher = generator(seed + (1 << 32), 0).standard_normal(
         (config.inputs, config.classes), dtype=np.float32
     )

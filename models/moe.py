@@ -1,33 +1,33 @@
 """A sparse transformer in Flax NNX: experts in place of one feed-forward network.
 
 In the manner of M6 (Lin et al., "M6: A Chinese Multimodal Pretrainer", 2021), whose
-giant versions are mixtures of experts. It runs on one device as it is; one line
+giant versions are mixtures of experts. It runs on one device unchanged; one line
 annotates it:
 
 - in ``Experts.__call__``: ``with when(..., wh.split(axis="experts")):`` around the two
   einsums of the expert networks splits them by expert.
 
-Everything else is left to the default strategy, as in
-``wh.plan(..., default=wh.replicate())``: gating, attention and the embedding stay
-data-parallel, and between the two lie the exchanges of tokens.
-``MoEConfig(annotated=False)`` leaves the mark out.
+Everything else follows the default strategy, as in ``wh.plan(...,
+default=wh.replicate())``: gating, attention and the embedding stay data-parallel, with
+exchanges of tokens before and after the experts. ``MoEConfig(annotated=False)`` omits
+the mark.
 
-Two ways to route. ``"capacity"`` drops what finds no place at its expert (Lepikhin et
-al., "GShard", 2020). ``"dropless"`` drops nothing, which is what MegaBlocks does (Gale
-et al., 2022), in another way: whoever found no place is served in a further pass over
-all experts, like the first, until nobody waits. Each pass has the static shapes of
-``"capacity"``, so it shards over the batch, the experts and their width like one, and
-how many passes run is decided while the step runs, alike on all devices. A pass costs
-what ``"capacity"`` costs, and further ones run their forward pass twice. With even
-experts one or two do; with all tokens at one expert it takes as many as
-``capacity_factor`` times the choices goes into the number of experts. Sorted tokens
-and ``jax.lax.ragged_dot``, which plans share over the batch too, would need no more
-products than there are choices on TPUs but for the experts' gradients: for these
+There are two ways to route. ``"capacity"`` drops tokens without a place at their expert
+(Lepikhin et al., "GShard", 2020). ``"dropless"`` drops nothing, as MegaBlocks (Gale et
+al., 2022), but in another way: tokens without a place are served in further passes over
+all experts, like the first, until none waits. Each pass has the static shapes of
+``"capacity"``, so it shards over the batch, the experts and their width in the same
+way. The number of passes is decided during the step, equally on all devices. A pass
+costs as much as ``"capacity"``, and further ones run their forward pass twice. With
+even experts one or two passes suffice; with all tokens at one expert, their number is
+the number of experts over ``capacity_factor`` times the choices. Sorted tokens and
+``jax.lax.ragged_dot``, which plans also shard over the batch, would need only as many
+products as there are choices on TPUs, except for the experts' gradients: there
 compilers multiply every token by every expert, and XLA:CPU does in every product.
 
-The balance loss averages over the whole batch before it multiplies, so it is no mean
-over samples: a part of the batch has another one. The numbers of load are of the whole
-batch too, whatever the mesh; with several micro-batches, of each of them.
+The balance loss averages over the full batch before it multiplies, so it is no mean
+over samples: a part of the batch has another value. The load numbers also cover the
+full batch, whatever the mesh; with several micro-batches, each of them.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class MoEConfig:
     """Sizes and switches of a sparse transformer.
 
     The defaults have the widths and the depth (4 + 4 layers) of the small T5 with
-    experts in the examples of Whale's release; the number of experts is our own.
+    experts in the examples of Whale's release; the number of experts is our choice.
 
     Attributes:
-        vocab: Different tokens; 256 reads bytes.
+        vocab: Different tokens; 256 for bytes.
         sequence: Longest sequence, in tokens; also the tokens of a gating group.
         embed: Width of the residual stream.
         heads: Attention heads; divides ``embed``.
@@ -89,15 +89,15 @@ class MoEConfig:
         gating: ``"top_2"`` or ``"switch"``.
         routing: ``"capacity"`` drops tokens without a place; ``"dropless"`` serves them
             in further passes.
-        capacity_factor: Places at the experts over what an even spread would need; of
-            each pass, if dropless.
+        capacity_factor: Ratio of the experts' places to those of an even distribution;
+            per pass, if dropless.
         balance_weight: Weight of the balance loss.
-        logical_names: Name the experts' dimensions by Flax metadata.
-        annotated: Put the mark in; needs ``logical_names`` for its ``axis``.
-        scan_layers: Stack the blocks' parameters and scan over them; their dimensions
-            then bear no names.
+        logical_names: Whether Flax metadata names the experts' dimensions.
+        annotated: Whether to add the mark; needs ``logical_names`` for its ``axis``.
+        scan_layers: Whether to stack the blocks' parameters and scan over them; their
+            dimensions then have no names.
         remat: Recomputation of each block in the backward pass: none, dots or full.
-        dtype: Compute dtype; follows parameters and inputs where None.
+        dtype: Compute dtype; None follows parameters and inputs.
         param_dtype: Dtype of the parameters.
     """
 
@@ -151,11 +151,11 @@ class Experts(nnx.Module):
         value = init(rngs.params(), shape, jnp.dtype(config.param_dtype))
         if not self.named:
             return nnx.Param(value)
-        # Not eagerly: these are names of dimensions, and no mesh is there yet.
+        # Not eagerly: these are names of dimensions, and no mesh exists yet.
         return nnx.Param(value, out_sharding=names, eager_sharding=False)
 
     def __call__(self, x: Array) -> Array:
-        """Tokens ``[experts, groups, capacity, embed]`` in and out."""
+        """Maps tokens ``[experts, groups, capacity, embed]`` to the same shape."""
         with when(self.annotated, wh.split(axis=self.axis)):
             up, down = self.up[...].astype(x.dtype), self.down[...].astype(x.dtype)
             hidden = jax.nn.relu(jnp.einsum("egcm,emh->egch", x, up))
@@ -165,11 +165,11 @@ class Experts(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Use of a layer's experts by the whole batch, as scalars.
+    """Use of a layer's experts by the full batch, as scalars.
 
     Attributes:
-        balance: 1 where all experts are used alike and more where not.
-        dropped: Fraction of choices that found no place; 0 if dropless.
+        balance: 1 if all experts are used equally, else more.
+        dropped: Fraction of choices without a place; 0 if dropless.
         max_load: Choices of the busiest expert over those of the mean one.
         passes: Number of runs of the experts; 1 unless dropless.
     """
@@ -193,10 +193,10 @@ class SparseFeedForward(nnx.Module):
         self.experts = Experts(config, rngs=rngs)
 
     def __call__(self, x: Array) -> tuple[Array, Load]:
-        """Output ``[batch, sequence, embed]``, and how the experts were used."""
+        """Returns ``[batch, sequence, embed]``, and the load of the experts."""
         config = self.config
         choices = _CHOICES[config.gating]
-        # Scores in float32: two experts must not tie for want of digits.
+        # Scores in float32: two experts must not tie because of rounding.
         scores = jnp.einsum("gsm,me->gse", widened(x), widened(self.router[...]))
         queues = queue(scores, choices=choices)
         places = capacity(x.shape[1], config.experts, choices, config.capacity_factor)
@@ -220,20 +220,22 @@ class SparseFeedForward(nnx.Module):
     def _served(
         self, x: Array, queues: Queues, places: int, first: int | Array
     ) -> Array:
-        """The answers of one pass, and zero for whom it does not serve."""
+        """Returns the answers of one pass, and zero for tokens that it does
+        not serve.
+        """
         routing = seats(queues, places=places, first=first)
         sent = jnp.einsum("gsec,gsm->egcm", routing.dispatch.astype(x.dtype), x)
         answers = self.experts(sent)
         return jnp.einsum("gsec,egcm->gsm", routing.combine.astype(x.dtype), answers)
 
     def _overflow(self, x: Array, queues: Queues, needed: Array, places: int) -> Array:
-        """The answers of all passes but the first, until ``needed`` places are served.
+        """Returns the answers of all later passes, until ``needed`` places are served.
 
-        Nothing of them is kept for the backward pass: the loop would keep room for as
-        many as there can be. The loop as a whole is left out where the first pass has
-        served all, because its backward pass would add up zeros for the experts.
+        They save nothing for the backward pass: the loop would need room for the
+        largest possible number of passes. The full loop is skipped if the first pass
+        has served all, because its backward pass would sum zeros for the experts.
         """
-        # A token asks an expert once, so no queue is longer than its group.
+        # A token chooses an expert once, so no queue is longer than its group.
         starts = range(places, x.shape[1], places)
         if not starts:
             return jnp.zeros_like(x)
@@ -273,7 +275,7 @@ def _if_needed(
 
 
 class Block(nnx.Module):
-    """Attention and experts, each normed before and added to its input."""
+    """Attention and experts, each after a norm and added to its input."""
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = _norm(config, rngs)
@@ -289,14 +291,14 @@ class Block(nnx.Module):
         self.sparse = SparseFeedForward(config, rngs=rngs)
 
     def __call__(self, x: Array) -> tuple[Array, Load]:
-        """One block over ``x`` ``[batch, sequence, embed]``."""
+        """Applies the block to ``x`` ``[batch, sequence, embed]``."""
         x = x + self.attention(self.attention_norm(x))
         y, load = self.sparse(self.sparse_norm(x))
         return x + y, load
 
 
 class MoE(nnx.Module):
-    """The whole model: tokens in, logits out, and the load of every layer.
+    """The full model: tokens in, logits out, and the load of every layer.
 
     >>> model = MoE(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 24), "int32"))[0].shape
@@ -338,9 +340,9 @@ class MoE(nnx.Module):
         )
 
     def __call__(self, tokens: Array) -> tuple[Array, tuple[Load, ...]]:
-        """Logits ``[batch, sequence, vocab]``, and each layer's load.
+        """Computes logits ``[batch, sequence, vocab]``, and each layer's load.
 
-        Where layers are scanned there is one load, whose numbers are all layers'.
+        With scanned layers there is one load, whose arrays cover all layers.
         """
         x = self.tokens(tokens)
         x = x + self.positions[: tokens.shape[1]].astype(x.dtype)[None]
@@ -381,14 +383,14 @@ def _norm(config: MoEConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 def loss_fn(model: MoE, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:
-    """Mean cross-entropy of the next token in nats, plus the weighted balance loss.
+    """Computes the mean cross-entropy of the next token in nats, plus the balance loss.
 
     Args:
         model: The sparse transformer.
         batch: ``tokens`` ``int32[batch, sequence + 1]``.
 
     Returns:
-        The loss, and as metrics the means over layers of ``Load``'s numbers, with
+        Loss, and the means over layers of ``Load``'s numbers as metrics, with
         ``balance`` as ``aux``.
 
     >>> model = MoE(SIZES["test"], rngs=nnx.Rngs(0))
@@ -419,12 +421,13 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of a sparse transformer, on bytes of real text or on made-up tokens.
+    """Returns a job: a sparse transformer trains on bytes of real text or synthetic
+    tokens.
 
     Args:
         size: One of ``SIZES``.
         batch_size: Sequences in a global batch.
-        learning_rate: Reached after the warm-up, then constant.
+        learning_rate: Learning rate after the warm-up; constant from then on.
         warmup_steps: Steps over which the learning rate rises.
         seed: Seed of the sequence of batches.
         changes: Fields of ``MoEConfig``.
@@ -456,6 +459,6 @@ def job(
         optimizer=warmed_adamw(learning_rate, warmup_steps, b2=0.95),
         batch_size=batch_size,
         name="moe" if size == "small" else f"moe-{size}",
-        # Experts' places and their balance are those of the samples computed at once.
+        # Experts' places and balance depend on the samples computed together.
         per_micro_batch=True,
     )

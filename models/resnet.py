@@ -1,8 +1,8 @@
 """ResNet with bottleneck blocks and batch normalisation, in Flax NNX.
 
-It shows statistics over the batch: every ``nnx.BatchNorm`` averages over all samples it
-is given and keeps running means in the model, which the loss call updates. It runs on
-one device as it is; two lines annotate it:
+It shows statistics over the batch: every ``nnx.BatchNorm`` averages over all its
+samples and stores running means in the model, which the loss call updates. It runs on
+one device unchanged; two lines annotate it:
 
 - in ``ResNet.features``: ``with when(..., wh.replicate()):`` makes the backbone
   data-parallel;
@@ -44,11 +44,12 @@ class ResNetConfig:
     Attributes:
         blocks: Bottleneck blocks of each stage; a stage halves the image and doubles
             the channels, except the first.
-        width: Channels inside the first stage's blocks; four times that come out.
+        width: Channels inside the first stage's blocks; their output has four times as
+            many.
         classes: Width of the classifier.
         image_size: Height and width of the images in the job's batches, in pixels.
-        annotated: Put the marks in.
-        dtype: Compute dtype; follows the parameters where None.
+        annotated: Whether to add the marks.
+        dtype: Compute dtype; None follows the parameters.
         param_dtype: Dtype of the parameters.
     """
 
@@ -75,7 +76,7 @@ def _kinds(config: ResNetConfig) -> dict[str, Any]:
 
 
 class NormedConv(nnx.Module):
-    """A convolution without bias, then batch normalisation."""
+    """Convolution without bias, then batch normalisation."""
 
     def __init__(
         self,
@@ -99,21 +100,21 @@ class NormedConv(nnx.Module):
         )
         self.norm = nnx.BatchNorm(outputs, momentum=0.9, rngs=rngs, **_kinds(config))
         param_dtype = jnp.dtype(config.param_dtype)
-        # Statistics are computed in float32 or wider; running means in a narrower
-        # dtype than the statistics would change the model's types in the first step.
+        # Statistics are computed in float32 or wider; running means in a narrower dtype
+        # would change the model's types in the first step.
         self.norm.mean = nnx.BatchStat(widened(self.norm.mean[...].astype(param_dtype)))
         self.norm.var = nnx.BatchStat(widened(self.norm.var[...].astype(param_dtype)))
 
     def __call__(self, x: Array) -> Array:
-        """Images ``[batch, height, width, channels]`` in and out."""
+        """Maps images ``[batch, height, width, channels]`` to the same layout."""
         y = self.conv(x)
-        # The float32 statistics would widen everything behind a bfloat16 product.
+        # The float32 statistics would widen everything after a bfloat16 product.
         normed: Array = self.norm(y).astype(y.dtype)
         return normed
 
 
 class Bottleneck(nnx.Module):
-    """1×1, 3×3 and 1×1 convolutions around a shortcut."""
+    """1×1, 3×3 and 1×1 convolutions with a shortcut."""
 
     def __init__(
         self, config: ResNetConfig, inputs: int, width: int, stride: int, rngs: nnx.Rngs
@@ -131,7 +132,7 @@ class Bottleneck(nnx.Module):
             )
 
     def __call__(self, x: Array) -> Array:
-        """One block over ``x`` ``[batch, height, width, channels]``."""
+        """Applies the block to ``x`` ``[batch, height, width, channels]``."""
         residual = self.shortcut(x) if self.projects else x
         y = jax.nn.relu(self.reduce(x))
         y = jax.nn.relu(self.spatial(y))
@@ -139,7 +140,7 @@ class Bottleneck(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """The whole model: images in, logits out.
+    """The full model: images in, logits out.
 
     >>> model = ResNet(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 20, 20, 3))).shape
@@ -165,7 +166,9 @@ class ResNet(nnx.Module):
         )
 
     def __call__(self, images: Array) -> Array:
-        """Logits ``[batch, classes]`` of images ``[batch, height, width, 3]``."""
+        """Computes logits ``[batch, classes]`` of images ``[batch, height,
+        width, 3]``.
+        """
         return self.classifier(self.features(images))
 
     def features(self, images: Array) -> Array:
@@ -180,7 +183,7 @@ class ResNet(nnx.Module):
 
 
 def loss_fn(model: ResNet, batch: Mapping[str, Any]) -> Array:
-    """Mean cross-entropy of the class, in nats; updates the running statistics.
+    """Computes the mean cross-entropy of the class; updates the running statistics.
 
     Args:
         model: The ResNet, in training mode.
@@ -206,7 +209,7 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of a ResNet on made-up images whose brightness tells the class.
+    """Returns a job: training of a ResNet on synthetic images with brightness as class.
 
     Args:
         size: One of ``SIZES``.
@@ -232,5 +235,5 @@ def job(
         optimizer=optax.sgd(learning_rate, momentum=0.9),
         batch_size=default_batch_size(size, batch_size, 64),
         name=size if size == "resnet50" else f"resnet-{size}",
-        per_micro_batch=True,  # Batch normalisation takes what is computed at once.
+        per_micro_batch=True,  # Batch normalisation sees the samples computed together.
     )

@@ -1,11 +1,11 @@
 """T5: an encoder and a decoder in Flax Linen, which share their word embeddings.
 
-It shows what the other models do not: two stacks of unlike layers, whose border is
-crossed once by every layer of the second; attention from one sequence to another of a
+It shows features that the other models lack: two stacks of different layers, whose
+border every layer of the second stack crosses once; attention between sequences of
 different length; a parameter that all layers of a stack read, the bias of their
 attention scores by distance; and one table that is embedding twice and head once. It
-runs on one device as it is; in the default configuration nothing is marked and the
-planner decides everything. ``T5Config(annotated=True)`` puts three marks in:
+runs on one device unchanged; in the default configuration nothing is marked and the
+planner decides everything. ``T5Config(annotated=True)`` adds three marks:
 
 - in ``T5.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
   decoder makes them data-parallel;
@@ -13,8 +13,8 @@ planner decides everything. ``T5Config(annotated=True)`` puts three marks in:
   ``with when(..., wh.split()):`` around head and cross-entropy splits the two.
 
 After Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
-Text-to-Text Transformer" (2020), in version 1.0: the one whose sizes the paper gives.
-Version 1.1, which was released later, has gates and a head of its own.
+Text-to-Text Transformer" (2020), in version 1.0, whose sizes the paper gives. The later
+version 1.1 has gates and a separate head.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from whalejax.models.common.seq2seq_layers import Seq2SeqConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class T5Config(Seq2SeqConfig):
-    """Sizes and switches of a T5, all of them ``Seq2SeqConfig``'s.
+    """Sizes and switches of a T5, all of them from ``Seq2SeqConfig``.
 
-    Targets are 128 tokens: the published 114, padded to what devices divide.
+    Targets are 128 tokens: the published 114, padded to a size that devices divide.
     """
 
 
@@ -69,7 +69,7 @@ SIZES: Final[Mapping[str, T5Config]] = {
 
 
 class T5(nn.Module):
-    """The whole model: a text in, logits of another out.
+    """The full model: a text in, logits of another out.
 
     >>> import jax
     >>> tokens, real = jnp.zeros((2, 72), "int32"), jnp.ones((2, 72), bool)
@@ -90,15 +90,16 @@ class T5(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Array:
-        """Logits of the tokens of another text, each given those before it.
+        """Computes logits of the tokens of another text, each given the tokens before
+        it.
 
         Args:
             inputs: ``int32[batch, inputs]``.
-            input_padding: ``bool[batch, inputs]``, true where a token is real; nothing
+            input_padding: ``bool[batch, inputs]``, true for real tokens; nothing
                 attends to the others.
-            before: ``int32[batch, targets]``, the token before each: a start token
-                and the text; padding follows what is real.
-            deterministic: Leave dropout out; otherwise give a ``dropout`` key.
+            before: ``int32[batch, targets]``, the token before each target: a start
+                token and the text; padding follows the real tokens.
+            deterministic: Whether to omit dropout; otherwise pass a ``dropout`` key.
 
         Returns:
             ``[batch, targets, vocab]``.
@@ -132,17 +133,17 @@ def make_model(config: T5Config, key: Array) -> Any:
 def make_loss(
     config: T5Config, *, deterministic: bool = False
 ) -> Callable[[Any, Mapping[str, Any], Array], wh.WeightedLoss]:
-    """The loss of one configuration: the mean over the real targets.
+    """Returns the loss of one configuration: the mean over the real targets.
 
     Args:
-        config: The model's configuration.
-        deterministic: Leave dropout out; the key is then not used.
+        config: Configuration of the model.
+        deterministic: Whether to omit dropout; the key is then unused.
 
     Returns:
-        ``loss_fn(variables, batch, rng)``, where the batch holds ``inputs``
-        ``int32[batch, inputs]``, ``targets`` ``int32[batch, targets + 1]``, which
-        begins with a start token, and what is real: ``input_padding``
-        ``bool[batch, inputs]`` and ``target_padding`` ``bool[batch, targets]``.
+        ``loss_fn(variables, batch, rng)`` with a batch of ``inputs`` ``int32[batch,
+        inputs]``, ``targets`` ``int32[batch, targets + 1]``, which begin with a start
+        token, and masks of real tokens: ``input_padding`` ``bool[batch, inputs]`` and
+        ``target_padding`` ``bool[batch, targets]``.
 
     >>> loss_fn = make_loss(SIZES["test"], deterministic=True)
     >>> callable(loss_fn)
@@ -162,17 +163,17 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of a T5 to find the hidden spans of made-up texts.
+    """Returns a job: a T5 predicts hidden spans of synthetic texts.
 
     Adafactor, its learning rate and the batch are the published ones of pre-training.
 
     Args:
         size: One of ``SIZES``.
         batch_size: Texts in a global batch; 128, at test size 16.
-        learning_rate: Learning rate of Adafactor, relative to the size of what is
-            updated.
-        constant_steps: Steps before it falls with the root of the step.
-        deterministic: Leave dropout out.
+        learning_rate: Learning rate of Adafactor, relative to the size of the updated
+            parameter.
+        constant_steps: Steps before the rate falls with the root of the step.
+        deterministic: Whether to omit dropout.
         seed: Seed of the sequence of batches.
         changes: Fields of ``T5Config``.
 
@@ -195,7 +196,7 @@ def job(
 
 
 def text_batch(config: T5Config, step: int, size: int, *, seed: int) -> Batch:
-    """Texts with hidden spans.
+    """Returns texts with hidden spans.
 
     >>> text_batch(SIZES["test"], 0, 2, seed=0)["inputs"].shape
     (2, 72)

@@ -1,8 +1,8 @@
-"""Real text that every machine with Python has: its standard library's source files.
+"""Real text available with every Python: its standard library's source files.
 
 Training examples need data, and a download would make the first run depend on the
-network. The bytes of some hundred hand-written modules are enough for a byte-level
-model to learn from for minutes.
+network. The bytes of some hundred hand-written modules are enough for minutes of
+training of a byte-level model.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Text:
     """Windows of a byte sequence, chosen by a counter.
 
     Attributes:
-        data: The whole text, uint8.
-        sequence: Bytes that a model sees at once; windows hold one more.
+        data: Full text, uint8.
+        sequence: Bytes in a model's context; windows have one more.
         seed: Seed of the sequence of batches.
     """
 
@@ -51,11 +51,11 @@ class Text:
             )
 
     def batch(self, step: int, size: int) -> Batch:
-        """The global batch of one step, the same in every process.
+        """Returns the global batch of one step, the same in every process.
 
         Args:
             step: Number of the batch, from 0.
-            size: Windows in it.
+            size: Number of windows.
 
         Returns:
             ``{"tokens": int32[size, sequence + 1]}``; the first rows do not depend on
@@ -78,16 +78,16 @@ def standard_library(
     max_bytes: int = _DEFAULT_MAX_BYTES,
     root: Path | None = None,
 ) -> Text:
-    """The Python standard library's source, as text to train on.
+    """Returns the Python standard library's source as training text.
 
     Args:
-        sequence: Bytes that a model sees at once.
+        sequence: Bytes in a model's context.
         seed: Seed of the sequence of batches.
-        max_bytes: Read this much at most, files in the order of their paths.
-        root: The folder to read; the running interpreter's library where left out.
+        max_bytes: Most bytes to read, from files in the order of their paths.
+        root: Folder to read; default: the running interpreter's library.
 
     Raises:
-        WhaleError: The folder holds no source file, or too little text.
+        WhaleError: The folder has no source file, or too little text.
 
     >>> standard_library(128).batch(0, 4)["tokens"].shape
     (4, 129)
@@ -97,14 +97,14 @@ def standard_library(
 
 
 def tokens(vocab: int, sequence: int, step: int, size: int, *, seed: int) -> Batch:
-    """Sequences for a model of the next token, whatever its vocabulary.
+    """Returns sequences for a next-token model of any vocabulary.
 
     Args:
         vocab: Different tokens; 256 gives bytes of the standard library, any other
-            count made-up sequences that follow a rule.
-        sequence: Tokens that a model sees at once.
+            number synthetic sequences that follow a rule.
+        sequence: Tokens in a model's context.
         step: Number of the batch, from 0.
-        size: Sequences in it.
+        size: Number of sequences.
         seed: Seed of the sequence of batches.
 
     Returns:
@@ -143,7 +143,9 @@ def _source_bytes(folder: Path, max_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _source_files(folder: Path) -> list[Path]:
-    """Library files by relative path, so that two machines read the same text."""
+    """Returns library files by relative path, so that all machines read the
+    same text.
+    """
     result = (path.relative_to(folder) for path in folder.rglob("*.py"))
     library = [path for path in result if not _NOT_LIBRARY.intersection(path.parts)]
     by_name = sorted(library, key=lambda path: path.as_posix())

@@ -89,7 +89,7 @@ class Block(nnx.Module):
 
 
 class UNet3D(nnx.Module):
-    """The whole model: volumes in, logits of each voxel out.
+    """The full model: volumes in, logits of each voxel out.
 
     >>> model = UNet3D(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((1, 16, 16, 16, 1))).shape
@@ -142,7 +142,7 @@ def make_model(config: UNet3DConfig, key: Array) -> UNet3D:
 
 
 def loss_fn(model: UNet3D, batch: Mapping[str, Any]) -> Array:
-    """Mean cross-entropy of the voxels, in nats.
+    """Computes the mean cross-entropy of the voxels, in nats.
 
     Args:
         model: The model.
@@ -171,7 +171,8 @@ def job(
         changes: Fields of ``UNet3DConfig``.
 
     Raises:
-        WhaleError: Unknown size or field, or an extent that cannot be halved so often.
+        WhaleError: Unknown size or field, or an extent that cannot be halved often
+            enough.
 
     >>> job("test").batch_at(0)["labels"].shape
     (16, 16, 16, 16)

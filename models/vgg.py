@@ -1,11 +1,11 @@
-"""VGG-16: plain convolutions, then three dense layers that hold nearly everything.
+"""VGG-16: plain convolutions, then three dense layers with nearly all parameters.
 
-It shows a model whose two ends cost different things: at 224×224 pixels the classifier
-holds 123.6M of 138.4M parameters, 102.8M of them in its first layer, while nearly all
-activations and products are the convolutions'. So data parallelism suits the one end
-and sharded kernels the other, and stages of a pipeline cannot be even in both memory
-and time. It runs on one device as it is; two lines annotate it, as in Krizhevsky, "One
-weird trick for parallelizing convolutional neural networks" (2014):
+It shows a model whose two ends have different costs: at 224×224 pixels the classifier
+has 123.6M of 138.4M parameters, 102.8M of them in its first layer, while nearly all
+activations and products are the convolutions'. So data parallelism suits one end and
+sharded kernels the other, and pipeline stages cannot be even in both memory and time.
+It runs on one device unchanged; two lines annotate it, as in Krizhevsky, "One weird
+trick for parallelizing convolutional neural networks" (2014):
 
 - in ``VGG.features``: ``with when(..., wh.replicate()):`` makes the convolutions
   data-parallel;
@@ -15,7 +15,7 @@ weird trick for parallelizing convolutional neural networks" (2014):
 ``VGGConfig(annotated=False)`` leaves both out. After Simonyan and Zisserman, "Very Deep
 Convolutional Networks for Large-Scale Image Recognition" (2014), configuration D, in
 Flax NNX, with initial kernels after He et al., "Delving Deep into Rectifiers" (2015),
-where the paper begins with the layers of a trained, shallower model.
+while the paper begins with layers of a trained, shallower model.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ class VGGConfig:
     """Sizes and switches of a VGG; the defaults are VGG-16's.
 
     Attributes:
-        channels: Number of channels of each group of convolutions; a group halves the
-            image behind it.
+        channels: Number of channels of each group of convolutions; the image is halved
+            after each group.
         convolutions: Number of convolutions in each group.
         hidden: Width of the two dense layers before the last.
-        classes: Width of the last.
+        classes: Width of the last dense layer.
         image_size: Height and width of the images, in pixels.
-        dropout_rate: Behind both hidden dense layers; its keys come from the loss's.
-        annotated: Put the marks in.
-        dtype: Compute dtype; follows the parameters where None.
+        dropout_rate: Rate after both hidden dense layers; its keys come from the
+            loss's.
+        annotated: Whether to add the marks.
+        dtype: Compute dtype; None follows the parameters.
         param_dtype: Dtype of the parameters.
     """
 
@@ -89,7 +90,7 @@ def _kinds(config: VGGConfig, rngs: nnx.Rngs) -> dict[str, Any]:
 
 
 class VGG(nnx.Module):
-    """The whole model: images in, logits out.
+    """The full model: images in, logits out.
 
     >>> model = VGG(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 32, 32, 3))).shape
@@ -108,19 +109,21 @@ class VGG(nnx.Module):
             groups.append(nnx.List(group))
         self.groups = nnx.List(groups)
         side = config.image_size // 2 ** len(config.channels)
-        # Height, width and channels stay dimensions of the kernel: flattened to one,
-        # none of them could be sharded as it is in the activations.
+        # Height, width and channels stay dimensions of the kernel: flattened, none
+        # could be sharded as in the activations.
         self.first = nnx.LinearGeneral(
             (side, side, inputs), config.hidden, axis=(-3, -2, -1), **kinds
         )
         self.second = nnx.Linear(config.hidden, config.hidden, **kinds)
-        # Logits begin near zero, whatever the layers below amplify.
+        # Logits begin near zero, whatever the layers before amplify.
         kinds["kernel_init"] = nnx.initializers.normal(0.01)
         self.last = nnx.Linear(config.hidden, config.classes, **kinds)
         self.dropout = nnx.Dropout(config.dropout_rate)
 
     def __call__(self, images: Array) -> Array:
-        """Logits ``[batch, classes]`` of images ``[batch, height, width, 3]``."""
+        """Computes logits ``[batch, classes]`` of images ``[batch, height,
+        width, 3]``.
+        """
         return self.classify(self.features(images))
 
     def features(self, images: Array) -> Array:
@@ -134,11 +137,11 @@ class VGG(nnx.Module):
             return x
 
     def classify(self, features: Array, *, rng: Array | None = None) -> Array:
-        """Logits ``[batch, classes]`` of the features.
+        """Computes logits ``[batch, classes]`` of the features.
 
         Args:
-            features: From ``features``.
-            rng: The key of dropout; there is none without it.
+            features: Result of ``features``.
+            rng: Dropout key; without it there is no dropout.
         """
         keys = (None, None) if rng is None else jax.random.split(rng)
         x = self._drop(jax.nn.relu(self.first(features)), keys[0])
@@ -150,22 +153,22 @@ class VGG(nnx.Module):
 
 
 def make_model(config: VGGConfig, key: Array) -> VGG:
-    """A fresh model."""
+    """Returns a newly initialised model."""
     return VGG(config, rngs=nnx.Rngs(key))
 
 
 def make_loss(
     config: VGGConfig, *, deterministic: bool = False
 ) -> Callable[[VGG, Mapping[str, Any], Array], Array]:
-    """The loss of one configuration: mean cross-entropy of the class, in nats.
+    """Returns the loss of one configuration: mean cross-entropy of the class, in nats.
 
     Args:
-        config: The model's configuration.
-        deterministic: Leave dropout out; the key is then not used.
+        config: Configuration of the model.
+        deterministic: Whether to omit dropout; the key is then unused.
 
     Returns:
-        ``loss_fn(model, batch, rng)``, where the batch holds ``images``
-        ``float[batch, height, width, 3]`` and ``labels`` ``int32[batch]``.
+        ``loss_fn(model, batch, rng)`` with a batch of ``images`` ``float[batch, height,
+        width, 3]`` and ``labels`` ``int32[batch]``.
 
     >>> callable(make_loss(SIZES["test"]))
     True
@@ -189,18 +192,18 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of a VGG on made-up images whose brightness tells the class.
+    """Returns a job: training of a VGG on synthetic images with brightness as class.
 
     Args:
         size: One of ``SIZES``; the test size has three groups with five convolutions.
         batch_size: Images in a global batch; 64, at test size 16.
         learning_rate: Learning rate of SGD with momentum 0.9.
-        deterministic: Leave dropout out.
+        deterministic: Whether to omit dropout.
         seed: Seed of the sequence of batches.
         changes: Fields of ``VGGConfig``.
 
     Raises:
-        WhaleError: Unknown size or field, or images that the groups halve to nothing.
+        WhaleError: Unknown size or field, or images too small for the groups' halvings.
 
     >>> job("test").batch_at(0)["images"].shape
     (16, 32, 32, 3)

@@ -1,8 +1,8 @@
 """Clusters as plain data, and as TOML files.
 
 One schema serves both: ``plan.json`` contains a complete cluster, and a user's file may
-    omit what the catalogue knows (``base`` inherits a kind, missing ``levels`` are
-    those of the kinds).
+omit what the catalogue knows (``base`` inherits a kind, missing ``levels`` are those of
+the kinds).
 
     [kinds.small]
     base = "h100"

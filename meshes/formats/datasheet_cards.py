@@ -1,8 +1,8 @@
 """Devices that the catalogue lacks, with the numbers of their datasheets.
 
 This module does not describe the links of such devices: estimates and plans take those
-    of a kind in the catalogue, with a note. The cards are separate from the catalogue,
-    whose every number has a source and a date.
+of a kind in the catalogue, with a note. The cards are separate from the catalogue,
+whose every number has a source and a date.
 """
 
 from __future__ import annotations

@@ -231,7 +231,9 @@ def _by_datasheet(
 
 
 def _means(word: str, name: str) -> bool:
-    """Whether a name has the word, not as the beginning of a longer number."""
+    """Whether a name has the word, unless a zero follows (a number ten times
+    as large).
+    """
     return (
         re.search(re.escape(word) + (r"(?!0(?!\d))" * word[-1].isdigit()), name)
         is not None

@@ -1,1 +1,1 @@
-"""Parts that several reference models share: layers, batches, names, optimizers."""
+"""Parts of several reference models: layers, batches, names, optimizers."""

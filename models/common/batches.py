@@ -1,12 +1,12 @@
-"""Batches made by a counter: any process can make any step's batch by itself.
+"""Counter-based batches: any process can make any step's batch independently.
 
 Philox is a counter-based generator: its state is (key, counter), so batch number one
-million costs what the first one does and nothing has to be replayed on a restart.
-The made-up token sequences here follow a rule, so that a loss on them can fall.
+million costs as much as the first, and a restart replays nothing. The synthetic token
+sequences here follow a rule, so that a loss on them can fall.
 
-Made-up volumes are smooth random fields: white noise of which wave number k is scaled
-by k^(-index / 2), so that its power falls as k^-index, with large structures, whose
-label no small window can tell, beside small ones.
+Synthetic volumes are smooth random fields: white noise whose wave number k is scaled by
+k^(-index / 2), so that its power falls as k^-index. Large structures next to small ones
+make the label unpredictable from a small window.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _MULTIPLIER: Final = 5
 _OFFSET: Final = 3
 _NOISE: Final = 4
 _TEST_BATCH_SIZE: Final = 16
-_PADDING: Final = 0  # starts targets too
+_PADDING: Final = 0  # starts targets, too
 _END: Final = 1
 _SEGMENT: Final = 20
 _SPAN: Final = 3  # 15 % of a segment
 
 IMAGE_CHANNELS: Final = 3
-"""Colours of a made-up image."""
+"""Colour channels of a synthetic image."""
 
 _CUBE: Final = (0, 1, 2)
 
 LEAST_INDEX: Final = 1.0
 MOST_INDEX: Final = 3.0
-"""Between these the spectral index of a field is drawn."""
+"""Range from which the spectral index of a field is drawn."""
 
 
 def generator(seed: int, step: int) -> np.random.Generator:
-    """The random numbers of one step.
+    """Returns the random generator of one step.
 
     Args:
         seed: Seed of the sequence of batches.
-        step: Number of the batch in it, from 0.
+        step: Number of the batch in that sequence, from 0.
 
     >>> int(generator(0, 7).integers(100)) == int(generator(0, 7).integers(100))
     True
@@ -57,9 +57,9 @@ def generator(seed: int, step: int) -> np.random.Generator:
 def chain_tokens(
     step: int, size: int, *, length: int, vocab: int, seed: int
 ) -> npt.NDArray[np.int32]:
-    """Sequences in which each token nearly decides the next.
+    """Returns sequences in which each token nearly determines the next.
 
-    ``next = (5 * token + 3 + noise) mod vocab`` with noise uniform over four values, so
+    ``next = (5 * token + 3 + noise) mod vocab`` with noise uniform over four values. So
     the best possible loss is ``log(4)`` nats per token.
 
     Args:
@@ -87,7 +87,7 @@ def chain_tokens(
 
 
 def default_batch_size(size: str, given: int | None, full: int) -> int:
-    """The global batch size of a job: as given, or 16 at test size.
+    """Returns a job's global batch size: the given one, or 16 at test size.
 
     >>> default_batch_size("test", None, 64), default_batch_size("test", 8, 64)
     (16, 8)
@@ -103,7 +103,7 @@ def lengths(step: int, size: int, *, longest: int, seed: int) -> npt.NDArray[np.
     >>> lengths(0, 3, longest=8, seed=0).shape
     (3,)
     """
-    # A key of its own: lengths must not follow from the tokens of the same step.
+    # A separate key: lengths must not depend on the tokens of the same step.
     draws = generator(seed + (1 << 32), step).integers(1, longest + 1, size=size)
     return np.asarray(draws, np.int64)
 
@@ -111,12 +111,12 @@ def lengths(step: int, size: int, *, longest: int, seed: int) -> npt.NDArray[np.
 def labelled_images(
     step: int, size: int, *, side: int, classes: int, seed: int
 ) -> Batch:
-    """Noise images, each shifted in one colour channel by its label.
+    """Returns noise images, each shifted in one colour channel by its label.
 
     Args:
         step: Number of the batch.
-        size: Images in it.
-        side: Their height and width, in pixels.
+        size: Number of images.
+        side: Height and width of an image, in pixels.
         classes: Number of different labels.
         seed: Seed of the sequence of batches.
 
@@ -138,30 +138,30 @@ def labelled_images(
 def denoising_batch(
     step: int, size: int, *, inputs: int, targets: int, vocab: int, seed: int
 ) -> Batch:
-    """Padded sequences in which spans are hidden, and the spans to be found.
+    """Returns padded sequences with hidden spans, and these spans as targets.
 
-    A text is made of segments of twenty tokens. In each a span of three is hidden: a
-    sentinel stands for it in the inputs, and in the targets the sentinel is followed by
-    what it stands for, as in Raffel et al., "Exploring the Limits of Transfer Learning
-    with a Unified Text-to-Text Transformer" (2020), section 3.3.4. How many segments
-    are real differs from text to text; the targets end with a token of their own.
+    A text consists of segments of twenty tokens. In each, a span of three is hidden: a
+    sentinel replaces it in the inputs, and in the targets the span follows the
+    sentinel, as in Raffel et al., "Exploring the Limits of Transfer Learning with a
+    Unified Text-to-Text Transformer" (2020), section 3.3.4. The number of real segments
+    differs between texts; the targets end with an end token.
 
     Args:
         step: Number of the batch.
-        size: Texts in it.
+        size: Number of texts.
         inputs: Tokens of a corrupted text, padded.
-        targets: Tokens of the spans, padded, without the one that starts them.
-        vocab: Number of different tokens: 0 pads and starts, 1 ends, the last are the
-            sentinels.
+        targets: Tokens of the spans, padded, without the start token.
+        vocab: Number of different tokens: 0 pads and starts, 1 ends, the last ones are
+            the sentinels.
         seed: Seed of the sequence of batches.
 
     Returns:
         ``inputs`` ``int32[size, inputs]``, ``targets`` ``int32[size, targets + 1]``,
-        and where they are real, the start left out: ``input_padding``
-        ``bool[size, inputs]`` and ``target_padding`` ``bool[size, targets]``.
+        and masks of real tokens, without the start: ``input_padding`` ``bool[size,
+        inputs]`` and ``target_padding`` ``bool[size, targets]``.
 
     Raises:
-        WhaleError: Not even one segment has a place.
+        WhaleError: The lengths are too short for even one segment.
 
     >>> batch = denoising_batch(0, 2, inputs=40, targets=16, vocab=512, seed=0)
     >>> sorted(batch), batch["targets"].shape
@@ -205,7 +205,7 @@ def denoising_batch(
 def _padded(
     segments: npt.NDArray[Any], real: npt.NDArray[np.int64], length: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """The real segments of each text in a row, and where they are."""
+    """Returns the real segments of each text, flattened, and their mask."""
     size, count, width = segments.shape
     padding = np.arange(length)[None] < width * real[:, None]
     flat = np.full((size, length), _PADDING, np.int32)
@@ -216,13 +216,13 @@ def _padded(
 def smooth_fields(
     step: int, size: int, *, extent: int, channels: int, seed: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Random fields, each of mean 0 and variance 1.
+    """Returns random fields with mean 0 and variance 1.
 
     Args:
         step: Number of the batch.
-        size: Samples in it.
+        size: Number of samples.
         extent: Depth, height and width of a field, in voxels.
-        channels: Fields in a sample, of a spectral index each.
+        channels: Fields in a sample, each with its own spectral index.
         seed: Seed of the sequence of batches.
 
     Returns:
@@ -244,7 +244,8 @@ def smooth_fields(
 
 
 def wave_numbers(extent: int) -> npt.NDArray[np.float32]:
-    """The wave number of each coefficient of a real transform; 1 for the mean's.
+    """Returns the wave number of each coefficient of a real transform; 1 for the
+    mean's.
 
     >>> wave_numbers(4)[0, 0].tolist()
     [1.0, 1.0, 2.0]
@@ -259,10 +260,10 @@ def wave_numbers(extent: int) -> npt.NDArray[np.float32]:
 def shaped(
     noise: npt.NDArray[np.float32], wave: npt.NDArray[np.float32], index: Any
 ) -> npt.NDArray[np.float32]:
-    """White noise with a falling spectrum, of mean 0 and variance 1.
+    """Returns white noise with a falling spectrum, mean 0 and variance 1.
 
     Args:
-        noise: A cube.
+        noise: Cube of white noise.
         wave: From ``wave_numbers``.
         index: Exponent of the wave number in the spectrum's power.
     """
@@ -275,11 +276,11 @@ def shaped(
 def regression_volumes(
     step: int, size: int, *, extent: int, channels: int, outputs: int, seed: int
 ) -> Batch:
-    """Fields, and their spectral indices as targets between -1 and 1.
+    """Returns fields, with their spectral indices as targets between -1 and 1.
 
     Args:
         step, size, extent, channels, seed: Arguments of ``smooth_fields``, unchanged.
-        outputs: Targets of a sample, those of its first channels, in turn.
+        outputs: Number of targets: those of the first channels, in order.
 
     Returns:
         ``{"volumes": float32[size, extent, extent, extent, channels], "targets":
@@ -302,10 +303,10 @@ def regression_volumes(
 def segmented_volumes(
     step: int, size: int, *, extent: int, channels: int, classes: int, seed: int
 ) -> Batch:
-    """Fields, and for each voxel how high their large structures stand there.
+    """Returns fields, with the level of their large structures as class of each voxel.
 
-    Only wave numbers up to an eighth of the extent count for a label, and classes are
-    equally many voxels each.
+    Only wave numbers up to an eighth of the extent count for a label, and all classes
+    have the same number of voxels.
 
     Args:
         step, size, extent, channels, seed: Arguments of ``smooth_fields``, unchanged.

@@ -1,7 +1,7 @@
-"""Distances between two positions of a sequence, told apart in buckets.
+"""Distances between two positions of a sequence, in buckets.
 
-Near ones have a bucket each and far ones share some. They are apart from the layers
-that use them because they are integers alone, and can be tested by themselves.
+Short distances have a bucket each, long ones share some. The module is separate from
+the layers that use it because it has only integers and can be tested alone.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from whalejax.models.common.layers import Array
 
 
 def bucket_starts(buckets: int, longest_distance: int) -> tuple[int, ...]:
-    """The smallest distance of every bucket but the first, for one direction.
+    """Returns the smallest distance of every bucket after the first, for one direction.
 
-    The first half of the buckets hold one distance each; the others grow geometrically
+    The first half of the buckets have one distance each; the others grow geometrically
     up to the longest distance (Raffel et al., 2020, section 2.1).
 
     Args:
         buckets: Number of buckets for one direction.
-        longest_distance: Distance that the last bucket would reach; above half the
-            buckets.
+        longest_distance: Distance that the last bucket would reach; must exceed half
+            the number of buckets.
 
     Raises:
-        WhaleError: The longest distance is too short for that many buckets.
+        WhaleError: The longest distance is too short for the number of buckets.
 
     >>> bucket_starts(8, 64)
     (1, 2, 3, 4, 8, 16, 32)
@@ -37,7 +37,7 @@ def bucket_starts(buckets: int, longest_distance: int) -> tuple[int, ...]:
             "distance or fewer buckets."
         )
     wide = buckets - exact
-    # Powers of integers, since a rounded logarithm would move a border.
+    # Powers of integers, since a rounded logarithm could move an edge.
     starts = (
         next(
             distance
@@ -60,12 +60,12 @@ def relative_buckets(
     """Returns the bucket of each pair of positions.
 
     Args:
-        queries: Number of positions that look.
-        keys: Number of positions that are looked at.
+        queries: Number of query positions.
+        keys: Number of key positions.
         buckets: Number of buckets.
         longest_distance: Distance that the last bucket of a direction would reach.
-        bidirectional: Later keys have the upper half of the buckets; otherwise they
-            are in the bucket of distance 0.
+        bidirectional: Whether later keys have the upper half of the buckets; otherwise
+            they are in the bucket of distance 0.
 
     Returns:
         ``int32[queries, keys]``, from 0 to ``buckets - 1``.

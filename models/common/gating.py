@@ -1,13 +1,13 @@
-"""Gating: which expert takes which token, with a limit on tokens per expert.
+"""Gating: assigns tokens to experts, with a limit on tokens per expert.
 
-Apart from the model that uses it because it is the one piece of it with a loop to check
-it against: no parameter and no layer comes in, only scores.
+It is separate from the model because it has no parameters and layers, only scores, so
+that a test can check it against a loop.
 
 After Lepikhin et al., "GShard" (2020), algorithm 1 without its random second expert,
-and Fedus et al., "Switch Transformers" (2021), equations 1 to 6. GShard drops what
-finds no place. Here a token knows its place in the queue before its expert, however
-long that is, so that it can also be served in a later pass: ``seats`` gives the
-dispatch of any stretch of the queues.
+and Fedus et al., "Switch Transformers" (2021), equations 1 to 6. GShard drops tokens
+without a place. Here a token has a position in the queue of its expert, however long
+that is, so that a later pass can also serve it: ``seats`` gives the dispatch of any
+part of the queues.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Queues:
     """Queues of tokens for experts: order, and use of the experts.
 
     Attributes:
-        picks: For each choice ``[groups, tokens, experts]``, one where a token asks.
-        places: For each choice ``int32[groups, tokens]``, how many of its group asked
-            the same expert before it.
-        weights: For each choice ``[groups, tokens]``, with which an answer counts.
-        lengths: ``[groups, 1, experts]``, tokens in each queue.
-        balance: Scalar, 1 where all experts are used alike and more where not.
+        picks: For each choice ``[groups, tokens, experts]``, one for the chosen expert.
+        places: For each choice ``int32[groups, tokens]``, number of earlier tokens of
+            its group with the same expert.
+        weights: For each choice ``[groups, tokens]``, weight of the expert's answer.
+        lengths: Tokens in each queue, ``[groups, 1, experts]``.
+        balance: Scalar, 1 if all experts are used equally, else more.
         max_load: Scalar, choices of the busiest expert over those of the mean one.
     """
 
@@ -54,9 +54,9 @@ class Routing:
     """Places of the tokens in one pass.
 
     Attributes:
-        dispatch: ``[groups, tokens, experts, capacity]``, one where a token takes a
-            place at an expert and zero elsewhere.
-        combine: The same shape; the weight with which that expert's answer counts.
+        dispatch: ``[groups, tokens, experts, capacity]``, one for a token's place at an
+            expert, else zero.
+        combine: Weight of that expert's answer, in the same shape.
     """
 
     dispatch: Array
@@ -64,13 +64,13 @@ class Routing:
 
 
 def capacity(tokens: int, experts: int, choices: int, factor: float) -> int:
-    """Places at each expert for one group of tokens.
+    """Returns the number of places at each expert for one group of tokens.
 
     Args:
         tokens: Tokens of a group.
         experts: Number of experts.
-        choices: Experts that a token asks for.
-        factor: Places over what an even spread would need.
+        choices: Experts that a token chooses.
+        factor: Ratio of places to those of an even distribution.
 
     >>> capacity(tokens=24, experts=16, choices=2, factor=1.5)
     5
@@ -79,9 +79,9 @@ def capacity(tokens: int, experts: int, choices: int, factor: float) -> int:
 
 
 def queue(scores: Array, *, choices: int) -> Queues:
-    """Line every token up before its best experts, within its group.
+    """Queues every token for its best experts, within its group.
 
-    All first choices of a group stand before any second one. With several choices the
+    All first choices of a group precede its second ones. With several choices the
     weights of a token sum to 1; with one choice the weight is the expert's probability,
     so that the router gets a gradient.
 
@@ -90,8 +90,8 @@ def queue(scores: Array, *, choices: int) -> Queues:
         choices: Experts per token: 1 is "switch", 2 is "top-2".
 
     Returns:
-        The queues, in float32 or wider. Their numbers of load are taken over all
-        groups and are no means over groups.
+        Queues, in float32 or wider. Their load numbers are over all groups, not means
+        over groups.
 
     >>> queues = queue(jnp.zeros((1, 4, 2)), choices=1)
     >>> int(longest(queues)), float(queues.max_load)
@@ -103,12 +103,12 @@ def queue(scores: Array, *, choices: int) -> Queues:
     places: list[Array] = []
     taken = jnp.zeros((groups, 1, experts), probabilities.dtype)
     remaining = probabilities
-    # A product and no running sum, which would need the whole sequence in one place.
+    # A product, since a running sum would need the unsharded sequence.
     earlier = jnp.tril(jnp.ones((tokens, tokens), probabilities.dtype), -1)
     for _ in range(choices):
         best = jnp.argmax(remaining, axis=-1)
         pick = jax.nn.one_hot(best, experts, dtype=probabilities.dtype)
-        # Those turned away are counted too: no place comes free.
+        # Rejected tokens count too: no place becomes free.
         before = jnp.einsum("st,gte->gse", earlier, pick) + taken
         picks.append(pick)
         places.append(jnp.sum(before * pick, axis=-1).astype(jnp.int32))
@@ -130,7 +130,7 @@ def queue(scores: Array, *, choices: int) -> Queues:
 
 
 def _weights(probabilities: Array, picks: list[Array]) -> tuple[Array, ...]:
-    """The probability of each choice; over all of a token's choices if several."""
+    """Returns the probability of each choice, normalized over several choices."""
     weights = [jnp.sum(probabilities * pick, axis=-1) for pick in picks]
     if len(weights) > 1:
         share = sum(weights[1:], weights[0])
@@ -139,15 +139,15 @@ def _weights(probabilities: Array, picks: list[Array]) -> tuple[Array, ...]:
 
 
 def seats(queues: Queues, *, places: int, first: int | Array = 0) -> Routing:
-    """Gives the places of one pass to those whose turn it is.
+    """Assigns the places of one pass to the tokens that it serves.
 
     Args:
         queues: From ``queue``.
         places: Tokens that an expert takes from one group in a pass.
-        first: Number of each queue's tokens that earlier passes served.
+        first: Number of tokens of each queue that earlier passes served.
 
     Returns:
-        The routing; a token stands in none where its turn is another pass.
+        Routing of the pass; tokens of other passes have no place in it.
 
     >>> routing = seats(queue(jnp.zeros((1, 4, 2)), choices=1), places=3)
     >>> float(jnp.sum(routing.dispatch))
@@ -155,7 +155,7 @@ def seats(queues: Queues, *, places: int, first: int | Array = 0) -> Routing:
     """
     taken = []
     for pick, place in zip(queues.picks, queues.places, strict=True):
-        # Places outside the pass are a row of zeros.
+        # Places outside the pass give a row of zeros.
         one_hot = jax.nn.one_hot(place - first, places, dtype=pick.dtype)
         taken.append(pick[..., None] * one_hot[:, :, None, :])
     weighted = [
@@ -168,7 +168,7 @@ def seats(queues: Queues, *, places: int, first: int | Array = 0) -> Routing:
 
 
 def longest(queues: Queues) -> Array:
-    """Tokens in the longest queue of any group, an ``int32`` scalar.
+    """Returns the length of the longest queue of any group, as an ``int32`` scalar.
 
     Args:
         queues: From ``queue``.
@@ -177,7 +177,7 @@ def longest(queues: Queues) -> Array:
 
 
 def dropped(queues: Queues, *, places: int) -> Array:
-    """The fraction of choices without a place in one pass, a scalar over all groups.
+    """Returns the fraction of choices without a place in one pass, over all groups.
 
     Args:
         queues: From ``queue``.

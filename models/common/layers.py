@@ -1,7 +1,7 @@
-"""Layers that more than one NNX model uses: embeddings, attention, cross-entropy.
+"""Layers of several NNX models: embeddings, attention, cross-entropy.
 
-They are apart from the models so that ``gpt`` and ``moe`` compute attention by the
-same lines and a test of one speaks for the other.
+They are separate from the models so that ``gpt`` and ``moe`` share the same attention,
+and a test of one covers the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array: TypeAlias = jax.Array
 def when(
     annotated: bool, mark: AbstractContextManager[Any]
 ) -> AbstractContextManager[Any]:
-    """The mark where the configuration is annotated, nothing otherwise.
+    """Returns the mark if the configuration is annotated, else a null context.
 
     >>> with when(False, contextlib.nullcontext()):
     ...     pass
@@ -34,14 +34,14 @@ def when(
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:
-    """Cross-entropy of integer targets in nats, in float32 or wider.
+    """Returns the cross-entropy of integer targets in nats, in float32 or wider.
 
     Args:
         logits: ``[..., classes]``, any floating dtype.
         targets: ``[...]``, integers below ``classes``.
 
     Returns:
-        ``[...]``, not reduced.
+        Unreduced values ``[...]``.
 
     >>> float(cross_entropy(jnp.zeros((1, 4)), jnp.zeros((1,), "int32"))[0])
     1.3862943649291992
@@ -53,7 +53,7 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
 
 
 def widened(x: Array) -> Array:
-    """The array in float32, or in its own dtype where that is wider.
+    """Returns the array in float32, or in its own dtype if that is wider.
 
     >>> widened(jnp.zeros((2,), "bfloat16")).dtype
     dtype('float32')
@@ -64,10 +64,10 @@ def widened(x: Array) -> Array:
 def embedding(
     count: int, features: int, *, dtype: str | None, param_dtype: str, rngs: nnx.Rngs
 ) -> nnx.Embed:
-    """A table of vectors whose compute dtype follows its parameter.
+    """Returns an embedding table whose compute dtype follows its parameter.
 
-    ``nnx.Embed`` fixes the compute dtype when it is built; parameters cast to bfloat16
-    afterwards would come out as float32 and widen everything behind them.
+    ``nnx.Embed`` fixes the compute dtype when it is built; parameters that are cast to
+    bfloat16 later would give float32 results and widen all that follows.
     """
     table = nnx.Embed(
         count,
@@ -81,7 +81,7 @@ def embedding(
 
 
 def causal_attention(query: Array, key: Array, value: Array) -> Array:
-    """Softmax attention in which no position sees a later one.
+    """Computes softmax attention in which no position sees a later one.
 
     Args:
         query: ``[batch, sequence, heads, head_dim]``.
@@ -95,7 +95,7 @@ def causal_attention(query: Array, key: Array, value: Array) -> Array:
     scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key)
     scores = widened(scores)
     seen = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    # Every position sees itself, so no row is -inf throughout.
+    # Every position sees itself, so no row is entirely -inf.
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
 
@@ -103,9 +103,9 @@ def causal_attention(query: Array, key: Array, value: Array) -> Array:
 class CausalSelfAttention(nnx.Module):
     """Multi-head causal self-attention.
 
-    The three projections are separate kernels of shape ``[embed, heads, head_dim]``,
-    so heads are a dimension of their own and can be sharded. ``fused`` makes one
-    kernel ``[embed, 3 * heads * head_dim]`` instead, in which no dimension is heads.
+    The three projections are separate kernels of shape ``[embed, heads, head_dim]``, so
+    heads are a separate dimension and can be sharded. ``fused`` makes one kernel
+    ``[embed, 3 * heads * head_dim]`` instead, without a dimension of heads.
     """
 
     def __init__(
@@ -152,19 +152,19 @@ class CausalSelfAttention(nnx.Module):
 
 
 REMATS = ("none", "dots", "full")
-"""What a model may recompute in the backward pass."""
+"""Recomputation policies of a model for the backward pass."""
 
 
 def rematted(call: Callable[..., Any], remat: str | bool) -> Callable[..., Any]:
-    """A block's call, computed again in the backward pass.
+    """Returns a block's call, recomputed in the backward pass.
 
     Args:
-        call: Takes the block first.
-        remat: ``"none"``; ``"dots"`` keeps the results of products with weights;
-            ``"full"`` keeps what the block is given. True and False mean full and none.
+        call: Function whose first argument is the block.
+        remat: ``"none"``; ``"dots"`` saves the results of products with weights;
+            ``"full"`` saves only the block's input. True and False mean full and none.
 
     Raises:
-        WhaleError: Any other text.
+        WhaleError: The text is another one.
     """
     policy = ("none", "full")[remat] if isinstance(remat, bool) else remat
     if policy not in REMATS:
@@ -180,12 +180,12 @@ def rematted(call: Callable[..., Any], remat: str | bool) -> Callable[..., Any]:
 def stacked_blocks(
     layers: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs
 ) -> Any:
-    """Equal blocks as one, whose parameters have a leading dimension of layers.
+    """Returns equal blocks as one, whose parameters have a leading dimension of layers.
 
     Args:
         layers: Number of layers.
-        make: One block, from its random numbers.
-        rngs: Random keys of all of them.
+        make: Function from random keys to one block.
+        rngs: Random keys of all blocks.
     """
 
     @nnx.split_rngs(splits=layers)

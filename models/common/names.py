@@ -1,6 +1,6 @@
-"""Choosing among names, and configurations with a few fields changed.
+"""Choosing by name, and configurations with a few changed fields.
 
-Every model offers sizes by name and takes changes by keyword; the errors for both are
+Every model offers sizes by name and accepts changes by keyword; the errors for both are
 written once, here. Nothing in this module imports JAX.
 """
 
@@ -22,15 +22,15 @@ Choice = TypeVar("Choice")
 
 
 def pick(name: str, choices: Mapping[str, Choice], what: str) -> Choice:
-    """The choice of that name.
+    """Returns the choice with a name.
 
     Args:
-        name: Name that the user gave.
-        choices: Everything there is, by name.
+        name: Name from the user.
+        choices: All choices, by name.
         what: Noun for the choices, for the error.
 
     Raises:
-        WhaleError: There is none; the text gives the nearest names and all of them.
+        WhaleError: No choice has the name; lists the nearest names and all of them.
 
     >>> pick("b", {"a": 1, "b": 2}, "size")
     2
@@ -55,25 +55,25 @@ _OF_JOBS: Final[Mapping[str, Any]] = {
     "padded": False,
     "deterministic": False,
 }
-"""Options of jobs, with a value such as they take."""
+"""Options of jobs, with an example value."""
 
 _DIVIDES: Final = (("heads", "embed"), ("kv_heads", "heads"))
-"""Pairs of fields of which the first divides the second."""
+"""Pairs of fields, of which the first divides the second."""
 
 
 def change(
     config: Choice, changes: Mapping[str, Any], *, options: Iterable[str] = ()
 ) -> Choice:
-    """A copy of a configuration with some of its fields changed.
+    """Returns a copy of a configuration with some of its fields changed.
 
     Args:
         config: An instance of a frozen dataclass.
         changes: New values by field name.
-        options: Further keywords of the caller, which the error names.
+        options: More keywords of the caller, for the error.
 
     Raises:
-        WhaleError: The configuration has no field of that name, or the value is none
-            for it; all such are listed, with the nearest fields.
+        WhaleError: A field is unknown, or a value is invalid for it; lists all such
+            fields, with the nearest names.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Shape:
@@ -105,13 +105,13 @@ def change(
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Checks what jobs take beside fields of a configuration.
+    """Checks options of jobs that are no fields of a configuration.
 
     Args:
-        options: Options by name; those of no job are left to their callers.
+        options: Options by name; unknown ones are left to the callers.
 
     Raises:
-        WhaleError: Some value is none for its option; all such are listed.
+        WhaleError: Values are invalid for their options; lists all such.
     """
     problems = Problems()
     for name, value in options.items():
@@ -121,7 +121,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
-    """Records a value that is not of the kind that a field or an option has."""
+    """Records a value of another kind than its field or option."""
     number = _is_number(value)
     whole = number and isinstance(value, int | np.integer)
     if isinstance(like, bool):
@@ -148,7 +148,7 @@ def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """A finite number, or an array of one."""
+    """Whether it is a finite number, or an array of one."""
     if isinstance(value, bool | np.bool_ | str):
         return False
     if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
@@ -160,7 +160,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    """Returns whether a model can compute in it: a name, a type of numpy or JAX, or its
+    """Returns whether a model can compute in it: a name, a NumPy or JAX type, or its
     default.
     """
     if value is None or isinstance(value, type):

@@ -1,4 +1,4 @@
-"""The optimizers that the transformers share, so that jobs differ in sizes alone."""
+"""Optimizers that the transformers share, so that jobs differ only in sizes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def warmed_adamw(
     b2: float = 0.999,
     weight_decay: float = 0.01,
 ) -> Any:
-    """AdamW behind a clipping of the global norm at 1, with a linear warm-up.
+    """Returns AdamW after a clipping of the global norm at 1, with a linear warm-up.
 
     Args:
-        learning_rate: Reached after the warm-up, then constant.
-        warmup_steps: Steps over which it rises, at least 1.
+        learning_rate: Learning rate after the warm-up; constant from then on.
+        warmup_steps: Steps over which the learning rate rises, at least 1.
         b2: Decay of the second moment.
-        weight_decay: Decoupled, times the learning rate.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate.
 
     Returns:
-        An optax gradient transformation.
+        Optax gradient transformation.
 
     >>> callable(warmed_adamw(1e-3, 10).update)
     True
@@ -42,18 +42,18 @@ def warmed_adamw(
 
 
 def slowing_adafactor(learning_rate: float, constant_steps: int) -> Any:
-    """Adafactor whose rate is constant, then falls with the root of the step.
+    """Returns Adafactor with a constant rate, then one that falls with the step's root.
 
     After Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
-    Cost" (2018), without momentum: of a matrix it keeps the means over rows and over
-    columns of the squares, and not the squares.
+    Cost" (2018), without momentum: for a matrix it stores the means of the squares over
+    rows and over columns, not the squares.
 
     Args:
-        learning_rate: Relative to the size of what is updated.
-        constant_steps: Steps before it falls, at least 1.
+        learning_rate: Learning rate relative to the size of the updated parameter.
+        constant_steps: Steps before the rate falls, at least 1.
 
     Returns:
-        An optax gradient transformation.
+        Optax gradient transformation.
 
     >>> callable(slowing_adafactor(1e-2, 10_000).update)
     True
@@ -63,6 +63,6 @@ def slowing_adafactor(learning_rate: float, constant_steps: int) -> Any:
         passed = jnp.maximum(jnp.asarray(step, jnp.float32) / constant_steps, 1.0)
         return learning_rate / jnp.sqrt(passed)
 
-    # Heads are a dimension of their own, most often of 64: by optax's limit of 128 the
-    # squares of attention's kernels would be kept whole.
+    # Heads are a separate dimension, usually of 64: with optax's limit of 128, the
+    # squares of attention's kernels would be stored in full.
     return optax.adafactor(rate, min_dim_size_to_factor=_SMALLEST_FACTORED)

@@ -1,7 +1,7 @@
 """Layers of recurrent translation: LSTMs over time, and additive attention.
 
-They are apart from ``gnmt`` so that the loops over time, and what stands outside them,
-are read by themselves.
+They are separate from ``gnmt`` so that the loops over time, and the computation outside
+them, can be read alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from whalejax.models.common.layers import Array, widened
 
 
 _GATES: Final = 4
-# Uniform within 0.1 at width 1024, as MLPerf's, and alike in variance elsewhere.
+# Uniform within 0.1 at width 1024, as MLPerf's; equal in variance at other widths.
 _INIT_VARIANCE: Final = 1024 * 0.1**2 / 3
 
 
@@ -44,9 +44,9 @@ def linear_kinds(
 class LSTM(nnx.Module):
     """A layer of LSTM cells over time.
 
-    Kernels have the shape ``[inputs, 4, hidden]``, so that the width is a dimension of
-    its own, the same in all four gates. What does not wait for the token before is
-    computed for all tokens at once, ahead of the loop.
+    Kernels have the shape ``[inputs, 4, hidden]``, so that the width is a separate
+    dimension, the same in all four gates. All computation that does not depend on the
+    previous token runs for all tokens at once, before the loop.
 
     >>> kinds = {"dtype": None, "param_dtype": "float32", "rngs": nnx.Rngs(0)}
     >>> LSTM((3, 5), 8, **kinds)(jnp.ones((2, 6, 3)), jnp.ones((2, 6, 5))).shape
@@ -71,12 +71,12 @@ class LSTM(nnx.Module):
         self.recurrent = nnx.LinearGeneral(hidden, gates, use_bias=False, **kinds)
 
     def __call__(self, *inputs: Array, backward_over: Array | None = None) -> Array:
-        """Runs over time.
+        """Runs the layer over time.
 
         Args:
-            inputs: ``[batch, time, width]`` each, of the widths that were given.
-            backward_over: ``bool[batch, time]``, true where a token is real; time then
-                runs backward and begins at the last token that is. Forward where None.
+            inputs: ``[batch, time, width]`` each, of the constructor's widths.
+            backward_over: ``bool[batch, time]``, true for real tokens; time then runs
+                backward from the last real token. Forward if None.
 
         Returns:
             ``[batch, time, hidden]``.
@@ -106,7 +106,7 @@ class LSTM(nnx.Module):
 
 
 class AdditiveAttention(nnx.Module):
-    """Attention whose scores are a sum over tanh of query plus key.
+    """Attention whose scores are sums over tanh of query plus key.
 
     Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and
     Translate" (2014), with the scorer ``v`` normalised to a learned length as in
@@ -125,13 +125,13 @@ class AdditiveAttention(nnx.Module):
         self.length = nnx.Param(jnp.full((), width**-0.5, kinds["param_dtype"]))
 
     def __call__(self, asking: Array, encoded: Array, real: Array) -> Array:
-        """Computes each target token's view of the source.
+        """Computes each target token's attention over the source.
 
         Args:
             asking: ``[batch, target, hidden]``.
             encoded: ``[batch, source, hidden]``.
-            real: ``bool[batch, source]``, true where a token may be read; at least one
-                of each sequence is.
+            real: ``bool[batch, source]``, true for readable tokens; at least one per
+                sequence.
 
         Returns:
             ``[batch, target, hidden]``.

@@ -1,7 +1,7 @@
-"""The encoder and the decoder that ``t5`` and ``m6`` share, their head and their loss.
+"""Encoder, decoder, head and loss that ``t5`` and ``m6`` share.
 
-They are apart from the models so that the two differ only in what goes into the
-encoder.
+They are separate from the models so that the two models differ only in the encoder's
+input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whalejax.models.common.seq2seq_layers import (
 
 
 class Encoder(nn.Module):
-    """The layers over what is read, and a last norm."""
+    """Layers over the input, and a last norm."""
 
     config: Seq2SeqConfig
 
@@ -36,8 +36,8 @@ class Encoder(nn.Module):
 
         Args:
             x: ``[batch, sequence, embed]``.
-            padding: ``bool[batch, sequence]``, true where a position is real.
-            deterministic: Leave dropout out.
+            padding: ``bool[batch, sequence]``, true for real positions.
+            deterministic: Whether to omit dropout.
 
         Returns:
             ``[batch, sequence, embed]``.
@@ -56,7 +56,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers over what is made, and a last norm."""
+    """Layers over the output, and a last norm."""
 
     config: Seq2SeqConfig
 
@@ -64,13 +64,13 @@ class Decoder(nn.Module):
     def __call__(
         self, x: Array, memory: Array, padding: Array, *, deterministic: bool
     ) -> Array:
-        """The residual stream before the head.
+        """Returns the residual stream before the head.
 
         Args:
             x: ``[batch, targets, embed]``, of the tokens before each target.
             memory: Output of the encoder, ``[batch, inputs, embed]``.
-            padding: ``bool[batch, inputs]``, true where a position is real.
-            deterministic: Leave dropout out.
+            padding: ``bool[batch, inputs]``, true for real positions.
+            deterministic: Whether to omit dropout.
 
         Returns:
             ``[batch, targets, embed]``.
@@ -98,14 +98,14 @@ def through_layers(
     *context: Array,
     deterministic: bool,
 ) -> Array:
-    """The residual stream after all layers of a stack.
+    """Returns the residual stream after all layers of a stack.
 
     Args:
-        layer: The class of the layers.
-        config: The model's configuration.
+        layer: Class of the layers.
+        config: Configuration of the model.
         x: The residual stream, ``[batch, sequence, embed]``.
-        context: Further arguments of every layer.
-        deterministic: Leave dropout out.
+        context: More arguments of every layer.
+        deterministic: Whether to omit dropout.
     """
     if not config.scan_layers:
         for i in range(config.layers):
@@ -129,7 +129,7 @@ def through_layers(
 
 
 def word_table(config: Seq2SeqConfig) -> nn.Embed:
-    """The embeddings that encoder, decoder and head share."""
+    """Returns the embeddings that encoder, decoder and head share."""
     return nn.Embed(
         config.vocab,
         config.embed,
@@ -140,9 +140,9 @@ def word_table(config: Seq2SeqConfig) -> nn.Embed:
 
 
 def logits_of(config: Seq2SeqConfig, words: nn.Embed, x: Array) -> Array:
-    """Logits ``[batch, targets, vocab]`` by the word embeddings.
+    """Computes logits ``[batch, targets, vocab]`` with the word embeddings.
 
-    These have variance 1 so that the tokens do; the stream is made smaller instead.
+    The embeddings have variance 1, as tokens need; the stream is scaled down instead.
     """
     with when(config.annotated, wh.split()):
         logits: Array = words.attend(x * config.embed**-0.5)
@@ -152,18 +152,17 @@ def logits_of(config: Seq2SeqConfig, words: nn.Embed, x: Array) -> Array:
 def loss_over(
     module: Any, names: Sequence[str], *, deterministic: bool
 ) -> Callable[[Any, Mapping[str, Any], Array], wh.WeightedLoss]:
-    """The loss of a model: the mean of its cross-entropy over the real targets.
+    """Returns the loss of a model: its mean cross-entropy over the real targets.
 
     Args:
-        module: The model, with its configuration as ``config``.
+        module: Model with its configuration as ``config``.
         names: Names of the encoder's inputs in a batch, in order.
-        deterministic: Leave dropout out; the key is then not used.
+        deterministic: Whether to omit dropout; the key is then unused.
 
     Returns:
-        ``loss_fn(variables, batch, rng)``, where the batch holds what is named,
-        ``targets`` ``int32[batch, targets + 1]``, of which the first is a start token,
-        and ``target_padding`` ``bool[batch, targets]``, true where one of the others
-        is real.
+        ``loss_fn(variables, batch, rng)`` with a batch of the named inputs, ``targets``
+        ``int32[batch, targets + 1]``, which begin with a start token, and
+        ``target_padding`` ``bool[batch, targets]``, true for real targets.
     """
 
     def loss_fn(

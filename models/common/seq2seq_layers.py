@@ -1,8 +1,8 @@
 """The layers of an encoder and a decoder, and their configuration, in Flax Linen.
 
-They are T5's: normed before, with RMS norms and without biases, and with relative
-positions, which are a bias of the attention scores that all layers of a stack share.
-They are apart from what joins them (``_seq2seq``), which no layer has to know.
+They are T5's: RMS norms before each layer, no biases, and relative positions as a bias
+of the attention scores, which all layers of a stack share. They are separate from the
+code that combines them (``seq2seq``), on which no layer depends.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ class Seq2SeqConfig:
         targets: Tokens in a sequence that the decoder makes.
         embed: Width of the residual stream.
         heads: Attention heads.
-        head_dim: Width of a head; ``heads * head_dim`` need not be ``embed``.
+        head_dim: Width of a head; ``heads * head_dim`` may differ from ``embed``.
         mlp: Width inside the feed-forward layers.
         layers: Number of layers of the encoder, and of the decoder.
         buckets: Number of buckets of relative distances, even; the encoder uses one
             half for each direction.
         longest_distance: Distance that the last bucket of a direction would reach.
-        dropout_rate: After embeddings and last norms, on attention weights, inside the
-            feed-forward layers and before each addition.
-        scan_layers: Stack the parameters of a stack's layers and scan over them.
-        annotated: Put the marks in.
-        dtype: Compute dtype; follows parameters and inputs where None.
+        dropout_rate: Rate after embeddings and last norms, on attention weights, inside
+            the feed-forward layers and before each addition.
+        scan_layers: Whether to stack the parameters of a stack's layers and scan over
+            them.
+        annotated: Whether to add the marks.
+        dtype: Compute dtype; None follows parameters and inputs.
         param_dtype: Dtype of the parameters.
     """
 
@@ -63,14 +64,14 @@ class Seq2SeqConfig:
 
 
 class RelativeBias(nn.Module):
-    """Bias that a stack's layers add to their attention scores, by distance."""
+    """Bias of a stack's attention scores, by distance."""
 
     config: Seq2SeqConfig
     bidirectional: bool
 
     @nn.compact
     def __call__(self, length: int) -> Array:
-        """The bias ``[1, heads, length, length]``."""
+        """Returns the bias ``[1, heads, length, length]``."""
         config = self.config
         table = nn.Embed(
             config.buckets,
@@ -90,7 +91,7 @@ class RelativeBias(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention whose scores are not scaled: the query's initial values are."""
+    """Attention with unscaled scores: the query's initial values are scaled instead."""
 
     config: Seq2SeqConfig
 
@@ -109,10 +110,10 @@ class Attention(nn.Module):
         Args:
             x: ``[batch, queries, embed]``.
             memory: ``[batch, keys, embed]``; ``x`` itself in self-attention.
-            seen: ``bool``, broadcasts to ``[batch, heads, queries, keys]``; every
-                query sees a key.
-            bias: Added to the scores, ``[1, heads, queries, keys]``.
-            deterministic: Leave dropout out.
+            seen: ``bool``, broadcasts to ``[batch, heads, queries, keys]``; every query
+                sees at least one key.
+            bias: Bias of the scores, ``[1, heads, queries, keys]``.
+            deterministic: Whether to omit dropout.
 
         Returns:
             ``[batch, queries, embed]``.
@@ -153,13 +154,13 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two products with a rectifier in between."""
+    """Two products with a ReLU in between."""
 
     config: Seq2SeqConfig
 
     @nn.compact
     def __call__(self, x: Array, *, deterministic: bool) -> Array:
-        """One feed-forward layer over ``x`` ``[batch, sequence, embed]``."""
+        """Applies the layer to ``x`` ``[batch, sequence, embed]``."""
         config = self.config
         hidden = nn.relu(dense(config, config.mlp, config.embed, "up")(x))
         hidden = dropped(config, hidden, deterministic)
@@ -168,7 +169,7 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each normed before and added to its input."""
+    """Self-attention and feed-forward, each after a norm and added to its input."""
 
     config: Seq2SeqConfig
 
@@ -176,7 +177,7 @@ class EncoderLayer(nn.Module):
     def __call__(
         self, x: Array, seen: Array, bias: Array, *, deterministic: bool
     ) -> Array:
-        """One layer over ``x`` ``[batch, sequence, embed]``."""
+        """Applies the layer to ``x`` ``[batch, sequence, embed]``."""
         config = self.config
         y = norm(config, "attention_norm")(x)
         y = Attention(config, name="attention")(
@@ -205,15 +206,16 @@ class DecoderLayer(nn.Module):
         *,
         deterministic: bool,
     ) -> Array:
-        """One layer over ``x`` ``[batch, targets, embed]``.
+        """Applies the layer to ``x`` ``[batch, targets, embed]``.
 
         Args:
-            x: The residual stream.
+            x: Residual stream.
             memory: Output of the encoder, ``[batch, inputs, embed]``.
-            remembered: Mask of its real tokens, ``bool[batch, 1, 1, inputs]``.
+            remembered: Mask of the encoder's real tokens, ``bool[batch, 1, 1,
+                inputs]``.
             earlier: Mask of self-attention, ``bool[1, 1, targets, targets]``.
             bias: Bias of self-attention's scores, ``[1, heads, targets, targets]``.
-            deterministic: Leave dropout out.
+            deterministic: Whether to omit dropout.
         """
         config = self.config
         y = norm(config, "attention_norm")(x)
@@ -233,7 +235,7 @@ class DecoderLayer(nn.Module):
 
 
 def kinds(config: Seq2SeqConfig) -> dict[str, Any]:
-    """The dtypes that a layer of Flax is given."""
+    """Returns the dtype arguments of Flax layers."""
     return {
         "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
         "param_dtype": jnp.dtype(config.param_dtype),
@@ -241,17 +243,17 @@ def kinds(config: Seq2SeqConfig) -> dict[str, Any]:
 
 
 def norm(config: Seq2SeqConfig, name: str) -> nn.RMSNorm:
-    """A norm by the root of the mean square."""
+    """Returns an RMS norm."""
     return nn.RMSNorm(epsilon=_NORM_EPSILON, name=name, **kinds(config))
 
 
 def dense(config: Seq2SeqConfig, width: int, inputs: int, name: str) -> nn.Dense:
-    """A product whose result has the variance of its input."""
+    """Returns a dense layer whose result has the variance of its input."""
     init = nn.initializers.normal(inputs**-0.5)
     return nn.Dense(width, use_bias=False, kernel_init=init, name=name, **kinds(config))
 
 
 def dropped(config: Seq2SeqConfig, x: Array, deterministic: bool) -> Array:
-    """The array with some elements left out, every one on its own."""
+    """Applies dropout to single elements."""
     y: Array = nn.Dropout(config.dropout_rate)(x, deterministic=deterministic)
     return y

@@ -1,5 +1,5 @@
-"""Parts that networks over volumes share: types of their layers, and checks
-of extents.
+"""Common parts of networks over volumes: types of their layers, and checks of
+extents.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import whalejax as wh
 def layer_options(
     dtype: str | None, param_dtype: str, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    """Arguments that every layer of Flax NNX takes.
+    """Returns the arguments that every layer of Flax NNX takes.
 
     Args:
-        dtype: Compute dtype; follows the parameters where None.
+        dtype: Compute dtype; that of the parameters if None.
         param_dtype: Dtype of the parameters.
         rngs: Random keys of the parameters.
     """
@@ -30,15 +30,15 @@ def layer_options(
 
 
 def check_extent(extent: int, halvings: int, why: str) -> None:
-    """Refuses a volume that cannot be halved so often.
+    """Refuses a volume that cannot be halved often enough.
 
     Args:
         extent: Extent of the volume, in voxels.
         halvings: Number of halvings.
-        why: Part that halves it, for the error.
+        why: Part that halves the volume, for the error.
 
     Raises:
-        WhaleError: The extent is no multiple of 2 to the power of ``halvings``.
+        WhaleError: The extent is not divisible by 2 to the power of ``halvings``.
 
     >>> check_extent(16, 2, "two poolings halve it")
     """

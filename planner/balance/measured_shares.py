@@ -1,14 +1,14 @@
 """Shares that follow the measured speed of replicas during a run.
 
 Speeds change: other programs come and go, chips get hot. Every process receives the
-    same measurements and computes the same shares, so no agreement is needed. A change
-    is believed when it lasts, sooner the more it costs. Shares change only for a
-    sufficient gain. They are even if measurements scatter too widely to compare speeds.
+same measurements and computes the same shares, so no agreement is needed. A change is
+believed when it lasts, sooner the more it costs. Shares change only for a sufficient
+gain. They are even if measurements scatter too widely to compare speeds.
 
 The wait balances two costs. Shares that ignore a change lose time in every step; shares
-    that follow a short change lose as much until they are reset. Waiting until the loss
-    equals the largest cost of following is never far from the best choice without
-    knowledge of the future.
+that follow a short change lose as much until they are reset. Waiting until the loss
+equals the largest cost of following is never far from the best choice without knowledge
+of the future.
 the best that could be done without knowing what comes.
 """
 

@@ -357,7 +357,7 @@ def shares(
     possible.
 
     The result is exact: a piece always goes to the device that would finish it first,
-        which is optimal for pieces of one size. Of equal devices, the first takes more.
+    which is optimal for pieces of one size. Of equal devices, the first takes more.
 
     Args:
         total: Pieces (micro-batches), at least 0.

@@ -1,9 +1,9 @@
 """Time and traffic of attention computed in blocks of scores.
 
 Forward there are two products for each block, backward five: the recomputed scores, and
-    the cotangents of weights, values, queries and keys (Dao et al., "FlashAttention",
-    2022, algorithm 4). The compiler makes a kernel of each product, so a block's scores
-    pass through memory between them.
+the cotangents of weights, values, queries and keys (Dao et al., "FlashAttention", 2022,
+algorithm 4). The compiler makes a kernel of each product, so a block's scores pass
+through memory between them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ axes. Collectives over several axes are hierarchical: inner ones move full paylo
 outer ones the values that inner ones have reduced or not yet gathered.
 
 A payload is in bytes on one device: the operand of an all-reduce, reduce-scatter,
-    all-to-all or collective-permute, the result of an all-gather.
+all-to-all or collective-permute, the result of an all-gather.
 
 The compiler may run another collective than requested: see ``runs_as``.
 """
@@ -80,9 +80,9 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> 
     """Returns the seconds of one collective inside one level.
 
     The ring bounds: an all-gather or reduce-scatter moves (n-1)/n of the payload, an
-        all-reduce twice that, an all-to-all (n-1)/n (Thakur et al., 2005, sections
-        3-4); times the measured factor of the level. Threads over one memory form no
-        ring; see ``Level``.
+    all-reduce twice that, an all-to-all (n-1)/n (Thakur et al., 2005, sections 3-4);
+    times the measured factor of the level. Threads over one memory form no ring; see
+    ``Level``.
     """
     level = part.level
     if kind == "collective-permute":

@@ -1,10 +1,10 @@
 """Cost of each operation of a layout: compute, collectives with their bytes, memory.
 
 One rule covers all operations. Forward: roles of operands that results lack are summed;
-    if a mesh axis shards one of them, the result is reduced over that axis. Backward:
-    the cotangent of an operand is summed over every role of the operation that the
-    operand lacks. Megatron's all-reduces, the data-parallel gradient reduction,
-    synchronised batch statistics and the vocabulary-parallel loss are all instances.
+if a mesh axis shards one of them, the result is reduced over that axis. Backward: the
+cotangent of an operand is summed over every role of the operation that the operand
+lacks. Megatron's all-reduces, the data-parallel gradient reduction, synchronised batch
+statistics and the vocabulary-parallel loss are all instances.
 
 The module is long because time, collectives and memory traffic of a row all follow from
 that one rule.

@@ -1,9 +1,9 @@
 """The time of a step of one program, under one layout or many.
 
 A single plan is an array of one case, so a plan and a search of thousands of layouts
-    share one computation. Rows of the program are evaluated for all cases at once. The
-    axes that shard a role differ between cases, so collectives are computed once for
-    all cases with equal axes.
+share one computation. Rows of the program are evaluated for all cases at once. The axes
+that shard a role differ between cases, so collectives are computed once for all cases
+with equal axes.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ nothing else of the model. The module separates JAX from the planner: it has no 
 types.
 
 Every operation is described as an einsum is: a *factor* is one index letter with the
-    dimensions of operands and results that have it. Sharding, collectives, FLOPs and
-    memory all follow from the factors.
+dimensions of operands and results that have it. Sharding, collectives, FLOPs and memory
+all follow from the factors.
 """
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ class Graph:
 
         Returns:
             Index of an operation to a slot: an operand, or the result, for its
-                cotangent.
+            cotangent.
         """
         source = {t.id: t.id for t in self.params if t.differentiable}
         result: dict[int, int] = {}

@@ -34,9 +34,9 @@ def rebatch_graph(graph: Graph, batch_size: int) -> Graph | None:
 
     Returns:
         The graph, or None if it is unknown without a trace: samples are looped over,
-            picked or combined, or another dimension is as long as the batch. Decisions
-            that Python makes by the number of samples while tracing, such as a branch,
-            leave no trace in a graph and are not detected.
+        picked or combined, or another dimension is as long as the batch. Decisions that
+        Python makes by the number of samples while tracing, such as a branch, leave no
+        trace in a graph and are not detected.
     """
     if 1 in (batch_size, graph.batch_size):
         return None  # Operations do not see dimensions of size 1.

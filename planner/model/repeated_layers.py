@@ -25,7 +25,7 @@ def layer_starts(graph: Graph) -> tuple[int, ...]:
 
     Returns:
         Indices of operations: the first that reads a layer's weights, for each layer,
-            and the one after the last that does. Empty if no layers were found.
+        and the one after the last that does. Empty if no layers were found.
     """
     layers = _by_use(graph, graph.weight_tensors(), _numbered(graph))
     order = list(layers.values())

@@ -130,7 +130,7 @@ class Schedule:
         """Largest number of a chunk's activations that each stage stores.
 
         They are stored until the last action that reads them ends: the gradient of the
-            parameters, if that is a separate action.
+        parameters, if that is a separate action.
         """
         last = self.actions[-1]
         held = [0] * self.num_stages

@@ -76,7 +76,7 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
     """Cuts a chain for the fastest possible slowest stage.
 
     The result is exact: dynamic programming over (stage, last layer), every stage with
-        at least one layer. Time and memory are O(stages · layers²).
+    at least one layer. Time and memory are O(stages · layers²).
 
     Args:
         layers: Layers in the model's order.

@@ -1,8 +1,8 @@
 """Orders the rows of a schedule and their transfers for execution.
 
 There is one list for all stages. Every process goes through it in order, runs the rows
-    of its own stages, and takes part in their transfers. Two processes never wait for
-    each other in a cycle, because both follow one list.
+of its own stages, and takes part in their transfers. Two processes never wait for each
+other in a cycle, because both follow one list.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class Plan(PlanDisplay):
 
         Returns:
             Lines of text: parallelism, synchrony, traffic with its topology, and
-                replicated state.
+            replicated state.
         """
         return describe.describe(self)
 
@@ -293,7 +293,7 @@ class Plan(PlanDisplay):
         """Returns the names of the dimensions of every parameter, by its path.
 
         The names are those of ``flax_rules``: from the model's metadata, or, without
-            metadata, words such as ``"vocab"``, ``"embed"``, ``"heads"`` and ``"mlp"``.
+        metadata, words such as ``"vocab"``, ``"embed"``, ``"heads"`` and ``"mlp"``.
         """
         return export.logical_axes(self)
 

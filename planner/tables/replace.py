@@ -1,8 +1,8 @@
 """Computes the gain of a new placement, from read counts of rows.
 
 Popularity changes: ranges of rows that were read equally often no longer are, and
-    tables whose bags fill up are read more. The present placement and the best one are
-    both evaluated by the counts, so the gain is known before anything moves.
+tables whose bags fill up are read more. The present placement and the best one are both
+evaluated by the counts, so the gain is known before anything moves.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def place_again(
     """Returns the best placement for the counted reads, and its gain.
 
     Fixed settings stay: the ways of dividing tables, the tables that stay together, and
-        ranks.
+    ranks.
 
     Args:
         placement: Present placement, with the objective ``"time"``.

@@ -1,6 +1,6 @@
-"""SWARM parallelism: stages served by pools of unlike peers that may come and go.
+"""SWARM parallelism: stages served by pools of different peers that may join and leave.
 
-What decides (wiring, ledger, rebalancing) takes the time as an argument and opens no
-socket, so that a simulator with a virtual clock runs the code that a live run does,
-which is ``whalejax.swarm_runtime``.
+Its decisions (wiring, ledger, rebalancing) take the time as an argument and open no
+socket, so that a simulator with a virtual clock runs the same code as a live run, which
+is in ``whalejax.swarm_runtime``.
 """

@@ -1,7 +1,7 @@
-"""Traces of churn as data: peers that join a swarm, leave it, die or change speed.
+"""Churn traces as data: peers that join a swarm, leave it, die or change speed.
 
-A trace is written down, so a simulation can be repeated and a live run can follow it:
-events with times in seconds, read from and written to CSV, or drawn from a seed.
+A recorded trace makes a simulation repeatable, and a live run can follow it: events
+with times in seconds, read from and written to CSV, or drawn from a seed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ COLUMNS: Final = (
 class PeerEventKind(StrEnum):
     """Kinds of events of a peer.
 
-    ``JOIN``: it comes. ``LEAVE``: it goes in order, after what it was given. ``KILL``:
-    its connections break. ``STOP``: it is silent, and its calls time out. ``SPEED``: it
-    computes at another speed from now on.
+    ``JOIN``: it joins. ``LEAVE``: it leaves in order, after its calls. ``KILL``: its
+    connections break. ``STOP``: it is silent, and its calls time out. ``SPEED``: its
+    speed changes.
     """
 
     JOIN = "join"
@@ -48,12 +48,12 @@ class PeerEventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLink:
-    """Link of a peer to all others.
+    """Link between a peer and all others.
 
     Attributes:
-        up_bytes_per_second: Largest rate at which it sends.
-        down_bytes_per_second: Largest rate at which it receives.
-        latency_seconds: One way.
+        up_bytes_per_second: Largest sending rate.
+        down_bytes_per_second: Largest receiving rate.
+        latency_seconds: One-way latency.
     """
 
     up_bytes_per_second: float = math.inf
@@ -63,15 +63,15 @@ class PeerLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChurnEvent:
-    """Something that happens to one peer.
+    """Event of one peer.
 
     Attributes:
         time: Seconds from the start of the trace.
         event: Kind of the event.
-        peer: Its name.
-        speed: Relative to the peer that the stages' seconds are of; of who joins, and
-            of a change of speed.
-        link: Link of a peer that joins.
+        peer: Name of the peer.
+        speed: Speed relative to the peer for which the stages' seconds are given; for
+            joins and changes of speed.
+        link: Link of a joining peer.
     """
 
     time: float
@@ -87,11 +87,11 @@ class Churn:
 
     Attributes:
         peers: Number of peers at the start.
-        lifetime_seconds: Mean, of each peer.
-        join_seconds: Mean, between two that join; infinite where nobody joins.
+        lifetime_seconds: Mean lifetime of a peer.
+        join_seconds: Mean time between joins; infinite without joins.
         seconds: Length of the trace.
-        speeds: Speeds of peers, drawn with equal chance.
-        silent: Part of the deaths that are silent; the others break connections.
+        speeds: Speeds of peers, drawn with equal probability.
+        silent: Fraction of the deaths that are silent; the others break connections.
         link: Link of every peer.
     """
 
@@ -105,7 +105,7 @@ class Churn:
 
 
 def draw(churn: Churn, seed: int) -> tuple[ChurnEvent, ...]:
-    """A trace, the same for the same seed.
+    """Draws a trace, the same for the same seed.
 
     Args:
         churn: Distribution to draw from.
@@ -145,7 +145,7 @@ def draw(churn: Churn, seed: int) -> tuple[ChurnEvent, ...]:
 
 
 def to_csv(events: Iterable[ChurnEvent]) -> str:
-    """A trace as CSV, with a line of ``COLUMNS`` first."""
+    """Returns a trace as CSV, with ``COLUMNS`` as the first line."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -166,14 +166,14 @@ def to_csv(events: Iterable[ChurnEvent]) -> str:
 
 
 def read_csv(path: Path) -> tuple[ChurnEvent, ...]:
-    """The trace in a CSV file, in order of time.
+    """Returns the trace in a CSV file, in order of time.
 
     Args:
         path: Path of a file with the columns ``time``, ``event`` and ``peer``; the
-            others of ``COLUMNS`` may be left out or empty.
+            others of ``COLUMNS`` may be missing or empty.
 
     Raises:
-        WhaleError: It cannot be read, with every line that is wrong.
+        WhaleError: The file cannot be read; lists every wrong line.
     """
     try:
         text = read_text(path)

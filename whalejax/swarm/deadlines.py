@@ -6,15 +6,15 @@ from typing import Final
 
 
 LEASE_SECONDS: Final = 10.0
-"""A peer that does not announce itself for so long is gone."""
+"""Seconds after which a peer without announcements is removed."""
 
 NEWCOMER_SECONDS: Final = 10.0
-"""That a step may always wait for those that take its state."""
+"""Seconds that a step may always wait for peers that download its state."""
 
 SPARE_SECONDS: Final = 10.0
-"""After which a stage without peers is given one of another stage."""
+"""Seconds after which a stage without peers gets one of another stage."""
 
 PAUSE_SECONDS: Final = 1.0
-"""Before a peer that failed is given the state again; twice as long each time."""
+"""Seconds before a failed peer gets the state again; doubled each time."""
 
 MOST_PAUSE_SECONDS: Final = 300.0

@@ -1,11 +1,10 @@
-"""Each micro-batch exactly once: who computed what in one step, and what was lost.
+"""Each micro-batch exactly once: the calls of one step, and losses.
 
-The ledger of a step knows, of each stage and micro-batch, the attempt that counts. A
-call that was given up can never count: a repetition has a higher attempt, and the
-answer of the older one is told apart. A step is committed by an assignment that names
-each micro-batch of a stage exactly once. Each change is a record, so that
-``count_lost_and_doubled`` can say afterwards, by what the peers added, whether that was
-so.
+For each stage and micro-batch, the ledger of a step knows the attempt that counts. An
+abandoned call can never count: a repetition has a higher attempt, which identifies late
+answers. A step is committed by an assignment with each micro-batch of a stage exactly
+once. Each change is recorded, so that ``count_lost_and_doubled`` can check this later,
+from the peers' reports.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class Phase(StrEnum):
 
 
 class Verdict(StrEnum):
-    """Judgements of an answer.
+    """Results of recording an answer.
 
-    ``COUNTED``: it is the one that counts. ``LATE``: its attempt was given up or its
-    peer lost. ``DUPLICATE``: this attempt was counted before.
+    ``COUNTED``: it counts. ``LATE``: its attempt was abandoned or its peer lost.
+    ``DUPLICATE``: this attempt was already counted.
     """
 
     COUNTED = "counted"
@@ -44,7 +43,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A call: the number of the attempt is unique in its stage, phase and number."""
+    """A call; the attempt's number is unique in its stage, phase and micro-batch."""
 
     stage: int
     number: int
@@ -77,7 +76,7 @@ class _Commit:
     """Round of the sealed assignment, and digests of a committed step.
 
     Attributes:
-        summed: Stages whose peers hold the sum.
+        summed: Stages whose peers have the sum.
     """
 
     is_sealed: bool = False
@@ -111,8 +110,8 @@ class Ledger:
             step: Number of the step.
             stages: Number of stages of the model.
             micro_batches: Micro-batches of the step, over all trainers.
-            write: Takes each record, as an event's name and its fields, before
-                anything follows from it; such as the ``write`` of a journal's lines.
+            write: Function that receives each record, as an event's name and its
+                fields, before any consequence; for instance ``write`` of a journal.
         """
         if step < 0 or stages < 1 or micro_batches < 1:
             raise WhaleError(
@@ -134,17 +133,17 @@ class Ledger:
     def begin(
         self, stage: int, number: int, phase: Phase, peer: str, incarnation: int
     ) -> Attempt:
-        """A call is about to be made; whatever was under way for it is given up.
+        """Begins a call, and abandons any other attempt at it.
 
         Args:
             stage: Stage of the call.
             number: Number of the micro-batch.
             phase: Forward or backward.
-            peer: Name of the peer that is called.
+            peer: Name of the called peer.
             incarnation: Incarnation of that peer.
 
         Raises:
-            WhaleError: It is done already, is none of this step, or the step's
+            WhaleError: The call is already done, is not in this step, or the step's
                 assignment is sealed.
         """
         cell = self._cell(stage, number, phase)
@@ -168,18 +167,18 @@ class Ledger:
         return attempt
 
     def count_from(self, number: int, first: int) -> None:
-        """Attempts at a micro-batch have higher numbers than this from now on.
+        """Raises the numbers of a micro-batch's later attempts.
 
         Args:
             number: Number of the micro-batch.
-            first: Largest number that another trainer's attempts at it have.
+            first: Largest number of another trainer's attempts at it.
         """
         for (_, other, _), cell in self._cells.items():
             if other == number:
                 cell.newest = max(cell.newest, first)
 
     def take_in(self, attempt: Attempt, trainer: str) -> Verdict:
-        """Counts a call that another trainer has made, and whose answer it has.
+        """Counts a call that another trainer made and whose answer it has.
 
         Args:
             attempt: Attempt of the call.
@@ -201,7 +200,7 @@ class Ledger:
         return Verdict.COUNTED
 
     def record_answer(self, attempt: Attempt) -> Verdict:
-        """An answer has come; whether it counts.
+        """Records an answer; returns whether it counts.
 
         Args:
             attempt: Attempt that ``begin`` returned for the call.
@@ -215,21 +214,23 @@ class Ledger:
         return self._is_done_now(cell, attempt)
 
     def give_up(self, attempt: Attempt) -> None:
-        """A call has failed or timed out: its answer will not count any more."""
+        """Records that a call failed or timed out, so that its answer no
+        longer counts.
+        """
         cell = self._cell(attempt.stage, attempt.number, attempt.phase)
         if cell.current == attempt and not cell.is_done:
             self._record("given up", _fields(attempt))
             cell.current = None
 
     def lost_with(self, peer: str, incarnation: int) -> tuple[Task, ...]:
-        """A peer is gone: what was under way at it, and the gradients it held.
+        """Records the loss of a peer; returns its pending calls and lost gradients.
 
-        A forward that is done stays done: its result is with the trainer. A sealed
-        assignment that names the peer is open again.
+        A finished forward call stays done: the trainer has its result. A sealed
+        assignment with the peer is unsealed.
 
         Args:
-            peer: Its name.
-            incarnation: The one that is gone, with all before it.
+            peer: Name of the peer.
+            incarnation: Lost incarnation; earlier ones are lost, too.
         """
         if self._commit.digests:
             return ()
@@ -237,7 +238,7 @@ class Ledger:
         return self._lose(peer, incarnation)
 
     def is_complete(self, stage: int) -> bool:
-        """Whether all gradients of a stage are held by peers."""
+        """Whether peers have all gradients of a stage."""
         return self._held[stage] == self.micro_batches
 
     def is_done(self, stage: int, number: int, phase: Phase) -> bool:
@@ -249,10 +250,10 @@ class Ledger:
         0..M-1.
 
         Args:
-            stage: Its number.
+            stage: Number of the stage.
 
         Returns:
-            Of each peer, in order of names, its micro-batches in ascending order.
+            Micro-batches of each peer in ascending order, by name of the peer.
 
         Raises:
             WhaleError: Gradients are missing.
@@ -267,10 +268,10 @@ class Ledger:
         return assignment
 
     def gradient_attempts(self, stage: int) -> list[Attempt]:
-        """The attempts whose gradients are those of a stage, one for each micro-batch.
+        """Returns the attempts with a stage's gradients, one for each micro-batch.
 
         Args:
-            stage: Its number.
+            stage: Number of the stage.
 
         Raises:
             WhaleError: Gradients are missing.
@@ -294,19 +295,20 @@ class Ledger:
     def summed(
         self, stage: int, added: Mapping[str, tuple[list[int], list[int]]]
     ) -> None:
-        """The peers of a stage hold the sum of its gradients; who is lost now is in it.
+        """Records that the peers of a stage have its sum; later losses do not affect
+        it.
 
         Args:
             stage: Its number.
-            added: Numbers and attempts of the micro-batches that each peer reports in
-                its sum.
+            added: Numbers and attempts of the micro-batches in each peer's sum, as
+                reported.
         """
         said = {peer: [*map(list, both)] for peer, both in sorted(added.items())}
         self._record("summed", {"stage": stage, "added": said})
         self._commit.summed.add(stage)
 
     def holders(self, stage: int) -> dict[str, int]:
-        """The incarnation of each peer that a stage's assignment names."""
+        """Returns the incarnation of each peer in a stage's assignment."""
         holders = {}
         for number in range(self.micro_batches):
             cell = self._cell(stage, number, Phase.BACKWARD)
@@ -324,10 +326,11 @@ class Ledger:
         return Counter(c.current.peer for c in cells if c.is_done and c.current)
 
     def seal(self) -> int:
-        """All stages are complete and are to be summed; the number of the round.
+        """Seals the complete stages before they are summed; returns the number of the
+        round.
 
-        Losing a peer opens the ledger again, and the next seal has a higher number:
-        sums of an earlier round are to be thrown away.
+        The loss of a peer unseals the ledger, and the next seal has a higher number:
+        sums of an earlier round must be discarded.
         """
         for stage in range(self.stages):
             self.assignment(stage)
@@ -336,7 +339,7 @@ class Ledger:
         return self._commit.round
 
     def commit(self, digests: Mapping[int, str]) -> None:
-        """All stages hold the sum and have applied it: the step is over.
+        """Records that all stages have applied the sum, which ends the step.
 
         Args:
             digests: Digests of each stage's parameters and optimizer state.
@@ -355,30 +358,28 @@ class Ledger:
 
     @property
     def round(self) -> int:
-        """Returns the round of the newest seal; 0 before the first."""
+        """Number of the latest seal; 0 before the first."""
         return self._commit.round
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the assignment stands."""
+        """Whether the assignment is sealed."""
         return self._commit.is_sealed
 
     @property
     def digests(self) -> Mapping[int, str]:
-        """Returns each stage's digest, once the step is committed."""
+        """Digest of each stage after the commit."""
         return dict(self._commit.digests)
 
     @property
     def missing_gradients(self) -> int:
-        """Gradients that nobody holds yet; 0 once the step is committed."""
+        """Number of gradients that no peer has yet; 0 after the commit."""
         if self._commit.digests:
             return 0
         return self.stages * self.micro_batches - sum(self._held)
 
     def to_do(self) -> tuple[Task, ...]:
-        """Returns the calls that have not been counted yet, whether or not they are
-        under way.
-        """
+        """Returns the calls that have not been counted yet, including pending ones."""
         return tuple(
             Task(stage=stage, number=number, phase=phase)
             for (stage, number, phase), cell in self._cells.items()
@@ -389,16 +390,15 @@ class Ledger:
     def rebuilt(
         cls, records: Iterable[Mapping[str, Any]], write: Write | None = None
     ) -> Ledger | None:
-        """The ledger of the newest step in a journal; none where there is no step.
+        """Returns the ledger of a journal's latest step; None without a step.
 
-        What was under way is given up, and so is each micro-batch that is not through
-        all stages: the activations that a backward needs were with the trainer that
-        died. Attempts keep their numbers, so an answer to it never counts.
+        Pending calls are abandoned, and so is each micro-batch that has not passed all
+        stages, because the dead trainer had the activations for its backward pass.
+        Attempts keep their numbers, so answers to abandoned ones never count.
 
         Args:
-            records: Records in the order in which they were written; other events are
-                skipped.
-            write: Takes the records of the rebuilt ledger.
+            records: Records in the order of writing; other events are skipped.
+            write: Function that receives the records of the rebuilt ledger.
         """
         ledger: Ledger | None = None
         for record in records:
@@ -448,7 +448,7 @@ class Ledger:
             self._commit.digests = digests
 
     def _restart(self) -> None:
-        """Starts again what is not through all stages; the rest stays done."""
+        """Restarts micro-batches that have not passed all stages; others stay done."""
         for number in range(self.micro_batches):
             backwards = [
                 self._cells[stage, number, Phase.BACKWARD]
@@ -497,10 +497,10 @@ class Ledger:
 def check_partition(
     assignment: Mapping[str, Iterable[int]], micro_batches: int, where: str
 ) -> None:
-    """Raises unless each micro-batch is named exactly once.
+    """Raises unless each micro-batch occurs exactly once.
 
     Args:
-        assignment: Numbers of each peer.
+        assignment: Micro-batches of each peer.
         micro_batches: Number of micro-batches of the step.
         where: Name of the assignment, for the error.
     """
@@ -525,7 +525,7 @@ def check_partition(
 
 
 def committed(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[int, str]]:
-    """Digests of each stage, of each committed step in a journal."""
+    """Returns the digests of each stage for each committed step in a journal."""
     return {
         record["step"]: {int(s): digest for s, digest in record["digests"].items()}
         for record in records
@@ -534,10 +534,10 @@ def committed(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[int, str]]
 
 
 def count_lost_and_doubled(records: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """Micro-batches of committed steps in no sum, and those in a sum more than once.
+    """Counts micro-batches of committed steps in no sum, and in more than one.
 
-    By what peers said that they added to the sums that were applied, each micro-batch
-    of each stage at most once.
+    The counts come from the peers' reports on the applied sums; each micro-batch of
+    each stage counts at most once.
 
     Args:
         records: Records of a journal, in order.

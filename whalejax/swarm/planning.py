@@ -1,9 +1,9 @@
-"""A plan for a swarm: stages, the wire's format, peers of each stage, predictions.
+"""A plan for a swarm: stages, wire format, peers of each stage, predictions.
 
-One peer of each stage is planned as an ordinary pipeline of as many devices over links
-of the swarm's bandwidth, so cuts, memory and times come from where all plans have them.
-What is added is what a swarm needs: how many peers each stage wants, bytes and deadline
-of each call, and the throughput that the simulator predicts.
+One peer of each stage is planned as an ordinary pipeline with as many devices and links
+of the swarm's bandwidth, so cuts, memory and times come from the usual planner. The
+module adds what a swarm needs: the number of peers of each stage, bytes and deadline of
+each call, and the throughput predicted by the simulator.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from whalejax.swarm.simulator import (
 )
 
 
-LATENCY_SECONDS: Final = 0.02  # one way, between homes on one continent
-BUSY: Final = 0.9  # part of the time below which a link is said to bound a peer
+LATENCY_SECONDS: Final = 0.02  # one-way, between homes on one continent
+BUSY: Final = 0.9  # part of the time below which a link is a bottleneck
 _FAST_BYTES_PER_SECOND: Final = 12.5e9  # of a data centre's network
-MOST_CALLS: Final = 20_000  # of a simulated step; larger ones have a closed form
-QUEUE: Final = 2  # micro-batches under way for each peer
-SMALLEST_DEADLINE: Final = 1.0  # seconds: scheduling and a busy host
+MOST_CALLS: Final = 20_000  # in a simulated step; larger steps use a closed form
+QUEUE: Final = 2  # micro-batches in flight per peer
+SMALLEST_DEADLINE: Final = 1.0  # seconds: for scheduling and a busy host
 Again = Callable[..., Plan]
 
 
@@ -58,10 +58,10 @@ def swarm_plan(
     wire: str | None,
     sum_wire: str = "f32",
 ) -> Plan:
-    """The plan of the fewest stages that fit, in the most exact format that is fast.
+    """Returns the plan with the fewest stages that fit, in the most exact fast format.
 
     Args:
-        again: The same question with other settings, as ``Plan.what_if`` asks it.
+        again: Function that plans again with other settings, such as ``Plan.what_if``.
         cluster: Cluster whose devices are the peers.
         mesh: ``{"stage": n}``, or None.
         num_micro_batches: Number of micro-batches in a step, or None.
@@ -70,7 +70,7 @@ def swarm_plan(
         sum_wire: One of ``SUM_WIRES``.
 
     Raises:
-        PlanError: No swarm can train this model; why.
+        PlanError: No swarm can train this model; names the reason.
     """
     kind = _one_kind(cluster)
     fixed = _fixed_stages(mesh, cluster.num_devices)
@@ -96,10 +96,10 @@ def swarm_plan(
 
 
 def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
-    """A swarm's plan as the simulator takes it, with the link of its peers.
+    """Returns the simulator's settings for a swarm's plan, with the link of its peers.
 
     Args:
-        plan: With ``swarm``.
+        plan: Plan for a swarm.
         changes: Changes of the settings.
     """
     if plan.swarm is None:
@@ -108,14 +108,14 @@ def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
 
 
 def swarm_note(again: Again, plan: Plan) -> tuple[str, ...]:
-    """Whether a swarm would be faster, where the plan's devices have slow links.
+    """Returns a note if a swarm would be faster than the plan on slow links.
 
     Args:
-        again: The same question with other settings, as ``Plan.what_if`` asks it.
+        again: Function that plans again with other settings, such as ``Plan.what_if``.
         plan: Plan on one kind of devices, without a swarm.
 
     Returns:
-        One note; none where links are fast, or this model or cluster has no swarm.
+        One note; none if links are fast, or no swarm is possible.
     """
     rate = slow_link(plan.cluster)
     if rate is None:
@@ -211,7 +211,7 @@ def _fewest_stages(
     bandwidth: float,
     wire: str,
 ) -> tuple[Plan, list[str]]:
-    """The plan with the fewest stages that fit, and why fewer do not."""
+    """Returns the plan with the fewest stages that fit, and why fewer do not."""
     tried: list[str] = []
     most = min(cluster.num_devices, 32)
     for stages in [fixed] if fixed else range(2, most + 1):
@@ -265,11 +265,11 @@ def _fewest_stages(
 def _networks(
     kind: Node, cluster: Cluster, stages: int, bandwidth: float, wire: str
 ) -> Iterator[Cluster]:
-    """One peer of each stage, on two networks: each may lead to the better cuts.
+    """Yields one peer of each stage on two networks; either may lead to better cuts.
 
-    A pipeline of one device a stage waits for every transfer, so a slow network makes
-    stages uneven for the sake of a thin border; a swarm has other micro-batches to
-    compute meanwhile. A fast network makes even stages, whatever crosses them.
+    In a pipeline with one device per stage, every transfer is a wait, so a slow network
+    makes stages uneven for a narrow border. A swarm computes other micro-batches
+    meanwhile. A fast network gives even stages, whatever the transfers.
     """
     faster = 4 * 256 / wire_bytes(256, wire)
     for rate in (bandwidth * faster, _FAST_BYTES_PER_SECOND):
@@ -350,7 +350,7 @@ def _stage(
         + own.batch_bytes
         + own.activations_bytes
         + own.working_bytes,
-        host_bytes=state_bytes  # As it is sent to newcomers.
+        host_bytes=state_bytes  # Copy for new peers.
         + _kept_bytes(plan, number, wire, peers, own.gradients_bytes),
         deadline_seconds=max(SMALLEST_DEADLINE, DEADLINE_FACTOR * slowest * queue),
     )
@@ -359,12 +359,11 @@ def _stage(
 def _kept_bytes(
     plan: Plan, number: int, wire: str, peers: int, gradient_bytes: int
 ) -> int:
-    """Returns the bytes that a peer keeps of its micro-batches and their sum until a
+    """Returns the bytes that a peer stores of its micro-batches and their sum until a
     step ends.
 
-    Where a stage has mates, its share of forward and of backward calls need not be of
-    the same micro-batches, so that it keeps the input of each. Inputs are kept as they
-    were before coding.
+    If a stage has several peers, its forward and backward calls may be for different
+    micro-batches, so a peer stores the input of each. Inputs are stored uncoded.
     """
     coded = border_bytes(plan, number, wire)
     whole = border_bytes(plan, number, "f32")
@@ -376,7 +375,7 @@ def _kept_bytes(
 
 
 def _lacking(kind: DeviceKind, swarm: Swarm) -> str:
-    """Describes the memory of a peer that is too small; empty where all fits."""
+    """Describes the memory of a peer that is too small; empty if all fits."""
     for number, stage in enumerate(swarm.stages):
         needs, has = {"device": stage.memory_bytes}, {"device": kind.memory_bytes}
         if kind.host_memory_bytes is not None:
@@ -393,7 +392,7 @@ def _lacking(kind: DeviceKind, swarm: Swarm) -> str:
 
 
 def _link_share(swarm: Swarm) -> float:
-    """Part of the time that the peer which its link bounds most computes."""
+    """Returns the computing fraction of the peer that is most limited by its link."""
     return min(
         stage.compute_seconds
         / max(stage.compute_seconds, stage.wire_seconds(swarm.bytes_per_second))
@@ -441,7 +440,7 @@ def _link(swarm: Swarm) -> PeerLink:
 
 
 def _predicted(plan: Plan, swarm: Swarm) -> Swarm:
-    """Returns the swarm with the simulator's step time, where that is found quickly."""
+    """Returns the swarm with the simulator's step time, if that is fast to compute."""
     calls = plan.num_micro_batches * 2 * len(swarm.stages)
     if calls > MOST_CALLS:
         return swarm
@@ -453,14 +452,14 @@ def _predicted(plan: Plan, swarm: Swarm) -> Swarm:
     long_enough = 20 * swarm.step_seconds
     setting = _setting(plan, swarm)
     result = simulate(setting, trace, long_enough)
-    # The first step begins without measured speeds.
+    # The first step has no measured speeds.
     steps = result.step_seconds[1:4] or result.step_seconds
     if not steps:
         return swarm
     return _with_step(plan, swarm, math.fsum(steps) / len(steps))
 
 
-# In words.
+# Texts.
 
 
 def _summary(plan: Plan, swarm: Swarm) -> str:
@@ -540,7 +539,7 @@ def _why_gradients(plan: Plan, swarm: Swarm) -> str:
 
 
 def _what_would_help(swarm: Swarm) -> Iterator[str]:
-    """Yields the changes of the model that a slow link asks for."""
+    """Yields changes of the model that would help on a slow link."""
     share = _link_share(swarm)
     if share >= BUSY:
         return

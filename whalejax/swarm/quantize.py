@@ -1,9 +1,9 @@
-"""Blockwise int8: a tensor as codes of -127 to 127 and one float32 scale a block.
+"""Blockwise int8: codes of -127 to 127, and one float32 scale per block.
 
 A block is ``block`` consecutive values of the flattened tensor, and its scale is its
-largest absolute value over 127, so a value is off by at most 1/254 of the largest of
-its block. It takes 1 + 4/block bytes a value. The same functions take NumPy's arrays
-and JAX's, traced ones included.
+largest absolute value over 127, so the error of a value is at most 1/254 of the largest
+in its block. A value takes 1 + 4/block bytes. The same functions accept NumPy and JAX
+arrays, including tracers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from whalejax.meshes.errors import WhaleError
 
 BLOCK: Final = 256
 LEVELS: Final = 127
-# Below it, a scale has fewer digits than the bound needs; accelerators make it zero.
+# Below it, a scale has too few digits for the bound; accelerators flush it to zero.
 SMALLEST_SCALE: Final = float(np.finfo(np.float32).tiny)
-# Of a scale and of a product, in float32, beside the half level.
+# Rounding of a scale and of a product in float32, in addition to half a level.
 ROUNDING: Final = 4 * float(np.finfo(np.float32).eps)
 
 
@@ -30,7 +30,7 @@ class Quantized:
     """A tensor in 8 bits.
 
     Attributes:
-        codes: int8, of shape (blocks, block); what pads the last block is 0.
+        codes: int8, of shape (blocks, block); padding of the last block is 0.
         scales: float32, of shape (blocks,).
         shape: Shape of the tensor.
     """
@@ -41,15 +41,15 @@ class Quantized:
 
 
 def quantize(values: Any, block: int = BLOCK) -> Quantized:
-    """A tensor in blockwise int8.
+    """Returns a tensor in blockwise int8.
 
     Args:
-        values: Floats of any shape.
-        block: Values a scale is for.
+        values: Floating-point array of any shape.
+        block: Number of values per scale.
 
     Raises:
-        WhaleError: A value of a NumPy array is not finite. A traced array cannot be
-            looked at: there, what is not finite makes its whole block NaN.
+        WhaleError: A value of a NumPy array is not finite. A tracer cannot be checked:
+            there, a non-finite value makes its whole block NaN.
 
     Example:
         >>> import numpy as np
@@ -60,7 +60,7 @@ def quantize(values: Any, block: int = BLOCK) -> Quantized:
         raise WhaleError(f"quantize: block is {block}; give at least 1 value a block")
     space = values.__array_namespace__()
     shape = tuple(values.shape)
-    with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
+    with np.errstate(over="ignore"):  # values beyond float32 are refused below
         flat = values.astype(space.float32).reshape(-1)
     if isinstance(flat, np.ndarray) and not np.isfinite(flat).all():
         wrong = int(flat.size - np.isfinite(flat).sum())
@@ -80,11 +80,10 @@ def quantize(values: Any, block: int = BLOCK) -> Quantized:
 
 
 def dequantize(quantized: Quantized) -> Any:
-    """The float32 tensor that codes and scales stand for.
+    """Returns the float32 tensor of codes and scales.
 
     Args:
-        quantized: Codes and scales, in arrays of the library that the tensor is wanted
-            in.
+        quantized: Codes and scales, in arrays of the result's library.
     """
     space = quantized.codes.__array_namespace__()
     values = quantized.codes.astype(space.float32) * quantized.scales[:, None]
@@ -92,27 +91,29 @@ def dequantize(quantized: Quantized) -> Any:
 
 
 def error_bound(quantized: Quantized) -> Any:
-    """The most that any value of a block may be off, of shape (blocks,)."""
+    """Returns the largest possible error of a value in each block, of shape
+    (blocks,).
+    """
     return quantized.scales * (0.5 + LEVELS * ROUNDING)
 
 
 def block_count(size: int, block: int = BLOCK) -> int:
-    """Blocks of a tensor of so many values."""
+    """Returns the number of blocks of a tensor."""
     return -(-size // block)
 
 
 def packed_bytes(size: int, block: int = BLOCK) -> int:
-    """Bytes of a tensor of so many values, as ``pack`` makes them."""
+    """Returns the bytes that ``pack`` makes of a tensor."""
     return size + 4 * block_count(size, block)
 
 
 def pack(quantized: Quantized) -> bytes:
-    """One buffer for the wire: scales as little-endian float32, then the codes.
+    """Returns one buffer for the wire: scales as little-endian float32, then the codes.
 
-    Codes that only pad the last block are left out.
+    Codes that only pad the last block are omitted.
 
     Args:
-        quantized: Codes and scales, in NumPy's arrays.
+        quantized: Codes and scales, as NumPy arrays.
     """
     codes = np.ascontiguousarray(quantized.codes).reshape(-1)
     size = math.prod(quantized.shape)
@@ -123,16 +124,16 @@ def pack(quantized: Quantized) -> bytes:
 def unpack(
     buffer: bytes | bytearray | memoryview, shape: tuple[int, ...], block: int = BLOCK
 ) -> Quantized:
-    """Reads a packed tensor from a sender that is not trusted.
+    """Reads a packed tensor from an untrusted sender.
 
     Args:
         buffer: Buffer of the wire.
         shape: Shape that the tensor must have.
-        block: Values a scale is for.
+        block: Number of values per scale.
 
     Raises:
-        WhaleError: Another length, a scale that is not finite or not positive, or a
-            code of -128, which no sender makes.
+        WhaleError: Wrong length, a scale that is not finite or not positive, or a code
+            of -128, which no sender makes.
     """
     size = math.prod(shape)
     blocks, expected = block_count(size, block), packed_bytes(size, block)

@@ -1,11 +1,11 @@
-"""Chooses peers that change stage: the paper's rule, the best counts, and when a move
-pays.
+"""Chooses peers that change stage: the paper's rule, the best counts, and the gain of a
+move.
 
-A pipeline is as fast as its slowest stage, whose speed is the sum of its peers'. The
-rule of SWARM (section 3.2): the stage with most load gets the peer with the shortest
-queue of the stage with least load. The optimum beside it makes the smallest sum of
-speeds as large as it can be: exactly for peers that are alike, by moves and exchanges
-for others. ``Rebalancer`` decides which of them is worth what it costs.
+A pipeline is as fast as its slowest stage, whose speed is the sum of its peers'.
+SWARM's rule (section 3.2): the stage with most load gets the peer with the shortest
+queue of the stage with least load. The optimum instead maximises the smallest sum of
+speeds: exactly for equal peers, by moves and exchanges for others. ``Rebalancer``
+decides whether a move is worth its cost.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Final
 from whalejax.meshes.errors import WhaleError
 
 
-UNPROVOKED: Final = 5.0  # times the threshold, where nobody has come or gone
+UNPROVOKED: Final = 5.0  # factor of the threshold without joins and leaves
 HORIZON_SECONDS: Final = 600.0
-"""Within which what is lost by moving, or waiting for a peer, must be won again."""
-ROUNDING: Final = 1e-9  # sums of speeds that differ by less are equal
+"""Seconds within which a move, or a wait for a peer, must regain its cost."""
+ROUNDING: Final = 1e-9  # smaller differences between sums of speeds count as equal
 
 
 class Rule(StrEnum):
@@ -36,16 +36,16 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLoad:
-    """A peer, as it is published.
+    """A peer with its published load.
 
     Attributes:
-        peer: Its name.
+        peer: Name of the peer.
         stage: Number of the stage that it serves.
-        queue_length: Calls that wait at it, averaged since the last look.
-        speeds: Micro-batches a second that it computes, in each stage; forward and
-            backward, its links included.
-        held: Micro-batches of the step under way whose gradients it has: others
-            compute them again where it moves.
+        queue_length: Mean number of its waiting calls since the last check.
+        speeds: Micro-batches per second that it would compute in each stage; forward
+            and backward, including its links.
+        held: Micro-batches of the current step whose gradients it has; others recompute
+            them if it moves.
     """
 
     peer: str
@@ -57,15 +57,16 @@ class PeerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerMove:
-    """A peer that is to change stage.
+    """Move of a peer to another stage.
 
     Attributes:
-        peer: Its name.
+        peer: Name of the peer.
         source: Stage that it leaves.
         target: Stage that it is to serve.
-        speed_before: Speed of the pipeline before the move, in micro-batches a second.
-        speed_after: The same, once it and those who are to follow it have moved.
-        moves: Moves of this peer and of those that are to follow it.
+        speed_before: Speed of the pipeline before the move, in micro-batches per
+            second.
+        speed_after: Speed after this move and those that follow.
+        moves: Number of moves, including those that follow.
     """
 
     peer: str
@@ -77,7 +78,7 @@ class PeerMove:
 
 
 def stage_speeds(peers: Sequence[PeerLoad], stages: int) -> list[float]:
-    """Micro-batches a second of each stage: the sum over its peers."""
+    """Returns the micro-batches per second of each stage: the sum over its peers."""
     speeds = [0.0] * stages
     for peer in peers:
         speeds[peer.stage] += peer.speeds[peer.stage]
@@ -85,10 +86,10 @@ def stage_speeds(peers: Sequence[PeerLoad], stages: int) -> list[float]:
 
 
 def newcomer_stage(peers: Sequence[PeerLoad], stages: int) -> int:
-    """The stage that somebody who comes is to serve: the slowest, the first of equals.
+    """Returns the stage of a new peer: the slowest, or the first of equals.
 
     Args:
-        peers: Peers of the swarm, those on their way to a stage counted there.
+        peers: Peers of the swarm; moving ones count at their target.
         stages: Number of stages of the model.
     """
     speeds = stage_speeds(peers, stages)
@@ -97,16 +98,16 @@ def newcomer_stage(peers: Sequence[PeerLoad], stages: int) -> int:
 
 
 def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
-    """Whether a step is to wait for peers that take its state.
+    """Whether a step should wait for peers that download its state.
 
-    Those that serve wait too; those that come would have to begin again with the next
-    step's state otherwise. A newcomer is worth what it wins within ``HORIZON_SECONDS``,
-    and what it has lost so far, so that it is waited for at some time.
+    Serving peers wait too; joining ones would otherwise restart with the next step's
+    state. A joining peer is worth its gain within ``HORIZON_SECONDS`` plus its loss so
+    far, so that at some time the step waits for it.
 
     Args:
-        lost: Seconds since each of them could have begun to serve.
+        lost: For each joining peer, seconds since it could have begun to serve.
         serving: Peers that have the state.
-        seconds: Until the last of those that come should have it.
+        seconds: Seconds until the last joining peer should have the state.
 
     Example:
         >>> pays_to_wait([0.0], 5, 30.0), pays_to_wait([0.0], 400, 30.0)
@@ -116,12 +117,12 @@ def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
 
 
 def paper_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
-    """The move of the paper's rule, by queues; none where it would empty a stage.
+    """Returns the move of the paper's rule, by queues; None if it would empty a stage.
 
-    A stage's load is the calls that wait in it. One without peers has the most.
+    A stage's load is the number of its waiting calls; without peers it is the largest.
 
     Args:
-        peers: All of them.
+        peers: All peers.
         stages: Number of stages of the model.
     """
     counts = _counts(peers, stages)
@@ -143,13 +144,13 @@ def paper_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
 
 
 def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
-    """The first move on the way to the fastest pipeline; none where none is faster.
+    """Returns the first move towards the fastest pipeline; None if none is faster.
 
-    Where several stages are slowest at once, each needs a move before anything is won:
-    the moves that follow are counted, and the speed is the one after all of them.
+    If several stages are equally slowest, each needs a move before anything is gained:
+    later moves count too, and the speed is that after all of them.
 
     Args:
-        peers: All of them.
+        peers: All peers.
         stages: Number of stages of the model.
     """
     sums = stage_speeds(peers, stages)
@@ -158,8 +159,8 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     before = best = min(sums)
     first: tuple[PeerLoad, int] | None = None
     result: PeerMove | None = None
-    # One move a stage is enough to raise all stages that are slowest at once; a faster
-    # pipeline further away is found by the looks that follow.
+    # One move per stage suffices to speed up all equally slow stages; later checks find
+    # faster pipelines further away.
     for moves in range(1, stages + 1):
         step = _best_step(peers, placed, sums, counts)
         if step is None:
@@ -188,10 +189,11 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
 def best_counts(
     peers: int, seconds: Sequence[float], at_least: int = 1
 ) -> tuple[int, ...]:
-    """Peers of each stage, for peers that are alike: the slowest stage is fastest.
+    """Returns the number of peers of each stage, for equal peers and the fastest
+    pipeline.
 
-    Each next peer goes to the slowest stage, which is exact: a stage that has a peer
-    more than in another split needed it when it was given to it.
+    Each next peer goes to the slowest stage, which is exact: a stage with one peer more
+    than in another split needed it when it got it.
 
     Args:
         peers: Number of peers.
@@ -199,7 +201,7 @@ def best_counts(
         at_least: Peers that each stage must have.
 
     Raises:
-        WhaleError: There are too few.
+        WhaleError: There are too few peers.
 
     Example:
         >>> best_counts(8, [1.0, 2.0, 1.0])
@@ -221,13 +223,13 @@ def best_counts(
 
 
 def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str, int]:
-    """A stage for each peer, so that the slowest stage is as fast as can be found.
+    """Returns a stage for each peer, for the fastest slowest stage that can be found.
 
-    Exact where all peers are alike. Others are placed fastest first, and then moved and
+    The result is exact for equal peers. Others are placed fastest first, then moved and
     exchanged while that helps: the exact problem is NP-hard.
 
     Args:
-        speeds: Micro-batches a second of each peer, in each stage.
+        speeds: Micro-batches per second of each peer, in each stage.
         stages: Number of stages of the model.
 
     Raises:
@@ -240,8 +242,8 @@ def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str,
         )
     placed: dict[str, int] = {}
     sums, counts = [0.0] * stages, [0] * stages
-    # A peer's speed relative to others in the same stage, so that thick stages, which
-    # all peers serve slowly, do not hide who is fast.
+    # A peer's speed relative to others in the same stage, so that expensive stages,
+    # which all peers serve slowly, do not hide which peers are fast.
     order = sorted(speeds, key=lambda p: (-math.fsum(map(math.log, speeds[p])), p))
     for left, peer in zip(range(len(order), 0, -1), order, strict=True):
         empty = [s for s in range(stages) if not counts[s]]
@@ -258,7 +260,7 @@ def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str,
 def pipeline_speed(
     speeds: Mapping[str, Sequence[float]], placed: Mapping[str, int], stages: int
 ) -> float:
-    """Micro-batches a second of the slowest stage: the maximum flow through all."""
+    """Returns the micro-batches per second of the slowest stage: the maximum flow."""
     return min(_sums(speeds, placed, stages))
 
 
@@ -267,9 +269,9 @@ class MoveCost:
     """Costs of a move, during which the moving peer computes nothing.
 
     Attributes:
-        state_bytes: Parameters and optimizer state of the stage it goes to.
+        state_bytes: Bytes of parameters and optimizer state of its new stage.
         bytes_per_second: Rate of its link.
-        compile_seconds: Until its programs of the new stage are compiled.
+        compile_seconds: Seconds to compile its programs of the new stage.
     """
 
     state_bytes: int
@@ -278,23 +280,23 @@ class MoveCost:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds from leaving to serving."""
+        """Seconds from leaving to serving."""
         return self.download_seconds + self.compile_seconds
 
     @property
     def download_seconds(self) -> float:
-        """Returns the seconds of downloading the state."""
+        """Seconds of downloading the state."""
         return self.state_bytes / self.bytes_per_second
 
 
 class Rebalancer:
-    """Looks at the peers every so often and names at most one move at a time.
+    """Checks the peers periodically and chooses at most one move at a time.
 
-    A move must raise the speed of the pipeline by a threshold, and win more within a
-    horizon than the mover's absence loses. While somebody moves, nobody else does. A
-    peer that has moved does not go back to where it came from until peers have come or
-    gone, so noise in what is measured cannot make it swing. Where there were as many
-    moves as peers that came or went, the threshold is five times as high.
+    A move must raise the speed of the pipeline by a threshold, and gain more within a
+    horizon than the peer's absence loses. While a peer moves, no other does. A moved
+    peer does not return until peers have joined or left, so noisy measurements cannot
+    make it oscillate. After as many moves as joins and leaves, the threshold is five
+    times as high.
     """
 
     def __init__(
@@ -311,9 +313,9 @@ class Rebalancer:
         Args:
             stages: Number of stages of the model.
             rule: Rule of moves.
-            period: Seconds from one look to the next.
-            threshold: Gain that a move must bring, as a part of the speed before.
-            horizon: Seconds within which a move must win what it costs.
+            period: Seconds between checks.
+            threshold: Gain that a move must bring, as a part of the previous speed.
+            horizon: Seconds within which a move must regain its cost.
         """
         if stages < 1 or not period > 0 or threshold < 0 or not horizon > 0:
             raise WhaleError(
@@ -330,10 +332,10 @@ class Rebalancer:
         self._changes = 0
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to look again, and nobody is on the way.
+        """Whether a check is due and no peer is moving.
 
         Args:
-            now: Seconds.
+            now: Current time in seconds.
         """
         is_moving = self._moving is not None and now < self._moving[2]
         return now >= self._looked + self.period and not is_moving
@@ -345,18 +347,18 @@ class Rebalancer:
         costs: Sequence[MoveCost],
         present: Collection[str] = (),
     ) -> PeerMove | None:
-        """The move to make now, which is held to be under way from here on.
+        """Returns the move to make now, which then counts as under way.
 
         Args:
-            peers: Peers that serve a stage, without the one on its way.
-            now: Seconds.
+            peers: Serving peers, without a moving one.
+            now: Current time in seconds.
             costs: Costs of a move to each stage.
-            present: Names of all that have not gone, with those that serve no stage for
-                a while; of ``peers`` if left out.
+            present: Names of all present peers, including those that temporarily serve
+                no stage; default: those of ``peers``.
         """
         if self.rule is Rule.NONE or not peers:
             return None
-        # Nothing runs while a stage has nobody: that does not wait for the next look.
+        # Nothing runs while a stage has no peer: that does not wait for the next check.
         is_whole = 0 not in _counts(peers, self.stages)
         if is_whole and not self.is_due(now):
             return None
@@ -365,7 +367,7 @@ class Rebalancer:
         self._looked, self._moving = now, None
         here = frozenset(present) or frozenset(peer.peer for peer in peers)
         if here != self._present:
-            # Those who are there at the first look have not come in answer to anything.
+            # Peers at the first check did not join in response to anything.
             self._changes += len(here ^ self._present) if self._present else 0
             self._present = here
             self._left.clear()
@@ -373,21 +375,21 @@ class Rebalancer:
         move = choose(peers, self.stages)
         if move is None or not self._pays(move, peers, costs[move.target]):
             return None
-        # What takes much longer than it should has failed: somebody else may move.
+        # A move that takes much too long has failed: another peer may move.
         until = now + 2 * costs[move.target].seconds + self.period
         self._moving = move.peer, move.target, until
         self._left.setdefault(move.peer, set()).add(move.source)
         self._changes = max(0, self._changes - 1)
-        # Its absence is not a change that others must answer.
+        # Its absence is not a change that others must respond to.
         self._present -= {move.peer}
         return move
 
     def arrived(self, peer: str, *, is_gone: bool = False) -> None:
-        """A peer serves its new stage, or is gone: the next may move.
+        """Ends a move: the peer serves its new stage or is gone.
 
         Args:
-            peer: Its name.
-            is_gone: Whether it has died or left on its way.
+            peer: Name of the peer.
+            is_gone: Whether it died or left during the move.
         """
         if self._moving is not None and self._moving[0] == peer:
             self._moving = None
@@ -396,16 +398,16 @@ class Rebalancer:
 
     @property
     def moving(self) -> str | None:
-        """Returns the peer that is on its way, or None."""
+        """Name of the moving peer, or None."""
         return self._moving[0] if self._moving else None
 
     def _pays(self, move: PeerMove, peers: Sequence[PeerLoad], cost: MoveCost) -> bool:
         if move.target in self._left.get(move.peer, ()):
             return False
-        if move.speed_before <= 0:  # a stage without peers: nothing runs at all
+        if move.speed_before <= 0:  # a stage without peers: nothing runs
             return True
         gain = move.speed_after - move.speed_before
-        # One move answers one change; more than that must be for something large.
+        # One move responds to one change; more moves need a large gain.
         least = self.threshold if self._changes else UNPROVOKED * self.threshold
         if gain <= least * move.speed_before:
             return False
@@ -429,7 +431,7 @@ def _best_step(
     sums: Sequence[float],
     counts: Sequence[int],
 ) -> tuple[PeerLoad, int] | None:
-    """The peer and the stage that improve the speeds of all stages most."""
+    """Returns the peer and the stage that improve the speeds of all stages most."""
     best, step = _measure(sums), None
     slowest = min(range(len(sums)), key=lambda s: (sums[s], s))
     for peer in peers:
@@ -461,7 +463,9 @@ def _move(
 
 
 def _measure(speeds: Sequence[float]) -> tuple[float, ...]:
-    """Speeds of stages, slowest first: of two splits, the larger one is better."""
+    """Returns the speeds of stages, slowest first: of two splits, the larger
+    is better.
+    """
     return tuple(sorted(speeds))
 
 
@@ -473,7 +477,7 @@ def _is_better(new: Sequence[float], old: Sequence[float]) -> bool:
 
 
 def _relative(speeds: Mapping[str, Sequence[float]], peer: str, stage: int) -> float:
-    """Returns how much slower a peer is in a stage than in its best one."""
+    """Returns the slowdown of a peer in a stage relative to its best one."""
     return -speeds[peer][stage] / max(speeds[peer])
 
 
@@ -489,7 +493,9 @@ def _sums(
 def _improve(
     speeds: Mapping[str, Sequence[float]], placed: dict[str, int], stages: int
 ) -> bool:
-    """Makes the first move or exchange that helps the slowest; whether there is one."""
+    """Makes the first move or exchange that helps the slowest; returns whether one
+    does.
+    """
     sums = _sums(speeds, placed, stages)
     counts = [0] * stages
     for stage in placed.values():
@@ -523,7 +529,7 @@ def _rotate(
     sums: Sequence[float],
     slowest: int,
 ) -> bool:
-    """Exchanges three peers in a ring where that helps; whether there are such."""
+    """Exchanges three peers cyclically if that helps; returns whether it does."""
     old = _measure(sums)
     here = [peer for peer in placed if placed[peer] == slowest]
     others = [peer for peer in placed if placed[peer] != slowest]

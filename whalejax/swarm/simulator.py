@@ -1,11 +1,11 @@
-"""A swarm on a virtual clock: the wiring, ledger and rebalancing of live runs.
+"""A simulator of swarms with the wiring, ledger and rebalancing of live runs.
 
-Peers compute one call after the other. Each takes what a call needs from who made it,
-over the links of both. Trainers choose peers by ``StageWiring``, count by ``Ledger``
-and have peers moved by ``Rebalancer``; newcomers take the state beside the steps, and
-all go back to a snapshot where a stage has lost its last peer. Time is a number that
+Peers compute their calls in order. Each call's inputs come from the peers that made
+them, over the links of both. Trainers choose peers by ``StageWiring``, count with
+``Ledger`` and move peers by ``Rebalancer``. New peers download the state during the
+steps, and all roll back to a snapshot if a stage has lost its last peer. The clock
 jumps from event to event, so hundreds of peers and hours of churn take seconds. A call
-of which start and end are known is one event.
+whose start and end are known is one event.
 
 The module is long because all kinds of events read and change the same state.
 """
@@ -68,7 +68,7 @@ _NOTHING: Final[Mapping[str, int]] = {}
 
 
 class Simulator(SimulatedCalls):
-    """One run; ``simulate`` is its door."""
+    """One simulation; ``simulate`` is the public function."""
 
     def __init__(self, setting: Setting, trace: Sequence[ChurnEvent]) -> None:
         """Starts at time 0 without peers.
@@ -78,7 +78,7 @@ class Simulator(SimulatedCalls):
             trace: Trace of joins, leaves, deaths and changes of speed.
 
         Raises:
-            WhaleError: One of them makes no sense.
+            WhaleError: The settings or the trace are invalid.
         """
         check(setting, trace)
         super().__init__(setting)
@@ -93,7 +93,7 @@ class Simulator(SimulatedCalls):
         self._step_began, self._is_summing, self._updated_at = 0.0, False, 0.0
         self._committed = self._snapshot = self._went_back = 0
         self._looked = self._snapshot_ends = self._whole_since = 0.0
-        self._leases = [0.0] * self._count  # of those that died, until when
+        self._leases = [0.0] * self._count  # of dead peers: end of the lease
         self._speed_since, self._best_speed, self._is_empty = 0.0, 0.0, False
         self._steps: list[float] = []
         self._timeline: list[tuple[float, int]] = []
@@ -105,7 +105,7 @@ class Simulator(SimulatedCalls):
             self._at(event.time, self._happens, event)
 
     def run(self, seconds: float) -> SwarmSimulation:
-        """Runs until the clock shows so many seconds.
+        """Runs until the clock reaches an end time.
 
         Args:
             seconds: End of the simulation.
@@ -147,7 +147,7 @@ class Simulator(SimulatedCalls):
 
     @property
     def _committed_micro_batches(self) -> int:
-        """Micro-batches of committed steps."""
+        """Number of micro-batches of committed steps."""
         return self.setting.micro_batches * self._committed
 
     @property
@@ -160,7 +160,7 @@ class Simulator(SimulatedCalls):
     # Peers come and go.
 
     def _start(self) -> None:
-        """Places those who are there at the start, and begins."""
+        """Places the initial peers, and begins."""
         peers = [*self._alive()]
         if len(peers) < self._count:
             raise WhaleError(
@@ -198,7 +198,7 @@ class Simulator(SimulatedCalls):
         if known is not None and known.is_alive:
             if not known.is_leaving:
                 return
-            self._dies(known, is_silent=False)  # It begins anew before it has gone.
+            self._dies(known, is_silent=False)  # It restarts before it has gone.
         incarnation = self._incarnations.get(event.peer, 0) + 1
         self._incarnations[event.peer] = incarnation
         present = self._loads(with_movers=True)
@@ -215,7 +215,7 @@ class Simulator(SimulatedCalls):
             self._compiles(peer)
 
     def _leaves(self, peer: SimulatedPeer) -> None:
-        """Lets a peer serve until the step is over; one that serves nothing goes at
+        """Lets a peer serve until the step ends; one that serves nothing leaves at
         once.
         """
         self._rebalancer.arrived(peer.name, is_gone=True)
@@ -240,7 +240,7 @@ class Simulator(SimulatedCalls):
             self._at(self.now + self.setting.notice_seconds, self._on_death, peer)
 
     def _on_death(self, peer: SimulatedPeer) -> None:
-        """Trainers know that it is dead: what it had is computed again."""
+        """Trainers notice the death: the peer's results are recomputed."""
         self._rebalancer.arrived(peer.name, is_gone=True)
         peer.coming = None
         if self._peers.get(peer.name) is peer:
@@ -256,7 +256,7 @@ class Simulator(SimulatedCalls):
         self._present[peer.name] = (
             self._present.get(peer.name, 0.0) + self.now - peer.joined
         )
-        # Work that was booked ahead and will not be done.
+        # Cancels reserved work that will not be done.
         ahead = max(0.0, peer.compute_free - self.now)
         self._busy[peer.name] = max(0.0, self._busy.get(peer.name, 0.0) - ahead)
 
@@ -271,7 +271,7 @@ class Simulator(SimulatedCalls):
         self._send_parked(peer.stage)
 
     def _expiry(self) -> float:
-        """Returns an expiry later than any announcement before it, which lifts bans."""
+        """Returns an expiry later than all earlier announcements, which lifts bans."""
         return 1e15 + next(self._numbers)
 
     def _stops_serving(self, peer: SimulatedPeer) -> None:
@@ -280,10 +280,10 @@ class Simulator(SimulatedCalls):
             for wiring in wirings:
                 wiring.leave(peer.name)
 
-    # Newcomers.
+    # New peers.
 
     def _compiles(self, peer: SimulatedPeer) -> None:
-        """Programs of its stage."""
+        """Compiles the programs of a peer's stage."""
         if self.setting.oracle:
             self._serves(peer)
             return
@@ -297,16 +297,16 @@ class Simulator(SimulatedCalls):
             self._goes_ahead()
 
     def _bring(self, peer: SimulatedPeer) -> None:
-        """Begins the download of the step's state, if a peer can."""
+        """Begins the download of the step's state, if the peer is able to."""
         is_free = peer.is_ready and not (peer.is_serving or peer.task)
         if not is_free or peer.is_leaving or self.now < peer.paused_until:
             return
         if peer.late >= 0 and not self._is_between:
-            return  # It needs all of a step.
+            return  # It needs the full state of one step.
         has_source = self._members(peer.stage) or self._snapshot == self._committed
         if not has_source:
             return
-        # Each makes the first state for itself.
+        # Each peer makes the initial state itself.
         cost = self._move_cost(peer.stage, peer.link)
         seconds = cost.download_seconds if self._committed else 0.0
         peer.task = next(self._numbers)
@@ -336,7 +336,7 @@ class Simulator(SimulatedCalls):
         self._goes_ahead()
 
     def _waits_for_newcomers(self, since: float) -> bool:
-        """Whether a step that is ready waits still for those that take its state."""
+        """Whether a ready step still waits for peers that download its state."""
         coming = [
             (peer, peer.coming)
             for peer in self._peers.values()
@@ -360,7 +360,7 @@ class Simulator(SimulatedCalls):
     # Steps.
 
     def _goes_ahead(self) -> None:
-        """Continues what waited for a change."""
+        """Continues after a change."""
         if self._has_lost_a_stage():
             self._goes_back()
         elif self._is_between:
@@ -380,7 +380,7 @@ class Simulator(SimulatedCalls):
             self._sum_if_complete()
 
     def _has_lost_a_stage(self) -> bool:
-        """Whether the state of some stage is nowhere any more."""
+        """Whether the state of some stage is lost."""
         if self.setting.oracle:
             return False
         for stage in range(self._count):
@@ -393,7 +393,7 @@ class Simulator(SimulatedCalls):
         return False
 
     def _goes_back(self) -> None:
-        """All go back to the snapshot, and take its state."""
+        """Rolls all peers back to the snapshot, which they download."""
         self._went_back += 1
         self._committed, self._updated_at = self._snapshot, self.now
         self._snapshot_ends = 0.0
@@ -409,9 +409,9 @@ class Simulator(SimulatedCalls):
         self._prepare()
 
     def _prepare(self) -> None:
-        """A step is over, and the next one is made ready."""
+        """Prepares the next step after a commit."""
         self._is_between, self._ready_since = True, self.now
-        self._whole_since = self.now  # Since when no stage lacks a peer.
+        self._whole_since = self.now  # time since which no stage lacks a peer
         self._is_summing, self._complete_since = False, -1.0
         self._at(self.now + SPARE_SECONDS, self._goes_ahead)
         self._goes_ahead()
@@ -422,7 +422,7 @@ class Simulator(SimulatedCalls):
             mates = [n for n in self._members(peer.stage) if n != peer.name]
             if all(self._peers[name].is_leaving for name in mates):
                 if not all(self._members(stage) for stage in range(self._count)):
-                    continue  # Another stage has nobody; this one is needed still.
+                    continue  # Another stage has no peer, so this one is still needed.
                 self._snapshot = self._committed
             self._stops_serving(peer)
             peer.is_alive = False
@@ -435,9 +435,9 @@ class Simulator(SimulatedCalls):
         return waits and self._waits_for_newcomers(self._whole_since)
 
     def _take_snapshot(self) -> None:
-        """Takes a snapshot where it is due, beside the step that begins.
+        """Takes a snapshot if one is due, while the next step is computed.
 
-        Before it, where updates are delayed.
+        With delayed updates, before that step.
         """
         is_due = self._committed % self.setting.snapshot_every == 0
         seconds = 0.0
@@ -453,7 +453,7 @@ class Simulator(SimulatedCalls):
             self._begin_step()
 
     def _snapshot_taken(self, place: Place, waits: bool) -> None:
-        """Takes the snapshot of a virtual stage; the step may wait for its start."""
+        """Takes the snapshot of a step; the step may wait for its start."""
         if place != self._place:
             return
         self._snapshot = self._committed
@@ -468,7 +468,7 @@ class Simulator(SimulatedCalls):
         self._begin_micro_batches()
 
     def _sum_if_complete(self) -> None:
-        """Sum, where all gradients are there and no newcomer is waited for."""
+        """Sums the gradients if all are available and no new peer is waited for."""
         is_complete = all(self._ledger.is_complete(s) for s in range(self._count))
         if self._is_summing or self._is_between or not is_complete:
             return
@@ -483,7 +483,8 @@ class Simulator(SimulatedCalls):
         sealed = self._ledger.seal()
         seconds = self._sum_seconds()
         if self.setting.delayed_updates:
-            # The update before must be there; that of this step runs beside the next.
+            # The previous update must be done; that of this step runs during the next
+            # one.
             ends = max(self._updated_at, self.now)
             self._updated_at = ends + seconds
         else:
@@ -523,16 +524,16 @@ class Simulator(SimulatedCalls):
         self._steps.append(self.now - self._step_began)
         self._step_began = self.now
         self._timeline.append((self.now, self._committed_micro_batches))
-        # It has nothing to do yet.
+        # It has no calls yet.
         self._ledger = self._fresh_ledger(self._committed)
         self._changed()
         self._look()
         self._prepare()
 
-    # Rebalancing and the books.
+    # Rebalancing and accounting.
 
     def _look_beside(self) -> None:
-        """Looks at the rebalancing while a step is computed; if updates are delayed,
+        """Checks the rebalancing while a step is computed; if updates are delayed,
         between steps.
         """
         if not (self._is_between or self.setting.delayed_updates):
@@ -543,7 +544,7 @@ class Simulator(SimulatedCalls):
         self._at(max(due, later), self._look_beside)
 
     def _look(self) -> None:
-        """Every so often, where nobody is lacking."""
+        """Checks the peers periodically, unless a stage has none."""
         is_whole = all(self._members(stage) for stage in range(self._count))
         if not is_whole or self.now < self._looked + self.setting.period:
             return
@@ -560,9 +561,9 @@ class Simulator(SimulatedCalls):
             self._moves_to(self._peers[move.peer], move.target)
 
     def _send_spare(self, lacking: Sequence[int]) -> None:
-        """A stage that nobody serves is given a peer of a stage that has several.
+        """Gives a stage without peers one from a stage that has several.
 
-        First those that wait for the step, then those of the largest stage.
+        Peers that wait for the step come first, then those of the largest stage.
         """
         if self.setting.rule is Rule.NONE:
             return
@@ -600,7 +601,7 @@ class Simulator(SimulatedCalls):
         )
 
     def _members(self, stage: int) -> list[str]:
-        """Names of those that serve a stage."""
+        """Returns the names of the serving peers of a stage."""
         return [p.name for p in self._alive() if p.stage == stage and p.is_serving]
 
     def _loads(
@@ -629,7 +630,7 @@ class Simulator(SimulatedCalls):
         )
 
     def _changed(self) -> None:
-        """Peers have come, gone or moved: the books of the speed before are closed."""
+        """Accounts for the time before peers joined, left or moved."""
         self._account()
         if self.setting.oracle:
             while (move := optimum_move(self._loads(), self._count)) is not None:
@@ -664,11 +665,11 @@ def simulate(
 
     Args:
         setting: Stages, micro-batches and rebalancing.
-        trace: Trace of the peers; those at time 0 are placed at their best.
+        trace: Trace of the peers; those at time 0 are placed optimally.
         seconds: End of the simulation.
 
     Raises:
-        WhaleError: The setting or the trace makes no sense.
+        WhaleError: The settings or the trace are invalid.
 
     Example:
         >>> from whalejax.swarm.churn import Churn, draw

@@ -1,9 +1,9 @@
 """Chooses the peer of a trainer's next call: interleaved weighted round robin.
 
-SWARM (Ryabinin et al. 2023, section 3.2): each peer has a virtual time, the next call
-goes to the smallest one, and a call adds the seconds that it is expected to take. Over
-time each peer is given calls in proportion to its speed. One ``StageWiring`` is one
-trainer's view of one stage; nothing in it reads a clock.
+SWARM (Ryabinin et al. 2023, section 3.2): each peer has a virtual time; the next call
+goes to the smallest one, and adds its expected seconds. Over time each peer gets calls
+in proportion to its speed. One ``StageWiring`` is one trainer's view of one stage;
+nothing in it reads a clock.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from whalejax.meshes.errors import WhaleError
 
 
 FORWARD_TASK: Final = 1.0
-BACKWARD_TASK: Final = 2.5  # of the paper's code: one backward, in forwards
+BACKWARD_TASK: Final = 2.5  # value in the paper's code: one backward, in forwards
 
 
 @dataclass(slots=True, kw_only=True)
 class _Peer:
-    """State of a peer as a trainer knows it.
+    """State of a peer from a trainer's view.
 
     Attributes:
         incarnation: Incarnation of the process; a restarted peer has a higher one.
-        expires: When its announcement ends.
-        virtual_time: Seconds of work given to it, from a common origin.
-        entry: Number of its newest entry in the heap; older ones are skipped.
-        weighted_seconds: Moving average of seconds a task, not yet corrected.
-        weight: The average's share of measurements; 1 after many.
-        guessed_tasks: Tasks charged before anything was measured.
-        guessed_seconds: Estimated seconds of its calls under way.
-        in_flight: Calls of this trainer that have not ended.
-        queued_by_others: Calls of other trainers that wait at it.
-        answered: When its last answer came.
-        is_banned: Nothing is sent to it until it announces itself anew.
+        expires: Time at which its announcement ends.
+        virtual_time: Seconds of assigned work, from a common origin.
+        entry: Number of its latest entry in the heap; older ones are skipped.
+        weighted_seconds: Uncorrected moving average of the seconds per task.
+        weight: Share of measurements in the average; 1 after many.
+        guessed_tasks: Tasks charged before the first measurement.
+        guessed_seconds: Estimated seconds of its pending calls.
+        in_flight: Pending calls of this trainer.
+        queued_by_others: Waiting calls of other trainers.
+        answered: Time of its last answer.
+        is_banned: Whether nothing is sent to it until it announces itself again.
     """
 
     incarnation: int
@@ -56,7 +56,7 @@ class _Peer:
 
 
 class StageWiring:
-    """The peers of one stage, as one trainer sees them.
+    """The peers of one stage, from one trainer's view.
 
     Example:
         >>> wiring = StageWiring(seed=0)
@@ -75,8 +75,8 @@ class StageWiring:
 
         Args:
             seed: Seed of the random order of peers with equal virtual time.
-            alpha: Weight of the newest measurement in a peer's average.
-            initial_seconds: Expected of a task while no peer has been measured.
+            alpha: Weight of the latest measurement in a peer's average.
+            initial_seconds: Expected seconds of a task before the first measurement.
         """
         if not 0 < alpha <= 1 or not initial_seconds > 0:
             raise WhaleError(
@@ -92,18 +92,18 @@ class StageWiring:
         self._newest_virtual_time = 0.0
 
     def announce(self, peer: str, incarnation: int, now: float, expires: float) -> None:
-        """Takes note of a peer's announcement; of what is known already, nothing.
+        """Records a peer's announcement; ignores a known one.
 
-        A newcomer enters at the smallest virtual time, so it is tried at once and has
+        A new peer gets the smallest virtual time, so it is tried at once and has
         neither debt nor credit. A ban ends with a higher incarnation, or with an
-        announcement that expires later than the one it was banned under: the registry
-        may still show the old one.
+        announcement that expires later than the banned one: the registry may still show
+        the old one.
 
         Args:
-            peer: Its name.
+            peer: Name of the peer.
             incarnation: Incarnation of its process.
-            now: Seconds.
-            expires: When the announcement ends, in seconds of the same clock.
+            now: Current time in seconds.
+            expires: End of the announcement, in seconds of the same clock.
         """
         if expires <= now:
             return
@@ -127,13 +127,13 @@ class StageWiring:
                 self._push(peer)
 
     def reported(self, peer: str, queue_length: int) -> None:
-        """Takes note of how many calls a peer says wait at it, those in work included.
+        """Records the number of calls that a peer reports as waiting or running.
 
-        This trainer's own calls are in its virtual time already; what others queue
-        there is added to its key.
+        This trainer's own calls are already in its virtual time; those of others are
+        added to its key.
 
         Args:
-            peer: Its name.
+            peer: Name of the peer.
             queue_length: Number of waiting calls of all trainers.
         """
         known = self._peers.get(peer)
@@ -148,13 +148,13 @@ class StageWiring:
     def choose(
         self, now: float, task: float = FORWARD_TASK, avoid: Collection[str] = ()
     ) -> str | None:
-        """The peer for the next call, charged with it; none where there is none.
+        """Returns the peer for the next call, and charges it; None if there is no peer.
 
         Args:
-            now: Seconds.
+            now: Current time in seconds.
             task: Size of the call, in forwards of a micro-batch.
-            avoid: Peers that are taken only where there is no other, such as those
-                that have just failed at this very call.
+            avoid: Peers to choose only if there is no other, such as those that just
+                failed this call.
         """
         kept: list[tuple[float, float, str, int]] = []
         chosen = None
@@ -193,22 +193,21 @@ class StageWiring:
         *,
         incarnation: int | None = None,
     ) -> None:
-        """Takes note of a call that was answered.
+        """Records an answered call.
 
-        What counts is the time since the peer's last answer, if the call was sent
-        before it: waiting behind this trainer's own calls says how many they were, not
-        how fast the peer is, and averages of it swing when a step begins. Waiting
-        behind the calls of others is counted.
+        If the call was sent before the peer's last answer, only the time since that
+        answer counts. Waits behind this trainer's own calls show their number, not the
+        peer's speed, and averages of them oscillate when a step begins. Waits behind
+        others' calls count.
 
         Args:
-            peer: Its name.
-            task: Size of the call, as it was chosen for.
-            seconds: From sending to the answer, queue and wire included.
-            now: When the answer came, in seconds.
-            warm: Whether the time counts; a call that compiled, or that waited for one
-                that did, says nothing about the next.
-            incarnation: Incarnation that was called; calls to an earlier one are
-                ignored.
+            peer: Name of the peer.
+            task: Size of the call, as passed to ``choose``.
+            seconds: Seconds from sending to the answer, including queue and wire.
+            now: Time of the answer, in seconds.
+            warm: Whether the time counts; not if the call compiled, or waited for one
+                that did.
+            incarnation: Called incarnation; calls to an earlier one are ignored.
         """
         known = self._current_peer(peer, incarnation)
         if known is None:
@@ -229,24 +228,22 @@ class StageWiring:
         task: float = FORWARD_TASK,
         incarnation: int | None = None,
     ) -> None:
-        """Takes note of a call that failed; it is charged what it has cost.
+        """Records a failed call, and charges its cost.
 
         Args:
-            peer: Its name.
-            seconds: Seconds that the caller lost: of a call that timed out, its
-                deadline.
-            now: Seconds.
-            ban: Nothing more is sent to it until it announces itself anew.
+            peer: Name of the peer.
+            seconds: Seconds that the caller lost; for a timeout, the deadline.
+            now: Current time in seconds.
+            ban: Whether nothing more is sent to it until it announces itself again.
             task: Size of the call.
-            incarnation: Incarnation that was called; a restarted peer is not to blame
-                for what its predecessor did not answer.
+            incarnation: Called incarnation; failures of an earlier one do not count.
         """
         known = self._current_peer(peer, incarnation)
         if known is None:
             return
         known.in_flight = max(0, known.in_flight - 1)
         expected = self._expected(known) * task
-        # Never charge less than was expected: a refused connection ends at once, and
+        # Never charge less than expected: a refused connection ends at once, which
         # would make the peer look fast.
         if seconds > expected:
             if known.weight > 0:
@@ -257,29 +254,31 @@ class StageWiring:
             self._push(peer)
 
     def leave(self, peer: str) -> None:
-        """A peer has left the stage; a newer announcement brings it back."""
+        """Removes a peer from the stage until a later announcement."""
         known = self._peers.get(peer)
         if known is not None:
             known.is_banned = True
 
     def peers(self, now: float) -> tuple[str, ...]:
-        """The peers that may be chosen now, by name."""
+        """Returns the names of the peers that may be chosen now."""
         return tuple(sorted(self._live(now)))
 
     def incarnation(self, peer: str) -> int | None:
-        """The newest incarnation that was announced; none of an unknown peer."""
+        """Returns the latest announced incarnation; None for an unknown peer."""
         known = self._peers.get(peer)
         return None if known is None else known.incarnation
 
     def seconds_per_task(self, peer: str) -> float | None:
-        """A peer's average, queue and wire included; none before a measurement."""
+        """Returns a peer's average, including queue and wire; None before a
+        measurement.
+        """
         known = self._peers.get(peer)
         if known is None or known.weight == 0:
             return None
         return known.weighted_seconds / known.weight
 
     def in_flight(self, peer: str) -> int:
-        """Calls of this trainer at a peer that have not ended."""
+        """Returns the number of this trainer's pending calls at a peer."""
         known = self._peers.get(peer)
         return 0 if known is None else known.in_flight
 
@@ -300,7 +299,9 @@ class StageWiring:
                 self._push(peer)
 
     def _expected(self, known: _Peer) -> float:
-        """Seconds of a task at a peer; of one not measured, its mates' mean."""
+        """Returns the expected seconds of a task at a peer; if unmeasured, the others'
+        mean.
+        """
         if known.weight > 0:
             return known.weighted_seconds / known.weight
         measured = [

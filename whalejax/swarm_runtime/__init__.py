@@ -1,6 +1,6 @@
-"""Swarms that run: peers serve stages, trainers send micro-batches through them.
+"""Running swarms: peers serve stages, trainers send micro-batches through them.
 
-What they decide, ``whalejax.swarm`` decides for them. ``cut`` and ``stage`` compute,
-``worker`` and ``peer`` serve, ``trainer``, ``passage`` and ``commit`` lead, ``wire``
-carries.
+``whalejax.swarm`` makes the decisions. ``staged_job`` and ``peer_programs`` compute,
+``peer_worker`` and ``peer`` serve, ``trainer``, ``micro_batch_route`` and ``commit``
+lead, ``wire`` has the messages.
 """

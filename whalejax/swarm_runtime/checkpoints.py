@@ -1,7 +1,7 @@
-"""Checkpoints of a whole swarm, which any plan restores, and those of others read.
+"""Checkpoints of a full swarm, which any plan restores, and those of other plans.
 
-A snapshot is what peers hold; a checkpoint is an ordinary training state. They are the
-same arrays in another order.
+A snapshot has the arrays of the peers; a checkpoint is an ordinary training state. They
+have the same arrays in another order.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from whalejax.swarm_runtime.trainers.trainer_state import Snapshot
 
 
 class Checkpoints:
-    """Reads and writes the checkpoints of a cut; what ``elastic.async_checkpoints``
-    asks.
+    """Reads and writes the checkpoints of a staged job, for
+    ``elastic.async_checkpoints``.
     """
 
     def __init__(self, cut: StagedJob) -> None:
-        """Remembers the job whose states are written."""
+        """Stores the job whose states are written."""
         self._cut = cut
 
     def state_of(self, snapshot: Snapshot) -> TrainState:
-        """The training state of a snapshot with arrays."""
+        """Returns the training state of a snapshot with arrays."""
         assert snapshot.arrays is not None
         parts = {
             stage: self._cut.typed(stage, arrays)
@@ -43,12 +43,12 @@ class Checkpoints:
         return self._cut.full_state(parts)
 
     def snapshot_of(self, state: TrainState) -> Snapshot:
-        """The snapshot of a training state."""
+        """Returns the snapshot of a training state."""
         raw = [
             np.asarray(jax.random.key_data(x) if is_key(x) else x)
             for x in jax.tree.leaves(state)
         ]
-        # Where updates are delayed, the next step is computed as the first one is.
+        # With delayed updates, the next step is computed as the first one is.
         arrays = {
             stage: [
                 raw[n] for n in (*self._cut.leaf_numbers(stage), *self._cut.late(stage))
@@ -58,7 +58,7 @@ class Checkpoints:
         return Snapshot(step=int(np.asarray(state.step)), arrays=arrays)
 
     def restore(self, path: str | os.PathLike[str]) -> TrainState:
-        """The state of a checkpoint, whatever plan wrote it."""
+        """Returns the state of a checkpoint, whatever plan wrote it."""
         place = SingleDeviceSharding(self._cut.device)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -68,7 +68,7 @@ class Checkpoints:
         return state
 
     def newest(self, folder: Path) -> tuple[Snapshot, tuple[str, ...]] | None:
-        """The newest whole checkpoint of a folder and notes, if there is one."""
+        """Returns the newest complete checkpoint of a folder with notes, or None."""
         newest = restore_newest(self, checkpoints(folder))
         if newest is None:
             return None
@@ -76,13 +76,13 @@ class Checkpoints:
         return self.snapshot_of(newest.state), newest.notes
 
     def _check_samples(self, state: TrainState, path: Path) -> None:
-        """Refuses a checkpoint of batches of another size.
+        """Refuses a checkpoint of a run with another batch size.
 
-        Peers know a batch by the number of its step, so samples would be left out or
-        taken twice.
+        Peers identify a batch by the number of its step, so samples would be skipped or
+        used twice.
 
         Raises:
-            WhaleError: The samples that it saw are not those of such batches.
+            WhaleError: The number of samples does not match such batches.
         """
         step, size = int(np.asarray(state.step)), self._cut.size
         if state.samples in (None, step * size):
@@ -95,16 +95,16 @@ class Checkpoints:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the swarm."""
+        """Plan of the swarm."""
         return self._cut.plan
 
     @property
     def parts_matter(self) -> bool:
-        """Whether another number of micro-batches computes something else."""
+        """Whether the result depends on the number of micro-batches."""
         return depends_on_parts(self._cut.plan, self._cut.adapter)
 
     def copy_state(self, state: TrainState) -> TrainState:
-        """The state itself: a snapshot's arrays are its own."""
+        """Returns the state itself, since a snapshot has its own arrays."""
         return state
 
     def save(
@@ -114,8 +114,8 @@ class Checkpoints:
 
         Args:
             path: Path of the new checkpoint.
-            state: State to write; it is not donated.
-            before_it_appears: Raises where it may not.
+            state: State to write, which is not donated.
+            before_it_appears: Function that raises if the checkpoint must not appear.
         """
         save(
             path,

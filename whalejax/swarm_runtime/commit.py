@@ -1,9 +1,9 @@
-"""The end of a step: each stage's peers sum what the ledger says, and apply it.
+"""The end of a step: each stage's peers sum the ledger's gradients, and apply them.
 
-Nothing is applied before all gradients of all stages are held. Peers that are lost
-before the sum have their micro-batches computed again by mates; those lost after it are
-dropped, because applying is the same for all. A peer that could not finish takes the
-state of a mate before the next step.
+Nothing is applied before peers have all gradients of all stages. If peers are lost
+before the sum, others recompute their micro-batches; those lost after it are dropped,
+because the update is the same on all. A peer that could not finish downloads the state
+of another before the next step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SwarmStepCommit:
         passages: Sequence[MicroBatchRoute],
         pool: ThreadPoolExecutor,
     ) -> None:
-        """Prepares the commit; no peer is asked yet."""
+        """Prepares the commit; calls no peer yet."""
         self._context, self._passages, self._pool = context, passages, pool
         self._holders: dict[int, Holders] = {}
         self._rounds: dict[int, int] = {}
@@ -54,14 +54,13 @@ class SwarmStepCommit:
         self.digests: dict[int, str] = {}
 
     def run(self, sums: Sequence[np.ndarray]) -> dict[int, str]:
-        """Sums and applies the gradients, and returns the digest of each stage's new
-        state.
+        """Sums and applies the gradients; returns the digest of each stage's new state.
 
         Args:
             sums: Total, weight and metrics of all micro-batches.
 
         Raises:
-            StageLost: A stage has nobody left.
+            StageLost: A stage has no peer left.
         """
         context = self._context
         stages = range(context.cut.stages)
@@ -72,7 +71,7 @@ class SwarmStepCommit:
             told = self._each(one, stages)
             self._heard.append({n: x for one in told for n, x in one.items()})
         with context.lock:
-            # Who was lost after the sum is in it: what it held is applied.
+            # The sum includes peers lost after it.
             context.ledger.commit(self.digests)
         return self.digests
 
@@ -80,8 +79,8 @@ class SwarmStepCommit:
     def sum_error(self) -> float | None:
         """Returns the relative error that the wire format adds to the summed gradients.
 
-        The root of the sum of the squares of what each peer lost as it sent; none where
-        gradients are sent whole.
+        It is the root of the sum of squares of each peer's loss; None if gradients are
+        sent uncoded.
         """
         if self._context.sum_wire == "f32":
             return None
@@ -90,11 +89,11 @@ class SwarmStepCommit:
 
     @property
     def applied(self) -> set[str]:
-        """Names of the peers that hold the new state."""
+        """Names of the peers with the new state."""
         return self._applied
 
     def _each(self, do: Callable[[int], Any], stages: Sequence[int]) -> list[Any]:
-        """Does something for all stages at once; the first error is raised."""
+        """Runs a function for all stages in parallel; raises the first error."""
         waiting = [self._pool.submit(do, stage) for stage in stages]
         each, errors = [], []
         for one in waiting:
@@ -107,7 +106,7 @@ class SwarmStepCommit:
         return each
 
     def _complete(self) -> None:
-        """Seal, when all is there; what was lost since it was summed is made again."""
+        """Seals the complete ledger; lost gradients are recomputed first."""
         context = self._context
         lacking = [0]
         for _ in range(MOST_ATTEMPTS):
@@ -132,7 +131,7 @@ class SwarmStepCommit:
     # The sum.
 
     def _sum(self, stage: int) -> None:
-        """Has a stage's peers sum; until all that are there have done so."""
+        """Has a stage's peers sum, until all present ones have done so."""
         context = self._context
         for _ in range(MOST_ATTEMPTS):
             for passage in self._passages:
@@ -154,8 +153,8 @@ class SwarmStepCommit:
         raise self._run_end_error(stage, "sum")
 
     def _sum_seconds(self, stage: int, peers: int) -> float:
-        """Returns the seconds of a sum, for its bytes over the slowest link that is
-        counted on.
+        """Returns the seconds of a sum: its bytes over the slowest link that is allowed
+        for.
         """
         cut = self._context.cut
         wire = self._context.sum_wire
@@ -163,7 +162,7 @@ class SwarmStepCommit:
         return sent / SLOWEST_BYTES_PER_SECOND
 
     def _note(self, stage: int, answers: Mapping[str, Summed]) -> None:
-        """Writes down what the peers say that they added."""
+        """Records the peers' reports on their sums."""
         added = {
             name: (answer.numbers, answer.attempts) for name, answer in answers.items()
         }
@@ -175,9 +174,7 @@ class SwarmStepCommit:
             self._context.ledger.summed(stage, added)
 
     def _assigned(self, stage: int, members: Sequence[PeerRecord]) -> Holders | None:
-        """Returns the micro-batches that each peer holds; None where a peer was lost
-        meanwhile.
-        """
+        """Returns the micro-batches of each peer; None if a peer was lost meanwhile."""
         context = self._context
         with context.lock:
             if not context.ledger.is_complete(stage):
@@ -201,7 +198,9 @@ class SwarmStepCommit:
         question: Question[A],
         seconds: float,
     ) -> dict[str, A]:
-        """The answers of those that answered; others are taken note of."""
+        """Returns the answers of the peers that answered; records the failures of
+        others.
+        """
         context = self._context
         if context.stop.is_set():
             raise StopRequested
@@ -282,7 +281,7 @@ class SwarmStepCommit:
     def _level(
         self, stage: int, level: int, sums: Sequence[np.ndarray]
     ) -> dict[int, np.ndarray]:
-        """A round of the update; what the stage tells all others."""
+        """Runs a round of the update; returns the values that the stage broadcasts."""
         for _ in range(MOST_ATTEMPTS):
             answers: dict[str, StageValues] = {}
             for before in range(level + 1):
@@ -291,7 +290,7 @@ class SwarmStepCommit:
                     break
             if answers:
                 return self._majority_values(stage, level, answers)
-            # Nobody has it all: what the lost held is summed anew.
+            # No peer has all: the gradients of lost ones are summed again.
             for member in self._members[stage]:
                 if not self._context.fleet.has(member):
                     self._context.lose(member, "it was lost before the update")
@@ -334,7 +333,7 @@ class SwarmStepCommit:
         return result
 
     def _is_whole(self, stage: int, level: int, answer: StageValues) -> bool:
-        """Whether an answer has the numbers that a stage tells all others."""
+        """Whether an answer has the values that a stage broadcasts."""
         cut = self._context.cut
         wanted = [cut.update.steps.avals[n] for n in cut.broadcast_values(level, stage)]
         sent = [(x.shape, x.dtype) for x in answer.arrays]
@@ -344,9 +343,7 @@ class SwarmStepCommit:
     def _majority_values(
         self, stage: int, level: int, answers: Mapping[str, StageValues]
     ) -> dict[int, np.ndarray]:
-        """Returns the answers of the majority; peers that differ from it are out of
-        sync.
-        """
+        """Returns the answers of the majority; the other peers are out of sync."""
         context = self._context
         late = [m for m in self._members[stage] if m.name not in answers]
         if level < context.cut.update.rounds - 1:

@@ -1,12 +1,12 @@
-"""The way of one micro-batch through the stages and back, over whoever is there.
+"""The route of one micro-batch through the stages and back, over present peers.
 
-Each stage is asked for its part by a small call; tensors go from peer to peer. Where a
-peer is lost, what it made and is still needed is made again by a mate, and nothing else
-is. Where one peer cannot reach another, the trainer asks the other itself before it
-believes that.
+A small call asks each stage for its part; tensors go from peer to peer. If a peer is
+lost, others recompute those of its results that are still needed, and nothing else. If
+one peer cannot reach another, the trainer pings the other itself before it believes the
+report.
 
-The module is long because what a lost peer made can be asked for at any point of the
-way: split, the parts would share all of ``MicroBatchRoute``'s state.
+The module is long because any point of the route may need results of a lost peer: parts
+of it would share all of ``MicroBatchRoute``'s state.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from whalejax.wire.swarm_messages import BackwardCall, Forward, MadeBy, Ping, Re
 
 
 MOST_ATTEMPTS: Final = 100
-"""Of one part of one micro-batch; a run in which more are needed is ended."""
+"""Most attempts at one part of one micro-batch, after which the run ends."""
 
 PING_SECONDS: Final = 5.0
-"""In which a peer that another cannot reach answers the trainer, if it is there."""
+"""Seconds in which a peer that another cannot reach must answer the trainer."""
 
 
 class StageLost(Exception):
-    """The step cannot go on: a stage has lost all that held its state."""
+    """The step cannot go on: a stage has lost all peers with its state."""
 
     def __init__(self, stage: int) -> None:
         super().__init__(f"stage {stage}")
@@ -51,19 +51,19 @@ class StageLost(Exception):
 
 
 class StopRequested(Exception):
-    """The process was asked to end."""
+    """The process was asked to stop."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Counts of faults in a run, and of the recoveries from them.
+    """Counts of faults in a run, and of recoveries.
 
     Attributes:
         failed: Calls without an answer.
-        late: Number of those that ran into their deadline.
-        refused: Answers that were words.
-        recomputed: Parts of micro-batches that were computed again.
-        late_answers: Answers to calls that had been given up.
+        late: Number of those that missed their deadline.
+        refused: Answers that were refusals.
+        recomputed: Parts of micro-batches that were recomputed.
+        late_answers: Answers to abandoned calls.
     """
 
     failed: int = 0
@@ -83,20 +83,20 @@ class StepContext:
         lock: Lock of the ledger and the counts.
         run, generation, step: Identity of the run and its generation, and the number of
             the step.
-        state: Steps done in the state that its calls are computed with.
-        batch: Address of who gives micro-batches.
-        sum_wire: Wire format of gradients that stage peers send while they sum them.
+        state: Number of steps in the state for the calls.
+        batch: Address of the process that gives micro-batches.
+        sum_wire: Wire format of gradients during their reduction over a stage's peers.
         call_seconds: Deadline of a call.
-        await_peer: Waits until a stage has a peer that may be asked; raises where it
+        await_peer: Function that waits until a stage has a usable peer; raises if it
             will have none.
         tell: Function that reports events.
         counts: Counts of the run.
-        not_finite: Peers that made a non-finite result since the last applied step, by
-            step, phase and stage.
-        overflowed: Peers whose sums or states were not finite, by stage.
+        not_finite: Peers with a non-finite result since the last applied step, by step,
+            phase and stage.
+        overflowed: Peers with non-finite sums or states, by stage.
         failures: Number of errors that peers raised since the last applied step, by
             step, call, stage and micro-batch.
-        stop: Set where the step is to end at once.
+        stop: Event that ends the step at once.
     """
 
     cut: StagedJob
@@ -122,18 +122,18 @@ class StepContext:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def at(self) -> dict[str, Any]:
-        """Run, generation and step, as every question names them."""
+        """Run, generation and step, as every question has them."""
         return {"run": self.run, "generation": self.generation, "step": self.step}
 
     def lose(self, member: PeerRecord, why: str) -> None:
-        """A peer did not answer: what it held is to be computed again."""
+        """Records that a peer did not answer, so that its results are recomputed."""
         with self.lock:
             lost = self.ledger.lost_with(member.name, member.incarnation)
         if lost:
             self.tell("lost", peer=member.name, why=why, parts=len(lost))
 
     def lose_gone(self, stage: int) -> None:
-        """Marks results for recomputation whose peers no longer serve a stage."""
+        """Marks the results of peers that left a stage for recomputation."""
         here = {(m.name, m.incarnation) for m in self.fleet.usable(stage)}
         with self.lock:
             held = self.ledger.holders(stage)
@@ -144,7 +144,7 @@ class StepContext:
             self.tell("lost", peer=name, why=why, parts=len(parts))
 
     def member(self, name: str) -> PeerRecord | None:
-        """A peer by its name; none where its lease has ended."""
+        """Returns a peer by name; None if its lease has ended."""
         return next((m for m in self.fleet.members() if m.name == name), None)
 
     def unreached(
@@ -156,14 +156,15 @@ class StepContext:
         loses: bool = True,
         late: bool = False,
     ) -> None:
-        """A peer could not reach another: find out which is at fault, and drop it.
+        """Finds out which of two peers is at fault if one cannot reach the other; drops
+        it.
 
         Args:
-            reporter: The one that says so.
-            blamed: The other.
+            reporter: Peer that reports the fault.
+            blamed: Peer that it could not reach.
             why: Reason, as a clause.
-            loses: Whether the peer's results are computed again.
-            late: The other took too long, as one does that was stopped for a while.
+            loses: Whether the dropped peer's results are recomputed.
+            late: Whether the other took too long, as after a pause of its process.
         """
         fleet, culprit = self.fleet, blamed
         try:
@@ -186,10 +187,10 @@ class StepContext:
             self.lose(culprit, why)
 
     def overflow(self, stage: int, member: PeerRecord, why: str) -> None:
-        """A sum or a state is not finite; a second peer that says so ends the run.
+        """Records a non-finite sum or state; a second such peer ends the run.
 
         Raises:
-            WhaleError: It is the model, not the peer.
+            WhaleError: The model is at fault, not the peer.
         """
         with self.lock:
             by = self.overflowed.setdefault(stage, set())
@@ -210,17 +211,16 @@ class StepContext:
     def broken(
         self, what: str, stage: int, number: int, member: PeerRecord, why: str
     ) -> None:
-        """A peer raised an error of its own; where all that serve do, the run ends.
+        """Records an error in a peer; if all serving peers fail, the run ends.
 
         Args:
             what: Call that failed, as a phrase.
-            stage, number: Stage and micro-batch of the call; -1 where there is no
-                micro-batch.
-            member: The peer.
+            stage, number: Stage and micro-batch of the call; -1 without a micro-batch.
+            member: Peer that failed.
             why: Reason, as a clause.
 
         Raises:
-            WhaleError: It is the code that they run, not the peer.
+            WhaleError: The code of the peers is at fault, not the peer.
         """
         with self.lock:
             key = self.step, what, stage, number
@@ -241,11 +241,11 @@ class StepContext:
             )
 
     def refuse(self, phase: str, stage: int, number: int, name: str, why: str) -> None:
-        """A peer made something that is not finite: it is left alone for long.
+        """Records a non-finite result; the peer gets a long pause.
 
         Raises:
-            WhaleError: Another peer made the same, so that it is the model; or there
-                is no other that could make it.
+            WhaleError: Another peer made the same, so the model is at fault; or no
+                other could make it.
         """
         with self.lock:
             key = self.step, phase, stage
@@ -275,10 +275,10 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
-    """Holders of a stage's result for a micro-batch.
+    """Peer with a stage's result for a micro-batch.
 
     Attributes:
-        member: The peer.
+        member: Peer with the result.
         attempt: Attempt of the call that made it.
         lost: Relative squared error that the wire format adds.
     """
@@ -289,11 +289,11 @@ class StageResult:
 
 
 class MicroBatchRoute:
-    """One micro-batch of one step.
+    """Route of one micro-batch of one step.
 
     Attributes:
-        sums: Total, weight and metrics of the loss, flat, once they are known.
-        backward: Holder of the gradient, by stage.
+        sums: Flat total, weight and metrics of the loss, when known.
+        backward: Result with the gradient, by stage.
     """
 
     def __init__(self, context: StepContext, number: int) -> None:
@@ -309,13 +309,13 @@ class MicroBatchRoute:
         self.sums: tuple[Any, ...] = ()
 
     def run(self, first: int = 0) -> None:
-        """Takes the micro-batch through all stages and back.
+        """Sends the micro-batch through all stages and back.
 
         Args:
-            first: Least number of an attempt that no other trainer used before.
+            first: Smallest attempt number not used by another trainer.
 
         Raises:
-            StageLost: A stage has nobody left.
+            StageLost: A stage has no peer left.
         """
         with self._lock:
             self._attempts = max(self._attempts, first)
@@ -325,7 +325,7 @@ class MicroBatchRoute:
                 self.need_backward(stage)
 
     def remake_gradient(self, stage: int) -> None:
-        """Makes the gradient of a stage again, if its holder was lost."""
+        """Recomputes the gradient of a stage, if its peer was lost."""
         with self._lock:
             self.need_backward(stage)
 
@@ -333,18 +333,18 @@ class MicroBatchRoute:
     def wire_error(self) -> float:
         """Returns the relative error that the wire format adds to tensors.
 
-        The root of the mean of squares, over all borders there and back.
+        It is the root mean square over all borders, forward and backward.
         """
         borders = self._context.cut.stages - 1
         with self._lock:
             made = [*self._forward.values(), *self.backward.values()]
             return math.sqrt(sum(one.lost for one in made) / (2 * borders))
 
-    # What another trainer has had made.
+    # Results from another trainer.
 
     @property
     def results(self) -> MadeBy:
-        """Phase, stage and holder of all that was made, as ``take_in`` takes it."""
+        """Phase, stage and peer of all results, in the form of ``take_in``."""
         with self._lock:
             held = {Phase.FORWARD: self._forward, Phase.BACKWARD: self.backward}
             return [
@@ -367,18 +367,18 @@ class MicroBatchRoute:
         sums: Sequence[Any],
         attempts: range,
     ) -> None:
-        """Counts what another trainer has had made of this micro-batch.
+        """Adopts another trainer's results for this micro-batch.
 
-        What peers held that are gone by now is made again before the sum.
+        Results of peers that are lost by now are recomputed before the sum.
 
         Args:
-            trainer: Its name.
+            trainer: Name of the trainer.
             made: Results by stage and phase, as in ``results``.
             sums: Total, weight and metrics of the loss.
-            attempts: Attempts that the other trainer may have made.
+            attempts: Possible attempt numbers of the other trainer.
 
         Raises:
-            Refused: It is no result of a micro-batch.
+            RefusedRequestError: The values are no result of a micro-batch.
         """
         context, stages = self._context, range(self._context.cut.stages)
         wanted = [(str(Phase.BACKWARD), s) for s in stages]
@@ -417,10 +417,10 @@ class MicroBatchRoute:
             context.ledger.count_from(self._number, attempts.stop)
             self.sums = tuple(read)
 
-    # What is there, or is made.
+    # Existing or new results.
 
     def need_forward(self, stage: int) -> StageResult:
-        """Returns the forward result of a stage, computed again where it was lost."""
+        """Returns the forward result of a stage, recomputed if it was lost."""
         while True:
             made = self._forward.get(stage)
             if made is not None and self._context.fleet.has(made.member):
@@ -431,7 +431,7 @@ class MicroBatchRoute:
                 self._forward[stage] = result
 
     def need_backward(self, stage: int) -> StageResult:
-        """The gradient of a stage, and what it hands back."""
+        """Returns the result with a stage's gradient and cotangents."""
         context = self._context
         while True:
             made = self.backward.get(stage)
@@ -447,7 +447,7 @@ class MicroBatchRoute:
                 self.backward[stage] = result
 
     def _ask(self, stage: int, phase: Phase) -> StageResult | None:
-        """One attempt; none where it failed."""
+        """Makes one attempt; returns None if it failed."""
         context = self._context
         if context.stop.is_set():
             raise StopRequested
@@ -501,7 +501,7 @@ class MicroBatchRoute:
         return self._record_answer(stage, phase, made, attempt, answer.arrays)
 
     def _begin(self, stage: int, phase: Phase, member: PeerRecord) -> Attempt | None:
-        """Notes an attempt. What forward makes is no gradient and may be made twice."""
+        """Begins an attempt in the ledger; a forward result may be made twice."""
         context = self._context
         with context.lock:
             if (str(phase), stage) in self._made:
@@ -557,10 +557,10 @@ class MicroBatchRoute:
         begun: float,
         task: float,
     ) -> None:
-        """Takes note of who is at fault, so that the next attempt goes elsewhere."""
+        """Records the peer at fault, so that the next attempt goes elsewhere."""
         context, fleet = self._context, self._context.fleet
         if context.stop.is_set():
-            raise StopRequested  # The step may be over: nobody is to blame.
+            raise StopRequested  # The step may be over: nobody is at fault.
         seconds = fleet.now() - begun
         self._failure = f"{member.name}: {error}"
         with context.lock:
@@ -599,7 +599,7 @@ class MicroBatchRoute:
             self._blamed(member, error)
 
     def _cut_off(self, member: PeerRecord, why: str) -> None:
-        """A peer does not reach the trainer; it is dropped where it has mates."""
+        """Drops a peer that cannot reach the trainer, if its stage has others."""
         context = self._context
         context.tell("failed", peer=member.name, why=why)
         if len(context.fleet.usable(member.stage)) > 1:
@@ -608,7 +608,7 @@ class MicroBatchRoute:
             context.lose(member, why)
 
     def _blamed(self, reporter: PeerRecord, error: RefusedRequestError) -> None:
-        """Handles the report that another peer did not give what it was asked for."""
+        """Handles a report that another peer did not give a requested value."""
         context = self._context
         result = self._made_by(error.blame)
         blamed = context.member(error.blame) if result is None else result[2].member
@@ -627,9 +627,7 @@ class MicroBatchRoute:
             context.tell("refused", peer=error.blame, why=error.why)
 
     def _made_by(self, name: str) -> tuple[int, Phase, StageResult] | None:
-        """Returns stage, phase and holder of a peer's result for this micro-batch, or
-        None.
-        """
+        """Returns stage, phase and result of a peer for this micro-batch, or None."""
         for phase, held in (
             (Phase.FORWARD, self._forward),
             (Phase.BACKWARD, self.backward),

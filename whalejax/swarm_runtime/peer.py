@@ -1,8 +1,8 @@
 """A process of a swarm that serves one stage: joins, announces itself, leaves in order.
 
-It goes on while the registry is away, and joins again where that has forgotten it. Who
-asks it to leave (SIGTERM, Ctrl-C) waits until the step is over, however long it takes,
-so that nobody computes again what it holds.
+It continues while the registry is unavailable, and joins again if that has forgotten
+it. A request to leave (SIGTERM, Ctrl-C) takes effect after the step, however long that
+takes, so that no other peer recomputes its results.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from whalejax.wire.swarm_messages import (
 BEAT_SECONDS: Final = 1.0
 JOIN_SECONDS: Final = 60.0
 JOIN_ASK_SECONDS: Final = 60.0
-"""In which a registry answers a newcomer; it asks others meanwhile."""
+"""Seconds in which a registry answers a joining peer, while it checks links."""
 
 LEAVE_SECONDS: Final = 2 * LEASE_SECONDS
-"""A peer that leaves waits for a registry that does not answer for so long."""
+"""Seconds that a leaving peer waits for a registry that does not answer."""
 
 LEAVE_BEAT_SECONDS: Final = 0.1
 PATIENCE_SECONDS: Final = 3600.0
@@ -54,15 +54,14 @@ ASK_SECONDS: Final = 10.0
 
 
 class Peer:
-    """One peer, in threads of its own.
+    """One peer, in its own threads.
 
     Attributes:
-        name: Unique for the process.
-        worker: Worker that computes.
-        refused: Reason why the registry refused its newest announcement; empty
-            otherwise.
-        over: Reason why the run has ended; empty while it goes on.
-        failed: Whether the run ended by a failure.
+        name: Unique name for the process.
+        worker: Worker of the peer.
+        refused: Reason why the registry refused the latest announcement; else empty.
+        over: Reason why the run has ended; empty before that.
+        failed: Whether the run ended with a failure.
     """
 
     def __init__(
@@ -86,17 +85,17 @@ class Peer:
         Args:
             cut: Staged job.
             key: Key of the swarm.
-            registry: Its address.
+            registry: Address of the registry.
             stage: Number of the stage to serve, or ``ANY``.
-            host, port: Address to listen at; others reach it there.
+            host, port: Address on which it listens; others reach it there.
             wire: Wire format of tensors, the same for all peers.
-            sum_wire: Wire format of gradients that stage peers send while they sum
-                them.
-            pull_seconds: Deadline of a tensor that another peer is asked for.
-            beat_seconds: Between announcements.
-            patience_seconds: Longest wait in seconds for a registry that does not
-                answer any more.
-            hook: Called at points of the protocol.
+            sum_wire: Wire format of gradients during their reduction over a stage's
+                peers.
+            pull_seconds: Deadline of a tensor requested from another peer.
+            beat_seconds: Seconds between announcements.
+            patience_seconds: Longest wait in seconds for a registry that stopped
+                answering.
+            hook: Function called at points of the protocol.
         """
         self._cut, self._registry, self._wanted = cut, registry, stage
         self._beat_seconds, self._patience_seconds = beat_seconds, patience_seconds
@@ -135,35 +134,35 @@ class Peer:
         self.failed = False
 
     def start(self) -> None:
-        """Join, serve and announce, in a thread.
+        """Joins, serves and announces, in a thread.
 
         Raises:
             WhaleError: No registry answers, or it refuses this peer.
         """
         self._join()
         self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._thread.start()  # Before compiling, which may take longer than a lease.
+        self._thread.start()  # Before compiling, which may outlast a lease.
         self.worker.serve(self._wanted)
         self._try_to_announce()
 
     def leave(self) -> None:
-        """Asks to go; ``wait`` returns when nobody needs this peer any more.
+        """Requests to leave; ``wait`` returns when nobody needs this peer any more.
 
-        Asks nobody itself, so that a handler of signals may call it.
+        It sends nothing itself, so a signal handler may call it.
         """
         self._leaving.set()
         self._wake.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until the peer has left or the run is over; whether it is so.
+        """Waits until the peer has left or the run has ended; returns whether it has.
 
         Args:
-            seconds: Longest wait; for ever if None.
+            seconds: Longest wait; None for no limit.
         """
         return self._ended.wait(seconds)
 
     def close(self) -> None:
-        """Goes at once; what it holds is lost."""
+        """Leaves at once; its results are lost."""
         self._ended.set()
         self._wake.set()
         self._service.close()
@@ -195,7 +194,7 @@ class Peer:
         self.worker.enter(answer.run)
 
     def _move(self, asked: MovePeer) -> PeerMoved:
-        """Serves another stage; answered when its programs are compiled."""
+        """Serves another stage; answers when its programs are compiled."""
         stage = asked.stage
         if not 0 <= stage < self._cut.stages:
             raise RefusedRequestError("stale", f"there is no stage {stage}")
@@ -228,11 +227,11 @@ class Peer:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the registry last answered."""
+        """Seconds since the registry's last answer."""
         return time.monotonic() - self._heard_at
 
     def _end_if_alone(self) -> None:
-        """A peer that no registry answers goes after a while."""
+        """Ends a peer that no registry answers, after a while."""
         leaving = self._leaving.is_set()
         most = LEAVE_SECONDS if leaving else self._patience_seconds
         silent = self.silent_seconds
@@ -248,7 +247,7 @@ class Peer:
         try:
             self._announce()
         except UnreachableProcessError:
-            return  # Mates and the trainer may still need what it holds.
+            return  # Other peers and the trainer may still need its results.
         except RefusedRequestError as error:
             self.refused = error.why
             return

@@ -1,8 +1,8 @@
-"""The peers as a trainer sees them: who may be asked, and what asking one has shown.
+"""The peers from a trainer's view: usable ones, and experience with each.
 
-The wiring decides who is next; this keeps it in step with the registry, and knows which
-peers hold the state of the step that is under way, which links between peers have
-failed, and which peers are to be left alone for a while.
+The wiring decides which peer is next; this module keeps it in step with the registry,
+and knows the peers with the current step's state, failed links between peers, and peers
+that are paused.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from whalejax.swarm_runtime.registry import PeerRecord
 
 
 class PeerDirectory(Protocol):
-    """Knows who has announced itself; a registry, or what one has told."""
+    """Source of the announced peers: a registry, or its last report."""
 
     def members(self, now: float) -> list[PeerRecord]:
-        """Returns the peers whose leases hold."""
+        """Returns the peers with valid leases."""
         ...
 
 
 class Fleet:
-    """Members by stage, with the wiring of each stage; safe to use from threads."""
+    """Members by stage, with the wiring of each stage; thread-safe."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Fleet:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts without peers that may be asked.
+        """Starts without usable peers.
 
         Args:
             registry: Registry of the peers.
             stages: Number of stages of the model.
             seed: Seed of the order among equal peers.
-            clock: Gives seconds, the same as the registry is given.
+            clock: Clock in seconds, the same as the registry's.
         """
         self._registry, self.stages, self._clock = registry, stages, clock
         self._lock = threading.RLock()
@@ -56,15 +56,15 @@ class Fleet:
         self._silent: dict[tuple[str, int], float] = {}
 
     def now(self) -> float:
-        """Seconds."""
+        """Returns the current time in seconds."""
         return self._clock()
 
     def members(self) -> list[PeerRecord]:
-        """All whose leases hold."""
+        """Returns all peers with valid leases."""
         return self._registry.members(self._clock())
 
     def synced(self, stage: int | None = None) -> list[PeerRecord]:
-        """Returns the peers that hold the state of the step, of a stage or of all."""
+        """Returns the peers with the state of the step, of one stage or all."""
         with self._lock:
             return [
                 m
@@ -74,16 +74,14 @@ class Fleet:
             ]
 
     def has(self, member: PeerRecord) -> bool:
-        """Whether a peer holds the state and may be asked, in the same stage."""
+        """Whether a peer has the state and is usable, in the same stage."""
         return any(
             (m.name, m.incarnation) == (member.name, member.incarnation)
             for m in self.usable(member.stage)
         )
 
     def usable(self, stage: int | None = None) -> list[PeerRecord]:
-        """Returns the synced peers that have not failed since they last were heard
-        from.
-        """
+        """Returns the synced peers that have not failed since they were last seen."""
         with self._lock:
             self._refresh()
             now = self._clock()
@@ -91,12 +89,12 @@ class Fleet:
             return [m for m in self.synced(stage) if m.name in open_]
 
     def add(self, member: PeerRecord) -> None:
-        """A peer holds the state of the step from now on."""
+        """Records that a peer has the state of the step."""
         with self._lock:
             self._synced[member.name] = member.stage, member.incarnation
 
     def drop(self, name: str) -> None:
-        """A peer does not hold it any more."""
+        """Records that a peer no longer has the state."""
         with self._lock:
             self._synced.pop(name, None)
             for wiring in self._wirings:
@@ -111,12 +109,12 @@ class Fleet:
     def choose(
         self, stage: int, task: float, avoid: Collection[str] = ()
     ) -> PeerRecord | None:
-        """The peer for the next call of a stage; none where there is none.
+        """Returns the peer for the next call of a stage; None if there is no peer.
 
         Args:
             stage: Number of the stage.
             task: Size of the call, in forwards.
-            avoid: Peers that are taken only where there is no other.
+            avoid: Peers to choose only if there is no other.
         """
         with self._lock:
             self._refresh()
@@ -125,7 +123,7 @@ class Fleet:
             return None if name is None else result.get(name)
 
     def completed(self, member: PeerRecord, task: float, seconds: float) -> None:
-        """A call was answered; see ``StageWiring.completed``."""
+        """Records an answered call; see ``StageWiring.completed``."""
         with self._lock:
             self._wirings[member.stage].completed(
                 member.name,
@@ -138,9 +136,9 @@ class Fleet:
     def failed(
         self, member: PeerRecord, task: float, seconds: float, *, ban: bool
     ) -> None:
-        """A call failed; see ``StageWiring.failed``."""
+        """Records a failed call; see ``StageWiring.failed``."""
         with self._lock:
-            self._refresh()  # It may be one that was never asked.
+            self._refresh()  # It may never have been called.
             if ban:
                 newest = [m.expires for m in self.members() if m.name == member.name]
                 key = member.name, member.incarnation
@@ -155,12 +153,14 @@ class Fleet:
             )
 
     def seconds_per_task(self, member: PeerRecord) -> float | None:
-        """Measured seconds of a forward at a peer, queue and wire included."""
+        """Returns the measured seconds per forward at a peer, including queue
+        and wire.
+        """
         with self._lock:
             return self._wirings[member.stage].seconds_per_task(member.name)
 
     def _refresh(self) -> None:
-        """Tells the wiring of all that have announced themselves."""
+        """Reports all announced peers to the wirings."""
         now = self._clock()
         for m in self.synced():
             self._wirings[m.stage].announce(m.name, m.incarnation, now, m.expires)
@@ -169,18 +169,19 @@ class Fleet:
     # Links between peers.
 
     def culprit(self, reporter: PeerRecord, blamed: PeerRecord) -> PeerRecord | None:
-        """Returns the peer at fault where one cannot reach another that answers here.
+        """Returns the peer at fault if one cannot reach another that answers the
+        trainer.
 
-        Whoever had failed transfers with several others; of two that had none before,
-        the one that reports it, because the other's process is known to answer. A peer
-        that alone serves its stage is spared where the other does not.
+        It is the one with failed transfers to several others; if neither had failures
+        before, the reporter, because the other's process answers. The only peer of its
+        stage is spared if the other is not the only one.
 
         Args:
-            reporter: Could not reach the other.
-            blamed: The other.
+            reporter: Peer that could not reach the other.
+            blamed: The other peer.
 
         Returns:
-            The one to be dropped; none where both are needed.
+            Peer to drop; None if both are needed.
         """
         with self._lock:
             for one, other in ((reporter, blamed), (blamed, reporter)):
@@ -197,7 +198,7 @@ class Fleet:
             return blamed if counts[1] > counts[0] else reporter
 
     def is_first_delay(self, reporter: PeerRecord, blamed: PeerRecord) -> bool:
-        """Whether one peer waits too long for another for the first time."""
+        """Whether one peer's wait for another is too long for the first time."""
         pair = reporter.name, blamed.name
         with self._lock:
             known = pair in self._delays
@@ -205,8 +206,8 @@ class Fleet:
             return not known
 
     def substitutes(self, stage: int, names: Collection[str]) -> list[PeerRecord]:
-        """Returns the peers that can serve a stage in place of others, also
-        by a move.
+        """Returns the peers that can serve a stage in place of others, possibly after a
+        move.
         """
         substitutes = [
             m for m in self.members() if m.name not in names and not m.leaving
@@ -219,14 +220,15 @@ class Fleet:
             if m.stage == stage or (m.ready and count[m.stage] > 1)
         ]
 
-    # Peers to be left alone.
+    # Paused peers.
 
     def pause(self, member: PeerRecord, least: float = PAUSE_SECONDS) -> None:
-        """A peer failed: it is not given the state for a while, longer each time.
+        """Records a failure: a peer does not get the state for a while, longer each
+        time.
 
         Args:
             member: The peer.
-            least: Seconds of the first while.
+            least: Seconds of the first pause.
         """
         key, now = (member.name, member.incarnation), self._clock()
         with self._lock:
@@ -235,7 +237,7 @@ class Fleet:
             self._pauses[key] = now + seconds, seconds
 
     def is_paused(self, member: PeerRecord) -> bool:
-        """Whether it is left alone still, or has not been heard of since it failed."""
+        """Whether a peer is paused, or has not been seen since it failed."""
         key = member.name, member.incarnation
         with self._lock:
             until, _ = self._pauses.get(key, (-math.inf, 0.0))
@@ -243,7 +245,7 @@ class Fleet:
             return silent or self._clock() < until
 
     def end_pause(self, member: PeerRecord) -> None:
-        """A peer has done well: its next failure is its first."""
+        """Ends a peer's pause after a success; its next failure counts as the first."""
         with self._lock:
             self._pauses.pop((member.name, member.incarnation), None)
             self._partners.pop(member.name, None)

@@ -1,9 +1,9 @@
-"""The programs of one stage: stateless, compiled for one device, from the cut alone.
+"""The programs of one stage: stateless, compiled for one device, from the staged job.
 
-Forward takes parameters and inputs to what is handed on. Backward takes the same and
-cotangents, and computes forward again, so that another peer than forward's may run it.
-The update runs in rounds: between them stages tell each other numbers, such as parts of
-a norm over all gradients.
+Forward maps parameters and inputs to exports. Backward takes the same and cotangents,
+and recomputes the forward pass, so another peer than forward's may run it. The update
+runs in rounds: between them stages broadcast numbers, such as parts of a norm over all
+gradients.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class StageState:
     """State of a stage's peers at the beginning of a step.
 
     Attributes:
-        step: Steps done.
-        leaves: Arrays on the device, as ``StagedJob.leaf_numbers`` numbers them.
+        step: Number of completed steps.
+        leaves: Arrays on the device, in the order of ``StagedJob.leaf_numbers``.
         late: Parameters before the last of these steps, with which the next one is
-            computed where updates are delayed; empty where they are not.
+            computed if updates are delayed; else empty.
     """
 
     step: int
@@ -44,9 +44,9 @@ class BackwardResult:
     """Results of a micro-batch's backward pass.
 
     Attributes:
-        sums: Total, weight and metrics, flat; empty but at the last stage.
-        returns: Cotangents of what was received.
-        gradients: Gradients of the stage's own parameters, in their order.
+        sums: Flat total, weight and metrics; empty except at the last stage.
+        returns: Cotangents of the imports.
+        gradients: Gradients of the stage's own parameters, in order.
     """
 
     sums: tuple[np.ndarray, ...]
@@ -55,14 +55,14 @@ class BackwardResult:
 
 
 class StagePrograms:
-    """One stage of a cut.
+    """Programs of one stage.
 
     Attributes:
         number: Number of the stage.
-        last: Whether it computes the loss.
-        place: Its part, traced.
-        numbers: Numbers of the flat state leaves that it holds.
-        params: Numbers of the parameters that it owns.
+        last: Whether the stage computes the loss.
+        place: Traced part of the stage.
+        numbers: Numbers of the flat state leaves of the stage.
+        params: Numbers of the stage's own parameters.
     """
 
     def __init__(self, cut: StagedJob, number: int) -> None:
@@ -82,17 +82,17 @@ class StagePrograms:
         return StageState(step=0, leaves=leaves, late=self.late_of(leaves))
 
     def late_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """The parameters, where the state after the next step keeps those before."""
+        """Returns the parameters, if the next state also stores the previous ones."""
         if not self.cut.delayed_updates:
             return ()
         return tuple(leaves[self._at[n]] for n in self.params)
 
     def at(self, state: StageState, step: int) -> StageState:
-        """Returns the state that a step computes with.
+        """Returns the state for the computation of a step.
 
         Args:
-            state: State that the peer holds.
-            step: The state's, or the next one where updates are delayed: both compute
+            state: State of the peer.
+            step: The state's step, or, with delayed updates, the next one: both compute
                 with parameters that lack one update.
         """
         leaves = list(state.leaves)
@@ -110,14 +110,14 @@ class StagePrograms:
         return jax.random.key(self.cut.seed)
 
     def raw(self, state: StageState) -> list[np.ndarray]:
-        """A state as NumPy arrays; random keys as their data."""
+        """Returns a state as NumPy arrays, with random keys as their data."""
         return [
             np.asarray(jax.random.key_data(x) if is_key(x) else x)
             for x in (*state.leaves, *state.late)
         ]
 
     def typed(self, arrays: Sequence[np.ndarray], step: int) -> StageState:
-        """A state of NumPy arrays."""
+        """Returns a state from NumPy arrays."""
         leaves = self.cut.typed(self.number, arrays)
         late = [jnp.array(x, copy=True) for x in arrays[len(self.numbers) :]]
         return StageState(step=step, leaves=tuple(leaves), late=tuple(late))
@@ -126,17 +126,17 @@ class StagePrograms:
 
     @functools.cached_property
     def imports(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what the stage is handed."""
+        """Shapes and dtypes of the imports."""
         return [self._aval(v) for v in self.place.part.imports]
 
     @functools.cached_property
     def exports(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what it hands on."""
+        """Shapes and dtypes of the exports."""
         return [self._aval(v) for v in self.place.part.exports]
 
     @functools.cached_property
     def received(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the cotangents that it hands back."""
+        """Shapes and dtypes of the cotangents that the stage returns."""
         return [self._aval(v) for v in self.place.received]
 
     def _aval(self, value: Any) -> jax.ShapeDtypeStruct:
@@ -145,7 +145,7 @@ class StagePrograms:
 
     @functools.cached_property
     def gradients(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the gradients that it makes."""
+        """Shapes and dtypes of the gradients."""
         steps, names = self.place.steps, self.place.names
         made = dict(zip(self.place.params, names.gradients, strict=True))
         avals = jax.tree.leaves(self.cut.abstract.params)
@@ -235,7 +235,7 @@ class StagePrograms:
 
     @functools.cached_property
     def _rng(self) -> int:
-        """The number of the run's key among the leaves of the state."""
+        """Number of the run's random key among the leaves of the state."""
         tree: Any = jax.tree.structure(self.cut.abstract)
         number: int = tree.unflatten(range(tree.num_leaves)).rng
         return number
@@ -270,18 +270,20 @@ class StagePrograms:
         sums: Sequence[np.ndarray],
         gradients: Sequence[np.ndarray],
     ) -> StageUpdate:
-        """Begins the end of a step.
+        """Starts the update at the end of a step.
 
         Args:
             state: State at the beginning of the step.
-            sums: Total, weight and metrics of all micro-batches, flat.
-            gradients: Sums over all micro-batches.
+            sums: Flat total, weight and metrics of all micro-batches.
+            gradients: Gradients summed over all micro-batches.
         """
         return StageUpdate(self, state, sums, gradients)
 
-    @functools.cache  # noqa: B019 A stage lives as long as what serves it.
+    @functools.cache  # noqa: B019 A stage lives as long as its holder.
     def round(self, level: int) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-        """A round of the update: what it reads, what it gives, and its program."""
+        """Returns a round of the update: numbers of its inputs and outputs, and its
+        program.
+        """
         update, group = self.cut.update, (level, self.number)
         parting = update.parting
         reads = tuple(parting.reads.get(group, ()))
@@ -296,12 +298,12 @@ class StagePrograms:
         return reads, gives, jax.jit(part)
 
     def tells(self, level: int) -> tuple[int, ...]:
-        """Numbers of the values that the stage tells all others after a round."""
+        """Returns the numbers of the values that the stage broadcasts after a round."""
         return self.cut.broadcast_values(level, self.number)
 
 
 class StageUpdate:
-    """The end of one step at one stage, in rounds."""
+    """The update of one stage at the end of a step, in rounds."""
 
     def __init__(
         self,
@@ -323,11 +325,11 @@ class StageUpdate:
         self._values.update((inputs[second + n], x) for n, x in owned.items())
 
     def run(self, level: int, heard: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """One round, and what the stage tells all others.
+        """Runs one round; returns the values that the stage broadcasts.
 
         Args:
-            level: Round, counted from 0.
-            heard: Values that other stages sent after the rounds before.
+            level: Number of the round, from 0.
+            heard: Values that other stages sent after earlier rounds.
         """
         self._values.update(heard)
         reads, gives, program = self._stage.round(level)
@@ -336,7 +338,7 @@ class StageUpdate:
         return {n: np.asarray(self._values[n]) for n in self._stage.tells(level)}
 
     def finished(self) -> StageState:
-        """The state after the step, when all rounds were run."""
+        """Returns the state after the step, when all rounds have run."""
         stage, update = self._stage, self._stage.cut.update
         made = dict(zip(update.outputs, update.steps.outputs, strict=True))
         leaves = []
@@ -367,7 +369,7 @@ _READYING = threading.Lock()
 
 
 def ready_stage(cut: StagedJob, number: int) -> StagePrograms:
-    """A stage whose programs are compiled; peers of one process share it."""
+    """Returns a stage with compiled programs, which peers of one process share."""
     with _READYING:
         known: dict[int, StagePrograms] = cut.ready
         if number not in known:
@@ -378,7 +380,7 @@ def ready_stage(cut: StagedJob, number: int) -> StagePrograms:
 
 
 def warm_up(stage: StagePrograms) -> None:
-    """Compiles what a step takes, on zeros that are thrown away."""
+    """Compiles the programs of a step, on zeros."""
     cut = stage.cut
     nothing = [np.zeros(shape, dtype) for shape, dtype in cut.raw_avals(stage.number)]
     state = stage.typed(nothing, 0)

@@ -1,9 +1,9 @@
-"""Computes a peer's calls and holds its stage's state, tensors and gradients.
+"""Runs a peer's calls and stores its stage's state, tensors and gradients.
 
-Tensors are pulled from whoever made them; what was computed stays until the step is
-over on all stages. Gradients of a micro-batch are kept apart until the trainer assigns
-them. Then each peer adds up those that it holds, and adds one part of every array of
-these sums in the order of the peers, so that all mates hold the same sum.
+Tensors are pulled from the peers that made them; results are stored until the step is
+over on all stages. Gradients of micro-batches stay separate until the trainer assigns
+them. Then each peer sums its own, and sums one part of every array of these sums in the
+order of the peers, so that all peers of a stage have the same sum.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from whalejax.wire.swarm_messages import (
 
 
 REACH_SECONDS: Final = 10.0
-"""In which another peer answers whether it is there."""
+"""Seconds in which another peer must answer a ping."""
 
 PATIENT_TRANSFERS: Final = 8
-"""Transfers like it, over the slowest link, for which one waits for its turn."""
+"""Transfers of the same size, over the slowest link, for which one waits its turn."""
 
 _MOST_PINGS: Final = 16
-"""At once."""
+"""Most pings at once."""
 
 
 class Worker(SumHolder):
-    """The work of one peer at one stage at a time."""
+    """Calls of one peer, at one stage at a time."""
 
     @property
     def handlers(self) -> Handlers:
@@ -86,7 +86,7 @@ class Worker(SumHolder):
     # Micro-batches.
 
     def _computes_with(self, asked: StageCall) -> tuple[StagePrograms, StageState]:
-        """The stage, and its state as the step of a call is computed with it."""
+        """Returns the stage, and its state for the step of a call."""
         stage, state = self._at(asked, asked.stage)
         step, delay = asked.step, int(self.cut.delayed_updates)
         if not state.step <= step <= state.step + delay:
@@ -134,10 +134,10 @@ class Worker(SumHolder):
         return _receipt(time.monotonic() - begun, lost, *backward.sums)
 
     def _coded(self, arrays: Sequence[np.ndarray], number: int) -> tuple[Part, float]:
-        """Tensors as others are sent them, and what that loses.
+        """Returns tensors as sent to others, and the coding error.
 
-        The squares of what is lost as a part of those of the whole; of the first
-        micro-batch of a step only, since it takes as long as reading the tensors.
+        The error is the square sum of the loss relative to that of the values; only for
+        the first micro-batch of a step, since it takes as long as reading the tensors.
         """
         sent = tensor_codec.coded(arrays, self.wire)
         if self.wire == "f32" or number:
@@ -149,7 +149,7 @@ class Worker(SumHolder):
         return sent, lost / whole if whole else 0.0
 
     def _call_inputs(self, stage: StagePrograms, asked: StageCall) -> tuple[Part, Part]:
-        """Leaves of the micro-batch, and what earlier stages made of it."""
+        """Returns the micro-batch's leaves and the outputs of earlier stages."""
         step, number = asked.step, asked.number
         sources = asked.sources
         key = step, number, tuple(s[3] for s in sources)
@@ -167,7 +167,9 @@ class Worker(SumHolder):
         return batch, held[count:]
 
     def _leaves(self, stage: StagePrograms, asked: StageCall) -> Part:
-        """Leaves of the micro-batch that the stage reads, from the trainer."""
+        """Returns the leaves of the micro-batch that the stage reads, from
+        the trainer.
+        """
         first = self.cut.params + self.cut.rest
         places = [n - first for n in stage.place.batch]
         if not places:
@@ -247,13 +249,13 @@ class Worker(SumHolder):
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[None]:
-        """Takes tensors from others a few at a time, in the order of the calls.
+        """Waits for a turn to download; a few tensors at a time, in the order of calls.
 
-        All at once they would share the link and arrive together, and the device would
-        wait for that. Where a turn does not come, another may stand still: go on.
+        All at once would share the link and arrive together, and the device would wait.
+        If no turn comes, another download may hang: go on.
 
         Args:
-            size: Bytes of what is to be taken.
+            size: Bytes of the download.
         """
         seconds = PATIENT_TRANSFERS * size / SLOWEST_BYTES_PER_SECOND
         taken = self._turns.acquire(timeout=seconds)
@@ -303,7 +305,7 @@ class Worker(SumHolder):
                 return _applied(self._digests[step + 1])
             told = self._answers.get((step, round_, level))
         if told is not None:
-            return told  # The question came twice.
+            return told  # duplicate question
         self._hook("apply", step)
         if level == 0:
             arrays = asked.arrays
@@ -341,7 +343,7 @@ class Worker(SumHolder):
     def _check_state(
         self, stage: StagePrograms, before: StageState, after: Sequence[np.ndarray]
     ) -> None:
-        """Refuses a new state that is not finite where the one before was."""
+        """Refuses a non-finite new state after a finite one."""
         if all(map(_is_finite, after)):
             return
         pairs = zip(after, stage.raw(before), strict=True)
@@ -353,8 +355,8 @@ class Worker(SumHolder):
     # The state.
 
     def _sync(self, asked: Sync) -> StageValues:
-        """Brings the peer to a step of a generation; what it lacks is pulled from a
-        mate.
+        """Brings the peer to a step of a generation; missing state is pulled from
+        another peer.
         """
         generation, step = asked.generation, asked.step
         with self._lock:
@@ -394,7 +396,7 @@ class Worker(SumHolder):
         return _applied(digest)
 
     def _check_newer(self, asked: At) -> None:
-        """Refuses to go back to a generation that is over, or to another run."""
+        """Refuses to go back to an earlier generation, or to another run."""
         run, generation = asked.run, asked.generation
         if run != self.run or generation < self.generation:
             raise RefusedRequestError(
@@ -404,7 +406,9 @@ class Worker(SumHolder):
             )
 
     def _downloaded(self, stage: StagePrograms, asked: Sync) -> StageState:
-        """The state of a mate, or of the trainer; the next one where one fails."""
+        """Returns the state from a peer or the trainer; tries the next source on
+        failure.
+        """
         step, sources = asked.step, asked.sources
         failed: RefusedRequestError | None = None
         for name, address, _, _ in sources:
@@ -443,7 +447,7 @@ class Worker(SumHolder):
                 )
             known, digest = self._packed, self._digests[step]
         if known is None or known[0] != step:
-            # Calls of the step go on meanwhile.
+            # Calls of the step continue meanwhile.
             known = step, packed(stage.raw(state))
             with self._lock:
                 if self._states.get(step) is state:
@@ -455,7 +459,7 @@ class Worker(SumHolder):
     # Other peers.
 
     def _reach(self, asked: Reach) -> PeersReached:
-        """Returns the peers that do not answer this one, and why."""
+        """Returns the peers that do not answer this one, with the reasons."""
 
         def why(one: tuple[str, Address]) -> str:
             try:

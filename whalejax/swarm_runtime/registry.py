@@ -1,7 +1,7 @@
-"""Leases of peers on the stages that they serve; a lease ends unless it is renewed.
+"""Leases of peers on their stages; a lease ends unless it is renewed.
 
-It opens no socket and reads no clock, as the wiring and the ledger beside it; what
-serves it gives the time. Peers go on while it is away and join again when it is back.
+It opens no socket and reads no clock, like the wiring and the ledger; its server passes
+the time. Peers continue without it, and join again when it is back.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ if TYPE_CHECKING:
 
 
 ANY: Final = -1
-"""The stage of a newcomer that leaves the choice to the registry."""
+"""Stage of a joining peer that leaves the choice to the registry."""
 
 Reach = Callable[[Address], str]
-"""Says why an address cannot be reached; nothing where it can."""
+"""Function that returns why an address is unreachable; empty if it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRecord:
-    """A peer, as it last announced itself.
+    """A peer, from its latest announcement.
 
     Attributes:
-        name: Unique for each process.
-        address: Address at which it listens.
+        name: Unique name of the process.
+        address: Address on which it listens.
         stage: Stage that it serves.
-        expires: When its lease ends.
-        generation, step: Run generation and step of its newest state; -1 where it has
-            none.
-        queue: Calls that wait at it.
-        done: Micro-batches computed since it joined.
+        expires: End of its lease.
+        generation, step: Run generation and step of its newest state; -1 without one.
+        queue: Number of waiting calls.
+        done: Number of micro-batches computed since it joined.
         seconds: Duration of its last call on the device.
         leaving: Whether it wants to leave.
-        ready: Its programs are compiled.
-        incarnation: Counts how often it has joined.
+        ready: Whether its programs are compiled.
+        incarnation: Number of times that it has joined.
     """
 
     name: str
@@ -67,7 +66,8 @@ def facts_of(cut: StagedJob, wire: str, sum_wire: str) -> dict[str, str]:
 
     Args:
         cut: Staged job.
-        wire, sum_wire: Wire formats of tensors, and of gradients while they are summed.
+        wire, sum_wire: Wire formats of tensors, and of gradients during their
+            reduction.
     """
     stages = str(cut.stages)
     return {**cut.facts(), "wire": wire, "sum wire": sum_wire, "stages": stages}
@@ -94,10 +94,10 @@ class Registry:
         Args:
             facts: Facts that a peer must share with this process.
             stages: Number of stages of the model.
-            lease_seconds: For which an announcement holds.
-            longest_turn: Seconds in which somebody always asks this process: it was
-                stopped where nobody did for longer.
-            reach: Tries a newcomer's address.
+            lease_seconds: Seconds for which an announcement is valid.
+            longest_turn: Longest usual time in seconds without a request; after a
+                longer one, this process was paused.
+            reach: Function that tries a joining peer's address.
         """
         self._facts, self.stages = dict(facts), stages
         self.lease: Lease[str] = Lease(lease_seconds, longest_turn)
@@ -110,17 +110,17 @@ class Registry:
     def admit(
         self, name: str, address: Address, stage: int, facts: Mapping[str, str]
     ) -> None:
-        """Whether a peer may join; takes as long as it takes to reach it.
+        """Checks whether a peer may join; takes as long as reaching it.
 
         Args:
             name: Name of the peer.
-            address: Address at which it says that it listens.
-            stage: Stage that it asks for, or ``ANY``.
+            address: Address on which it claims to listen.
+            stage: Requested stage, or ``ANY``.
             facts: Facts about its code, plan and versions.
 
         Raises:
-            Refused: It runs other code, asks for a stage that there is not, or cannot
-                be reached at its address.
+            RefusedRequestError: It runs other code, requests an unknown stage, or its
+                address is unreachable.
         """
         self.check(f"peer {name}", facts)
         if stage != ANY and not 0 <= stage < self.stages:
@@ -138,13 +138,13 @@ class Registry:
             )
 
     def join(self, name: str, address: Address, stage: int, now: float) -> PeerRecord:
-        """Takes a peer in that was admitted, and chooses its stage.
+        """Adds an admitted peer, and chooses its stage.
 
         Args:
             name: Name of the peer.
-            address: Address at which it listens.
-            stage: Stage that it asks for, or ``ANY``.
-            now: Seconds, after it was admitted: its lease begins.
+            address: Address on which it listens.
+            stage: Requested stage, or ``ANY``.
+            now: Current time in seconds, after the admission: its lease begins.
         """
         with self._lock:
             self._expire(now)
@@ -164,10 +164,10 @@ class Registry:
             return member
 
     def check(self, who: str, facts: Mapping[str, str]) -> None:
-        """Refuses a process that runs something else.
+        """Refuses a process with other facts.
 
         Raises:
-            Refused: What differs.
+            RefusedRequestError: Names the differences.
         """
         differing = [
             f"{key} is {facts.get(key, 'not given')} there and {value} here"
@@ -182,12 +182,12 @@ class Registry:
             )
 
     def announce(self, name: str, now: float, **told: Any) -> PeerRecord | None:
-        """Renews a lease; none where the peer is not known any more.
+        """Renews a lease; returns None if the peer is unknown.
 
         Args:
             name: Name of the peer.
-            now: Seconds.
-            told: Other attributes of ``PeerRecord``, as they are now.
+            now: Current time in seconds.
+            told: Other attributes of ``PeerRecord``, with current values.
         """
         with self._lock:
             known = self._members.get(name)
@@ -206,7 +206,7 @@ class Registry:
             return sorted(self._members.values(), key=lambda m: m.name)
 
     def free(self, name: str) -> None:
-        """A leaving peer is needed no more."""
+        """Records that a leaving peer is no longer needed."""
         with self._lock:
             self._freed.add(name)
             self._members.pop(name, None)

@@ -1,4 +1,4 @@
-"""The process with the registry and the first trainer."""
+"""The process with the registry and the primary trainer."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ from whalejax.wire.swarm_messages import (
 
 REACH_SECONDS: Final = 5.0
 LINK_SECONDS: Final = 20.0
-"""In which a peer says whether others answer it."""
+"""Seconds in which a peer reports which others it reaches."""
 
 ERRORS: Final = ("sum_error", "wire_error")
-"""Of each step's metrics, what formats lose; shown."""
+"""Metrics of each step on the error of wire formats, which are shown."""
 
 _MOST_LINKS: Final = 8
-"""Of a newcomer to others, that are tried when it joins."""
+"""Most links between a joining peer and others that are tried."""
 
 _MOST_THREADS: Final = 64
 _MOST_WORDS: Final = 2000
 
 
 class RegistryServer:
-    """A registry and a trainer that answer at one address.
+    """A registry and a trainer at one address.
 
     Attributes:
         address: Address of both.
-        trainer: Leads the run.
+        trainer: Trainer that leads the run.
         registry: Registry of its peers.
     """
 
@@ -92,22 +92,22 @@ class RegistryServer:
         generation: int = 0,
         **more: Any,
     ) -> None:
-        """Listens for calls; no step is done before ``run``.
+        """Listens for calls; runs no step before ``run``.
 
         Args:
             cut: Staged job.
             key: Key of the swarm.
             settings: Settings of the run.
             wire: Wire format of tensors.
-            sum_wire: Wire format of gradients while they are summed.
-            host, port: Address to listen at.
-            listening: A socket that listens there already; closed by ``close``.
-            lease_seconds: For which a peer's announcement holds.
+            sum_wire: Wire format of gradients during their reduction.
+            host, port: Address on which it listens.
+            listening: Socket that already listens there; ``close`` closes it.
+            lease_seconds: Seconds for which a peer's announcement is valid.
             tell, write, snapshot, generation, more: Arguments of ``Trainer``,
                 unchanged.
 
         Raises:
-            WhaleError: It cannot listen there.
+            WhaleError: The address cannot be listened on.
         """
         self._caller = Caller(key)
         self.registry = Registry(
@@ -157,7 +157,7 @@ class RegistryServer:
         }
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Does the steps; see ``Trainer.run``. In the end, peers are told."""
+        """Runs the steps (see ``Trainer.run``), then informs the peers."""
         try:
             for step, metrics in self.trainer.run():
                 self._loss = float(metrics["loss"])
@@ -169,11 +169,11 @@ class RegistryServer:
         self.stop("all steps are done")
 
     def stop(self, why: str, *, failed: bool = False) -> None:
-        """Tells all peers and trainers that the run is over.
+        """Informs all peers and trainers that the run is over.
 
         Args:
             why: Reason, as a clause.
-            failed: Whether the run ended by a failure.
+            failed: Whether the run ended with a failure.
         """
         members = self.registry.members(time.monotonic())
         addresses = [m.address for m in members]
@@ -186,7 +186,9 @@ class RegistryServer:
         question: Question[A],
         seconds: float,
     ) -> list[A | None]:
-        """The answers of several peers; none of those that are gone or refuse."""
+        """Returns the answers of several peers; None for unreachable or
+        refusing ones.
+        """
 
         def one(address: Address) -> A | None:
             try:
@@ -223,7 +225,9 @@ class RegistryServer:
         return ""
 
     def _neighbours(self, address: Address) -> list[PeerRecord]:
-        """Some peers of each stage, with which a newcomer exchanges tensors."""
+        """Returns some peers of each stage, with which a joining peer exchanges
+        tensors.
+        """
         members = self.registry.members(time.monotonic())
         others = [m for m in members if m.address != address]
         seen: dict[int, int] = {}
@@ -241,16 +245,16 @@ class RegistryServer:
         others: Sequence[PeerRecord],
         outward: Mapping[str, str],
     ) -> None:
-        """Refuses a newcomer that most others do not reach, or that reaches not them.
+        """Refuses a joining peer that cannot exchange messages with most others.
 
         Args:
-            what: The newcomer is.
-            address: Address of the newcomer.
-            others: Peers.
+            what: Text for the joining peer.
+            address: Address of the joining peer.
+            others: Peers to check.
             outward: Reasons why it does not reach some peers, by name.
 
         Raises:
-            Refused: Which of them, and why.
+            RefusedRequestError: Names the peers and the reasons.
         """
         where = f"{address[0]}:{address[1]}"
         question = Reach(peers=[(where, address)])
@@ -283,7 +287,7 @@ class RegistryServer:
     def _join(self, asked: Join) -> PeerWelcome:
         name, stage, address = asked.name, asked.stage, asked.address
         self.registry.admit(name, address, stage, asked.facts)
-        # That may have taken longer than a lease.
+        # That may have outlasted a lease.
         member = self.registry.join(name, address, stage, time.monotonic())
         return PeerWelcome(
             stage=member.stage,
@@ -300,7 +304,7 @@ class RegistryServer:
         return AnnouncementReceived(known=announce is not None, free=False)
 
     def _enlist(self, asked: EnlistTrainer) -> TrainerEnlisted:
-        """One more trainer."""
+        """Adds a secondary trainer."""
         name, (host, port) = asked.name, asked.address
         self.registry.check(f"trainer {name}", asked.facts)
         if why := self._ping((host, port)):
@@ -317,7 +321,7 @@ class RegistryServer:
         return TrainerEnlisted(run=self.trainer.run_id)
 
     def _terms(self, asked: AskTerms) -> Terms:
-        """Returns the terms that a newcomer needs to cut the job alike."""
+        """Returns the terms with which a joining process cuts the job equally."""
         del asked
         cut = self.trainer.cut
         return Terms(
@@ -357,10 +361,10 @@ class RegistryServer:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket at which a registry listens, or will.
+    """Returns a listening socket for a registry.
 
     Raises:
-        WhaleError: It cannot listen there.
+        WhaleError: The address cannot be listened on.
     """
     try:
         return listen(host, port)

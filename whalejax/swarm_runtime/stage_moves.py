@@ -1,8 +1,8 @@
-"""Moves peers between stages while a run goes on, at most one at a time.
+"""Moves peers between stages during a run, at most one at a time.
 
-The decision is ``rebalancing``'s, by what the trainer has measured. The peer leaves its
-stage, where others compute again what it held of the step, compiles the programs of the
-other while steps go on, and takes the state of that as any newcomer does.
+``rebalancing`` decides, from the trainer's measurements. The peer leaves its stage,
+where others recompute its results of the step. It compiles the programs of the other
+stage while steps continue, and downloads that state as any joining peer does.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 PERIOD_SECONDS: Final = 60.0
 RETRY_SECONDS: Final = 1.0
-"""After which peers are looked at again, where not all have been measured."""
+"""Seconds until the next check, if not all peers have been measured."""
 
 
 class StageMover:
-    """Looks at the peers every so often, and moves one where that pays."""
+    """Checks the peers periodically, and moves one if that pays."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class StageMover:
 
         Args:
             stages: Number of stages of the model.
-            period: Seconds from one look to the next.
-            rule: Rule that chooses who moves.
-            threshold: Gain that a move must bring, as a part of the speed before.
+            period: Seconds between checks.
+            rule: Rule that chooses the moving peer.
+            threshold: Gain that a move must bring, as a part of the previous speed.
         """
         self._rebalancer = Rebalancer(
             stages=stages, period=period, rule=rule, threshold=threshold
@@ -56,13 +56,13 @@ class StageMover:
         """
         fleet = trainer.fleet
         if self._going and self._going not in trainer.moving:
-            # It has arrived, its move has failed, or it is gone.
+            # It has arrived, its move has failed, or it has left.
             there = {m.name for m in fleet.members()}
             self._rebalancer.arrived(self._going, is_gone=self._going not in there)
             self._going = ""
         if fleet.now() < self._next or not self._rebalancer.is_due(fleet.now()):
             return
-        # Those that have failed are no mates, though their leases hold.
+        # Failed peers do not count, though their leases are valid.
         usable = [m for m in fleet.usable() if not m.leaving]
         loads = loads_of(trainer, usable)
         if loads is None:
@@ -76,7 +76,7 @@ class StageMover:
             )
             for stage in range(trainer.cut.stages)
         ]
-        # Who takes the state again for a step has neither come nor gone.
+        # A peer that downloads the state again has neither joined nor left.
         present = {m.name for m in fleet.members() if not m.leaving}
         move = self._rebalancer.decide(loads, fleet.now(), costs, present)
         if move is not None:
@@ -85,10 +85,9 @@ class StageMover:
 
 
 def loads_of(trainer: Trainer, members: Sequence[PeerRecord]) -> list[PeerLoad] | None:
-    """Returns the measured loads of peers; None where one has not been measured yet.
+    """Returns the measured loads of peers; None if one has not been measured yet.
 
-    Of a peer in another stage than its own, the time is taken to differ as the stages'
-    means do.
+    For another stage than a peer's own, times are scaled by the stages' means.
     """
     stages = trainer.cut.stages
     seconds = {m.name: trainer.fleet.seconds_per_task(m) for m in members}

@@ -1,9 +1,9 @@
-"""A job cut into stages: what each takes, gives and owns. Nothing is compiled.
+"""A job divided into stages: inputs, outputs and leaves of each. Nothing is compiled.
 
-Every process of a swarm makes the same cut from the same code, and compares its facts
-with those of the others. The cut is that of an ordinary plan with stages; what runs is
-made for one device, from the same traces as the executor of stages with programs of
-their own.
+Every process of a swarm makes the same division from the same code, and compares its
+facts with those of the others. The division is that of an ordinary plan with stages;
+the programs are for one device, from the same traces as those of the stage-programs
+executor.
 
 The module is long because ``StagedJob`` makes every program of a stage from the same
 traces.
@@ -76,12 +76,12 @@ from whalejax.wire.messages import MOST_ARRAY_BYTES, MOST_ARRAYS
 
 
 EVERY = -1
-"""Stands for all stages where the owner of a leaf is asked for."""
+"""Stands for all stages as the owner of a leaf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnshardedProgram(Program):
-    """A program on one device, which lays out nothing."""
+    """A program on one device, without sharding constraints."""
 
     def constrain(
         self, leaves: Sequence[Any], specs: Sequence[Any], away: Any = ()
@@ -94,16 +94,16 @@ class StagedJob:
     """A job in stages.
 
     Attributes:
-        job: Job that is trained.
-        plan: The plan with stages that it is cut by.
-        count: Micro-batches of a step.
+        job: Job to train.
+        plan: Plan with stages that defines the division.
+        count: Number of micro-batches of a step.
         size: Samples of a global batch.
         stages: Number of stages.
-        delayed_updates: Each step computes with the parameters of one step before.
-        division: The loss in parts, one for each stage.
-        program: Loss, optimizer and plan of the whole model.
-        abstract: Shapes and dtypes of the whole state.
-        ready: Stages whose programs are compiled, by number.
+        delayed_updates: Whether each step computes with the previous step's parameters.
+        division: Loss in parts, one for each stage.
+        program: Loss, optimizer and plan of the full model.
+        abstract: Shapes and dtypes of the full state.
+        ready: Stages with compiled programs, by number.
     """
 
     def __init__(
@@ -122,16 +122,16 @@ class StagedJob:
         Args:
             job: Job to train.
             stages: Number of stages; at least 2.
-            batch: Samples of the global batch; the job's own number if left out.
+            batch: Samples of the global batch; default: the job's own number.
             micro_batches: Number of micro-batches in a step; default: the largest
                 number up to 16 that divides the batch.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
-            delayed_updates: Apply the update of each step while the next one is
-                computed, which therefore computes with the parameters before it.
+            delayed_updates: Whether to apply the update of each step while the next one
+                is computed, which then uses the parameters before it.
 
         Raises:
-            PlanError: The job cannot be trained by a swarm; what is in the way.
+            PlanError: A swarm cannot train the job; names the reason.
         """
         self.job, self.stages, self.seed = job, stages, seed
         self.precision, self.delayed_updates = precision, delayed_updates
@@ -177,10 +177,10 @@ class StagedJob:
         self._refuse()
 
     def _refuse(self) -> None:
-        """Refuses what stages that share nothing cannot do.
+        """Refuses what stages without shared memory cannot run.
 
         Raises:
-            PlanError: Which part of the model it is, and what to do.
+            PlanError: Names the part of the model and the remedy.
         """
         result = []
         for number in range(self.params + self.rest):
@@ -224,7 +224,7 @@ class StagedJob:
         every = [self.avals[v] for v in part.exports]
         border = sum(math.prod(x.shape) * x.dtype.itemsize for x in every)
         params = sum(self.owner(n) == stage for n in range(self.params))
-        # Of two mates, each sends the other a half.
+        # Of two peers, each sends the other half.
         half = self.gradient_bytes(stage) // 2
         problems = [
             f"stage {stage} {does} {gigabytes(size)}, and a message holds at most "
@@ -244,15 +244,15 @@ class StagedJob:
         return problems
 
     def readers(self, number: int) -> list[int]:
-        """The stages that read an input of the loss."""
+        """Returns the stages that read an input of the loss."""
         parts = enumerate(self.division.parts)
         return [stage for stage, part in parts if number in part.inputs]
 
-    # What all processes must have in common.
+    # Common facts of all processes.
 
     @functools.cache  # noqa: B019
     def facts(self) -> dict[str, str]:
-        """Names of what all peers must have alike, with hashes of it."""
+        """Returns the names of facts that all peers must share, with hashes."""
         built = _compat.trace(self._build, [jax.random.key(0)])
         return {
             "code of the loss": _hashed(self.captured.jaxpr),
@@ -271,13 +271,13 @@ class StagedJob:
     # The state.
 
     def owner(self, number: int) -> int:
-        """The stage that holds a parameter, by its number."""
+        """Returns the stage of a parameter, by its number."""
         owner: int = self.division.owner(number, self.stages)
         return owner
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """Stage that holds each flat leaf of the state, or ``EVERY``."""
+        """Stage of each flat leaf of the state, or ``EVERY``."""
         params = [self.owner(n) for n in range(self.params)]
         whole = laid_out(
             self.program,
@@ -292,7 +292,7 @@ class StagedJob:
         return owners
 
     def leaf_numbers(self, stage: int) -> list[int]:
-        """Numbers of the flat leaves of the state that a stage's peers hold."""
+        """Returns the numbers of the flat state leaves of a stage's peers."""
         weights = {self.params + n for n in self.division.units.frozen_others}
         return [
             number
@@ -324,9 +324,9 @@ class StagedJob:
         return params, rest, jax.random.fold_in(key, 0x5EED)
 
     def raw_avals(self, stage: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Shape and dtype of what a stage holds, random keys as their data.
+        """Returns shape and dtype of a stage's arrays, with random keys as their data.
 
-        Where updates are delayed, its parameters follow, of the step before.
+        With delayed updates, the parameters of the step before follow.
         """
         leaves = jax.tree.leaves(self.abstract)
         numbers = [*self.leaf_numbers(stage), *self.late(stage)]
@@ -337,7 +337,7 @@ class StagedJob:
         return [(tuple(x.shape), np.dtype(x.dtype)) for x in raw]
 
     def late(self, stage: int) -> list[int]:
-        """Numbers of the leaves of which a stage holds those of the step before."""
+        """Returns the numbers of the leaves of which a stage stores previous values."""
         if not self.delayed_updates:
             return []
         return [n for n in range(self.params) if self.owner(n) == stage]
@@ -371,8 +371,7 @@ class StagedJob:
 
         Args:
             stage: Number of the stage.
-            arrays: Arrays that ``split`` returned; parameters of the step before are
-                not read.
+            arrays: Arrays from ``split``; parameters of the step before are not read.
         """
         leaves = jax.tree.leaves(self.abstract)
         result, numbers = [], self.leaf_numbers(stage)
@@ -384,10 +383,10 @@ class StagedJob:
         return result
 
     def full_state(self, parts: Mapping[int, Sequence[Any]]) -> TrainState:
-        """The state of all stages together.
+        """Returns the joint state of all stages.
 
         Args:
-            parts: Arrays of each stage's peers.
+            parts: Arrays of each stage.
         """
         leaves: dict[int, Any] = {}
         for stage, part in parts.items():
@@ -401,10 +400,10 @@ class StagedJob:
     # Data.
 
     def micro_batch(self, step: int, number: int) -> list[np.ndarray]:
-        """Flat leaves of a micro-batch.
+        """Returns the flat leaves of a micro-batch.
 
         Args:
-            step: Counted from 0.
+            step: Number of the step, from 0.
             number: Number of the micro-batch.
         """
         micro_batch, rows = [], MicroBatchRows.of(self.program.plan)
@@ -418,7 +417,7 @@ class StagedJob:
     def _batch(self, step: int) -> list[Any]:
         if step not in self._batches:
             leaves = jax.tree.leaves(self.job.batch_at(step, self.size))
-            # Of a step and, where updates are delayed, of the one before.
+            # Only of this step and, with delayed updates, of the previous one.
             kept = [n for n in self._batches if n == step - 1]
             self._batches = {**{n: self._batches[n] for n in kept}, step: leaves}
         return self._batches[step]
@@ -427,12 +426,12 @@ class StagedJob:
 
     @functools.cached_property
     def avals(self) -> Mapping[Value, Any]:
-        """Shape and dtype of every value of the loss, of one micro-batch."""
+        """Shape and dtype of every value of the loss, for one micro-batch."""
         return avals_of(self.captured)
 
     @functools.cached_property
     def flows(self) -> frozenset[Value]:
-        """The values through which a gradient flows."""
+        """Values through which a gradient flows."""
         graph = self.captured.graph
         return frozenset(
             v
@@ -441,9 +440,9 @@ class StagedJob:
             if t is not None and graph.tensors[t].differentiable
         )
 
-    @functools.cache  # noqa: B019 A cut lives as long as its process.
+    @functools.cache  # noqa: B019 A staged job lives as long as its process.
     def place(self, stage: int) -> TracedVirtualStage:
-        """A stage's part, traced with its backward pass."""
+        """Returns a stage's part, traced with its backward pass."""
         facts = PipelineFacts(
             units=self.division.units,
             avals=self.avals,
@@ -468,7 +467,7 @@ class StagedJob:
         return sources
 
     def sinks(self, stage: int) -> list[int]:
-        """The stages from which cotangents come back to a stage."""
+        """Returns the stages that return cotangents to a stage."""
         return [s for s in range(stage + 1, self.stages) if self.returned(s, stage)]
 
     def exported_values(self, stage: int, target: int) -> list[Value]:
@@ -489,12 +488,12 @@ class StagedJob:
         ]
 
     def broadcast_values(self, level: int, stage: int) -> tuple[int, ...]:
-        """Numbers of the values that a stage tells all others after a round."""
+        """Returns the numbers of the values that a stage broadcasts after a round."""
         return tuple(sorted(self.update.parting.tells.get((level, stage), ())))
 
     @property
     def flat_sums(self) -> list[Any]:
-        """Shapes and dtypes of total, weight and metrics, flat."""
+        """Flat shapes and dtypes of total, weight and metrics."""
         sums = self.sums
         flat_sums: list[Any] = jax.tree.leaves((sums.total, sums.weight, sums.metrics))
         return flat_sums
@@ -510,7 +509,7 @@ class StagedJob:
 
     @functools.cached_property
     def sums(self) -> Sums:
-        """Shapes and dtypes of what the micro-batches add up to, but gradients."""
+        """Shapes and dtypes of the sums over micro-batches, without gradients."""
         body, _ = _compat.open_jaxpr(self.captured.jaxpr)
         results = [_compat.abstract(v.aval.shape, v.aval.dtype) for v in body.outvars]
         *told, _ = self.captured.out_tree.unflatten(results)
@@ -524,7 +523,7 @@ class StagedJob:
 
     @functools.cached_property
     def update(self) -> StagedUpdate:
-        """The end of a step, in the parts that stages run."""
+        """The update at the end of a step, in the parts of the stages."""
         state = self.abstract
         gradients = [jax.eval_shape(wide, x) for x in jax.tree.leaves(state.params)]
         sums = dataclasses.replace(self.sums, gradients=tuple(gradients))
@@ -555,10 +554,10 @@ class StagedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedUpdate:
-    """The end of a step over the arrays of all stages.
+    """The update at the end of a step, over the arrays of all stages.
 
     Attributes:
-        steps: Its program, from the state, the sums and gradients to a state.
+        steps: Program of the update, from the state, the sums and gradients to a state.
         parting: Partition of the update among stages, with its rounds of scalars.
         outputs: For each result, the number of the leaf of the state.
     """
@@ -569,7 +568,7 @@ class StagedUpdate:
 
     @functools.cached_property
     def rounds(self) -> int:
-        """Returns the number of rounds: the exchanges of scalars, and one more."""
+        """Number of rounds: the exchanges of scalars, and one more."""
         return 1 + max((level for level, _ in self.parting.reads), default=0)
 
 
@@ -578,7 +577,7 @@ def _most_micro_batches(size: int) -> int:
 
 
 def _division(plan: Plan, captured: Captured, stages: int) -> Division:
-    """The loss in one part for each stage.
+    """Returns the loss in one part for each stage.
 
     Raises:
         PlanError: The plan runs all stages in one loop.
@@ -606,14 +605,14 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
 
 
 def _untied_borders(units: Units, starts: Sequence[str]) -> Sequence[str]:
-    """Borders close to those of a plan at which no two parts read one parameter.
+    """Returns cut points near a plan's between which no two parts share a parameter.
 
-    Layers that share weights then stay in one stage. Those of the plan where there are
-    too few such borders.
+    Layers with shared weights then stay in one stage. The plan's own cut points if
+    there are too few such ones.
 
     Args:
         units: The program.
-        starts: First units of every part but the first, as in ``Units.borders``.
+        starts: First units of every part after the first, as in ``Units.borders``.
     """
     spans: dict[int, tuple[int, int]] = {}
     for index, unit in enumerate(units.units):

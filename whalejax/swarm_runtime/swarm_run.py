@@ -1,6 +1,6 @@
-"""A run of a swarm from its folder: key, journal, checkpoints, and who leads it.
+"""A run of a swarm from its folder: key, journal, checkpoints, and registry.
 
-What ``whalejax swarm serve`` does.
+It implements ``whalejax swarm serve``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from whalejax.wire.run_messages import Report
 
 KEY: Final = "swarm.key"
 RETRY_SECONDS: Final = (1.0, 5.0, 20.0)
-"""After which a last checkpoint that could not be written is tried again."""
+"""Seconds until the last checkpoint is written again after a failure."""
 
 LEDGER: Final = "ledger.jsonl"
 _FOLDER: Final = "swarm"
@@ -41,15 +41,15 @@ class SwarmRunPaths:
     """Folder and address of a run.
 
     Attributes:
-        save: Folder of checkpoints and of the journal; None keeps nothing.
+        save: Folder of checkpoints and of the journal; None for none.
         save_every: Steps between checkpoints.
-        keep: Number of checkpoints that stay.
-        key: File of the swarm's key; made where there is none.
+        keep: Number of checkpoints to keep.
+        key: File of the swarm's key; created if missing.
         host, port: Address of the registry.
         wire: Wire format of tensors.
-        sum_wire: Wire format of gradients while they are summed.
-        lease_seconds: For which a peer's announcement holds.
-        rebalance_seconds: From one look at the peers' loads to the next.
+        sum_wire: Wire format of gradients during their reduction.
+        lease_seconds: Seconds for which a peer's announcement is valid.
+        rebalance_seconds: Seconds between checks of the peers' loads.
     """
 
     save: Path | None = None
@@ -65,10 +65,10 @@ class SwarmRunPaths:
 
 
 class SwarmRun:
-    """A run that is led by this process.
+    """A run led by this process.
 
     Attributes:
-        serving: Its registry and trainer.
+        serving: Registry and trainer of the run.
         peers: Peers in threads of this process.
     """
 
@@ -90,10 +90,11 @@ class SwarmRun:
             settings: Settings of the run.
             tell: Function that reports events.
             peers: Number of peers in threads of this process.
-            listening: A socket that listens already where the registry will.
+            listening: Socket that already listens on the registry's address.
 
         Raises:
-            WhaleError: Something cannot be read, written or listened at.
+            WhaleError: A file cannot be read or written, or the address cannot be
+                listened on.
         """
         make_key(place.key)
         key = load_key(place.key)
@@ -147,10 +148,10 @@ class SwarmRun:
         self._settings = settings
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Does the steps.
+        """Runs the steps.
 
         Yields:
-            Steps done, and metrics.
+            Number of completed steps, and metrics.
         """
         try:
             for _ in range(self._count):
@@ -160,8 +161,7 @@ class SwarmRun:
                     self.serving.address,
                     wire=self._place.wire,
                     sum_wire=self._place.sum_wire,
-                    # Who waits for a peer that stands still answers before its own
-                    # deadline.
+                    # The waiting peer then answers before its own deadline.
                     pull_seconds=self._settings.call_seconds / 3,
                 )
                 self.peers.append(peer)
@@ -173,7 +173,7 @@ class SwarmRun:
             self.close()
 
     def _write_last(self) -> None:
-        """Tries again where the last checkpoint could not be written."""
+        """Tries again if the last checkpoint could not be written."""
         for seconds in RETRY_SECONDS:
             self._saver.wait()
             last = self.snapshot()
@@ -185,7 +185,7 @@ class SwarmRun:
             self._save(last)
 
     def close(self) -> None:
-        """Ends everything that this process does for the run."""
+        """Ends this process's part of the run."""
         for peer in self.peers:
             peer.close()
         self.serving.close()
@@ -196,7 +196,7 @@ class SwarmRun:
         self._tell(report.kind, **fields)
 
     def snapshot(self) -> Snapshot:
-        """The newest snapshot."""
+        """Returns the newest snapshot."""
         return self.serving.trainer.newest
 
     def _on_event(self, kind: str, **more: Any) -> None:
@@ -232,6 +232,6 @@ def _explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def _generations(path: Path) -> int:
-    """One more than any generation that a journal tells of; 0 without a journal."""
+    """Returns one more than any generation in a journal; 0 without a journal."""
     known = [e.get("generation") for e in read(path) if e["event"] == "opened"]
     return 1 + max((n for n in known if type(n) is int), default=-1)

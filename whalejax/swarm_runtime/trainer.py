@@ -1,11 +1,12 @@
-"""Leads a run: asks peers for each micro-batch's parts, commits steps, keeps snapshots.
+"""Leads a run: calls peers for each micro-batch's parts, commits steps, takes
+snapshots.
 
-It computes nothing and no tensor goes through it but micro-batches and the snapshots of
-the state. Newcomers take the state beside the steps, and snapshots are taken beside
-them; between two steps those that leave are let go.
+It computes nothing, and no tensors pass through it except micro-batches and snapshots.
+Joining peers download the state during steps, and snapshots are taken during steps;
+between two steps, leaving peers are let go.
 
-The module is long because the loop of one process handles every loss of a peer, between
-and within steps.
+The module is long because one loop handles every loss of a peer, within and between
+steps.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ LOOK_SECONDS: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ComputedStep:
-    """A step whose gradients are there, and that is not applied yet.
+    """A step with all gradients that is not applied yet.
 
     Attributes:
         context: State that the micro-batches of the step share.
         passages: Routes of its micro-batches.
-        sums: Total, weight and metrics of the loss, flat.
+        sums: Flat total, weight and metrics of the loss.
     """
 
     context: StepContext
@@ -69,8 +70,8 @@ class Trainer(TrainerState):
     """Leads the steps of one run.
 
     Attributes:
-        ledger: Ledger of the step that is under way.
-        sharing: Gives further trainers micro-batches to lead.
+        ledger: Ledger of the current step.
+        sharing: Pool of the secondary trainers.
     """
 
     def __init__(
@@ -95,19 +96,19 @@ class Trainer(TrainerState):
         Args:
             cut: Staged job.
             registry: Registry of the peers.
-            caller: Asks them.
+            caller: Client for calls to the peers.
             settings: Settings of the run.
             tell: Function that reports events.
             write: Function that writes the ledger's journal.
-            snapshot: Snapshot to restore; default: a fresh run.
-            generation: Counts how often the run has begun or gone back.
+            snapshot: Snapshot to restore; default: a new run.
+            generation: Number of earlier starts and rollbacks of the run.
             wire: Wire format of tensors.
-            sum_wire: Wire format of gradients while they are summed.
+            sum_wire: Wire format of gradients during their reduction.
             on_snapshot: Function that receives each snapshot, such as one that writes a
                 checkpoint.
-            rebalance: Called between two steps and, unless updates are delayed, again
-                and again while one is computed: it may have peers moved.
-            clock: Gives seconds.
+            rebalance: Function called between two steps and, unless updates are
+                delayed, repeatedly while one is computed; it may move peers.
+            clock: Clock in seconds.
         """
         super().__init__(
             cut,
@@ -131,10 +132,10 @@ class Trainer(TrainerState):
         self._failures: dict[tuple[int, str, int, int], Counter[str]] = {}
         self._not_finite: dict[tuple[int, str, int], set[str]] = {}
 
-    # What peers ask.
+    # Requests of peers.
 
     def give_batch(self, asked: Batch) -> Tensors:
-        """Leaves of a micro-batch of the step that is under way."""
+        """Returns the leaves of a micro-batch of the current step."""
         self._check_now(asked, ahead=int(self.cut.delayed_updates))
         if not 0 <= asked.number < self.cut.count:
             raise RefusedRequestError(
@@ -153,20 +154,21 @@ class Trainer(TrainerState):
     # The run.
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Does steps until all are done.
+        """Runs the remaining steps.
 
         Yields:
-            Steps done, and metrics.
+            Number of completed steps, and metrics.
 
         Raises:
-            WhaleError: A stage has had no peer for too long, or the run cannot go on.
+            WhaleError: A stage has had no peer for too long, or the run cannot
+                continue.
         """
         try:
             yield from self._steps()
             self._take_snapshot()
         except Exception:
             with contextlib.suppress(Exception):
-                self._await_snapshot()  # What was due before the error is kept.
+                self._await_snapshot()  # A snapshot due before the error is kept.
             raise
         finally:
             self._end_snapshots()
@@ -187,17 +189,17 @@ class Trainer(TrainerState):
                 self._go_back(gone.stage)
                 continue
             if metrics is None:
-                continue  # The first step's gradients are there.
+                continue  # The first step has its gradients.
             yield self.step, metrics
             if self.step < self.settings.steps:
                 self._rebalance(self)
 
     def _one(self) -> dict[str, Any] | None:
-        """One step; where updates are delayed, with the gradients of the next.
+        """Runs one step; with delayed updates, with the gradients of the next.
 
         Returns:
-            Metrics; none where the step's gradients are there and wait for the next
-            step to be computed with the same parameters.
+            Metrics; None if the step has its gradients and waits for the next step,
+            which is computed with the same parameters.
         """
         begun, computed = self.fleet.now(), self._pending
         if computed is None:
@@ -223,7 +225,9 @@ class Trainer(TrainerState):
 
     @contextlib.contextmanager
     def _summing(self) -> Iterator[None]:
-        """Marks gradient sums as under way, so that newcomers take the next state."""
+        """Marks gradient sums as under way, so that joining peers download the next
+        state.
+        """
         with self._lock:
             self._is_summing = True
         try:
@@ -233,7 +237,7 @@ class Trainer(TrainerState):
                 self._is_summing = False
 
     def _sum_and_apply(self, computed: _ComputedStep) -> SwarmStepCommit:
-        """Sums and applies a step; where updates are delayed, beside the next one."""
+        """Sums and applies a step; with delayed updates, during the next one."""
         if not self.cut.delayed_updates:
             return self._committed(computed)
         computed.context.state = self.step
@@ -244,25 +248,25 @@ class Trainer(TrainerState):
         return commit
 
     def _is_alone(self) -> bool:
-        """Whether a step is to be applied before any other begins.
+        """Whether a step must be applied before another begins.
 
-        The last step is, and one whose gradients are with a peer that leaves.
+        That is true for the last step, and if a leaving peer has gradients of the step.
         """
         is_last = self.step + 1 == self.settings.steps
         return is_last or any(m.leaving for m in self.fleet.members())
 
     def _compute_step(self, context: StepContext) -> _ComputedStep:
-        """Takes the micro-batches of a step through all stages and back."""
+        """Sends the micro-batches of a step through all stages and back."""
         count = self.cut.count
         passages = [MicroBatchRoute(context, number) for number in range(count)]
         self.ledger = context.ledger
         with self._lock:
-            self.cut.micro_batch(context.step, 0)  # An error of the data ends the run.
+            self.cut.micro_batch(context.step, 0)  # An error in the data ends the run.
         self._travel(context, passages)
         return _ComputedStep(context=context, passages=passages, sums=_summed(passages))
 
     def _await_newcomers(self) -> None:
-        """Waits for those that take the state of a step, before it is another one."""
+        """Waits for peers that download a step's state, before it changes."""
         begun = self.fleet.now()
         while self._waits_for_newcomers(begun):
             self._changed.clear()
@@ -295,7 +299,7 @@ class Trainer(TrainerState):
             try:
                 following = self._compute_step(context)
             except StopRequested:
-                committing.result()  # It says why.
+                committing.result()  # raises its own error
                 raise
             return committing.result(), following
 
@@ -336,7 +340,7 @@ class Trainer(TrainerState):
         )
 
     def _applied(self, names: set[str], digests: dict[int, str]) -> None:
-        """The step is over; who has not applied it takes the state again."""
+        """Ends a step; peers that have not applied it download the state again."""
         with self._lock:
             for member in self.fleet.synced():
                 if member.name in names:
@@ -354,9 +358,9 @@ class Trainer(TrainerState):
     def _travel(
         self, context: StepContext, passages: Sequence[MicroBatchRoute]
     ) -> None:
-        """Takes all micro-batches through; what the first error was is raised.
+        """Sends all micro-batches through the stages; raises the first error.
 
-        Those that further trainers lead are taken through by them.
+        Secondary trainers lead their own micro-batches.
         """
         peers = len(self.fleet.synced())
         count = max(1, min(self.settings.in_flight or 2 * peers, len(passages)))
@@ -381,7 +385,7 @@ class Trainer(TrainerState):
                 while leading:
                     done, leading = wait(leading, timeout=LOOK_SECONDS)
                     for one in done:
-                        one.result()  # An interrupt.
+                        one.result()  # for interrupts
                     self.sharing.watch()
                     if not self.cut.delayed_updates:
                         self._bring(late=False)
@@ -400,9 +404,7 @@ class Trainer(TrainerState):
     def _make_again(
         self, context: StepContext, passages: Sequence[MicroBatchRoute], count: int
     ) -> None:
-        """Computes results again that were lost since they were made, several
-        at once.
-        """
+        """Recomputes lost results, several at once."""
         stages = range(self.cut.stages)
         for stage in stages:
             context.lose_gone(stage)
@@ -420,11 +422,11 @@ class Trainer(TrainerState):
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step is under way, and not summed yet."""
+        """Whether a step is under way and not yet summed."""
         return self._computing is not None
 
     def gradients_at(self) -> Counter[str]:
-        """Micro-batches of the step under way whose gradients each peer has."""
+        """Returns the number of the current step's gradients on each peer."""
         context = self._open_step
         if context is None:
             return Counter()
@@ -433,7 +435,7 @@ class Trainer(TrainerState):
 
     @property
     def _open_step(self) -> StepContext | None:
-        """A step of which gradients are with peers, and that is not summed yet."""
+        """Step whose gradients are on peers, and which is not yet summed."""
         if self._computing is None and self._pending is not None:
             return self._pending.context
         return self._computing
@@ -441,7 +443,7 @@ class Trainer(TrainerState):
     # Between steps.
 
     def _ready(self) -> None:
-        """Brings everybody to the step, and waits for stages without peers."""
+        """Brings all peers to the step, and waits for stages without peers."""
         begun = whole = self.fleet.now()
         said: list[int] = []
         while True:
@@ -477,18 +479,18 @@ class Trainer(TrainerState):
             self._begin_snapshot()
 
     def _waits_at_first(self, since: float) -> bool:
-        """Whether a step waits for newcomers before it is computed.
+        """Whether a step waits for joining peers before it is computed.
 
-        It does where most have to take the state, such as at first, and where updates
-        are delayed: its sum begins with it.
+        It does if most peers download the state, such as at the start, and if updates
+        are delayed: its sum then begins with it.
         """
         most = len(self._coming_now()) > len(self.fleet.usable())
         waits = most or self.cut.delayed_updates
         return waits and self._waits_for_newcomers(since)
 
     def _let_go(self) -> None:
-        """Lets leaving peers go, since nothing that they hold is needed after
-        a step.
+        """Lets leaving peers go, since their results are no longer needed
+        after a step.
         """
         if self._pending is not None:
             return
@@ -498,10 +500,10 @@ class Trainer(TrainerState):
             mates = [m for m in self.fleet.usable(member.stage) if not m.leaving]
             holds = any(m.name == member.name for m in self.fleet.synced(member.stage))
             if not mates and holds:
-                # The last of its stage: what it holds is kept here.
+                # The last of its stage: its state is saved first.
                 self._take_snapshot(now=True)
                 if self._snapshot.step != self.step:
-                    continue  # Another stage has nobody; this one is needed still.
+                    continue  # Another stage has no peer, so this one is still needed.
             self.fleet.drop(member.name)
             self.registry.free(member.name)
             self.tell("left", peer=member.name, stage=member.stage)
@@ -509,9 +511,9 @@ class Trainer(TrainerState):
     # Moves.
 
     def move(self, member: PeerRecord, target: int) -> None:
-        """Has a peer serve another stage; it is asked for no step meanwhile.
+        """Moves a peer to another stage; it gets no calls meanwhile.
 
-        What it has of the step under way is computed again by others.
+        Others recompute its results of the current step.
         """
         told = {"peer": member.name, "source": member.stage, "target": target}
         with self._lock:
@@ -541,7 +543,7 @@ class Trainer(TrainerState):
         threading.Thread(target=go, daemon=True).start()
 
     def _send_spare(self, lacking: Sequence[int]) -> None:
-        """A stage that nobody serves is given a peer of a stage that has several."""
+        """Gives a stage without peers one from a stage that has several."""
         for stage in lacking:
             members = [m for m in self.fleet.members() if not m.leaving]
             members = [m for m in members if not self.fleet.is_paused(m)]
@@ -554,7 +556,8 @@ class Trainer(TrainerState):
                 if m.ready and m.name not in self.moving and counts[m.stage] > 1
             ]
             if spare:
-                # First those that wait for the step, then those of the largest stage.
+                # Peers that wait for the step come first, then those of the largest
+                # stage.
                 synced = {m.name for m in self.fleet.synced()}
                 spare.sort(key=lambda m: (m.name in synced, -counts[m.stage]))
                 self.move(spare[0], stage)
@@ -562,18 +565,18 @@ class Trainer(TrainerState):
     # Losses.
 
     def _await_peer(self, stage: int) -> None:
-        """Waits until a peer of a stage may be asked.
+        """Waits until a stage has a usable peer.
 
         Raises:
-            StageLost: All that held its state are gone.
+            StageLost: All peers with its state are lost.
         """
         while not self.fleet.usable(stage):
             if not self.fleet.synced(stage):
                 raise StageLost(stage)
-            time.sleep(LOOK_SECONDS)  # At most until their leases end.
+            time.sleep(LOOK_SECONDS)  # until their leases end at most
 
     def _go_back_if_lost(self, lacking: Sequence[int]) -> None:
-        """Goes back where a stage's state is nowhere any more and a peer has come."""
+        """Rolls back if a stage's state is lost and a peer has joined."""
         if self._snapshot.step == self.step:
             return
         for stage in lacking:
@@ -583,7 +586,7 @@ class Trainer(TrainerState):
                 return
 
     def _go_back(self, stage: int) -> None:
-        """All stages go back to the snapshot."""
+        """Rolls all stages back to the snapshot."""
         self._await_snapshot()
         with self._lock:
             self.generation += 1
@@ -596,11 +599,11 @@ class Trainer(TrainerState):
 
 @contextlib.contextmanager
 def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
-    """Threads that are waited for, unless the process is asked to end.
+    """Provides threads, and waits for them unless the process is asked to stop.
 
     Args:
         count: Number of threads.
-        stop: Set where they are to end.
+        stop: Event that ends them.
     """
     pool = ThreadPoolExecutor(count)
     try:
@@ -617,7 +620,7 @@ def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
 
 
 def _summed(passages: Sequence[MicroBatchRoute]) -> tuple[np.ndarray, ...]:
-    """Total, weight and metrics of all micro-batches, added in their order."""
+    """Returns total, weight and metrics of all micro-batches, summed in order."""
     total: list[np.ndarray] = []
     for passage in passages:
         if not total:
@@ -628,5 +631,5 @@ def _summed(passages: Sequence[MicroBatchRoute]) -> tuple[np.ndarray, ...]:
 
 
 def as_told(counts: Counts) -> dict[str, int]:
-    """Counts by name."""
+    """Returns the counts by name."""
     return dataclasses.asdict(counts)

@@ -1,10 +1,9 @@
 """Places a plan in the taxonomy of distributed training: ``plan.describe()``.
 
 The aspects are those of the surveys: what is parallel (data, operators, layers), which
-    parts are synchronous, and what is exchanged over which topology (Ben-Nun and
-    Hoefler, "Demystifying Parallel and Distributed Deep Learning", 2019, sections 4-6;
-    Mayer and Jacobsen, "Scalable Deep Learning on Distributed Infrastructures", 2020,
-    section 3).
+parts are synchronous, and what is exchanged over which topology (Ben-Nun and Hoefler,
+"Demystifying Parallel and Distributed Deep Learning", 2019, sections 4-6; Mayer and
+Jacobsen, "Scalable Deep Learning on Distributed Infrastructures", 2020, section 3).
 """
 
 from __future__ import annotations

@@ -94,6 +94,55 @@ def test_jobs_are_allocations_that_grow_and_shrink(
     trade(serving, tmp_path / "alone", nodes)
 
 
+@pytest.mark.full
+def test_a_job_goes_on_while_slurm_queues_its_other_nodes(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(slurm / "slurm.conf"))
+    (tmp_path / "two.toml").write_text(TWO_HOSTS)
+
+    def call(*words: str) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def block() -> str:
+        words = "--parsable", "--exclusive", "--output=/dev/null", "--wrap=sleep 3600"
+        return call("sbatch", *words)
+
+    blocks = [block(), block()]
+    words = "--slurm=--mem=100M", "--host", "127.0.0.1", "--every", "3"
+    serving = Serving(tmp_path, *words, "--resize", "2", cluster="two.toml")
+
+    def step() -> int:
+        return max((said["step"] for said in serving.commits("first")), default=0)
+
+    def members() -> int:
+        began = [e for e in serving.events("first") if e["event"] == "begun"]
+        return len(began[-1]["members"]) if began else 0
+
+    try:
+        words = "--set", "device_seconds=0.01", "--no-wait"
+        serving.add("first", *words, steps=1500)
+        pending = "squeue", "-h", "--name", "first", "-t", "PD", "-o", "%i"
+        assert serving.until(lambda: len(call(*pending).split()) == 2)
+        call("scancel", blocks.pop())
+        assert serving.until(lambda: members() == 2 and step() > 5)
+        assert len(call(*pending).split()) == 1  # It keeps its place.
+        call("scancel", blocks.pop())
+        assert serving.until(lambda: members() == 4)
+        assert serving.until(lambda: serving.shown()["first"].status == "complete")
+        expected = undisturbed(tmp_path / "alone", 1500, device_seconds=1e-9)
+        found = audited(serving, "first", 1500, expected)
+        assert found["steps"] == found["compared_losses"] == 1500, found
+        assert not found["samples_lost"] and not found["samples_doubled"], found
+        assert found["max_rel_loss_diff"] < 1e-5, found
+        started = [e for e in serving.book() if e["event"] == "launched"]
+        assert len(started) == 1
+        assert not call("squeue", "-h", "--name", "first")
+    finally:
+        serving.end(["first"])
+
+
 RAY = """
 import json, sys
 from ray.cluster_utils import Cluster
@@ -214,19 +263,24 @@ def test_a_job_waits_in_the_queue_and_grows_later(tmp_path: Path) -> None:
     run.away = ["s-0", "s-1"]
     host.turn()
     assert not host.placing.lost_devices() and not run.resized  # It goes on waiting.
-    run.members, run.away, run.held_slots = 2, ["s-1"], {0, 1}
-    assert [*host.placing.lost_devices()] == ["s-1/0", "s-1/1"]
+    run.agents, run.away = {"s-1"}, ["s-0"]
+    assert [*host.placing.lost_devices()] == ["s-0/0", "s-0/1"]
     host.place(a=2)
-    assert run.resized == [2]
+    assert host.devices()["a"][:2] == ["s-1/0", "s-1/1"] and run.resized == [2]
     run.has(2)
     host.turn()
-    assert host.devices()["a"] == ["s-0/0", "s-0/1"]
-    assert [*run.wanted_hosts] == ["s-0", "s-1"]  # It keeps its place in the queue.
-    run.away = []
+    assert host.devices()["a"] == ["s-1/0", "s-1/1"]
+    assert {*run.wanted_hosts} == {"s-0", "s-1"}  # It keeps its place in the queue.
+    run.agents, run.away = {"s-0", "s-1"}, []
     host.place(a=4)
-    assert run.resized == [2, 4] and host.devices()["a"] == names
+    assert run.resized == [2, 4]
+    assert host.devices()["a"] == ["s-1/0", "s-1/1", "s-0/0", "s-0/1"]
     host.placing.failed["s-1/0"] = "it broke"
     assert [*host.placing.lost_devices()] == ["s-1/0", "s-1/1"]
+    # Fewer than its fewest devices are of no use to it.
+    host.placing.failed.clear()
+    run.agents, run.away = set(), ["s-0", "s-1"]
+    assert not host.placing.lost_devices()
 
 
 def test_agents_follow_the_hosts_of_a_job(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ class Run:
         self.refusal = ""
         self.wanted_hosts: dict[str, float] = {}
         self.away: list[str] = []
+        self.agents: set[str] = set()
 
     def want_hosts(self, hosts: Iterable[str]) -> None:
         self.wanted_hosts = dict.fromkeys(hosts, 0.0)

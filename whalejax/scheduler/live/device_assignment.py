@@ -117,27 +117,33 @@ class Placing:
                 for name in devices.of_host(*devices.hosts_of([failed])):
                     lost.setdefault(name, why)
         for job in self._book.unfinished() if devices.has_hosts else ():
-            for host in self._away_hosts(self._runs[job.name], now):
+            for host in self._away_hosts(job, now):
                 why = f"{host} has no agent of {job.name}"
                 for name in devices.of_host(host):
                     lost.setdefault(name, why)
         return lost
 
-    def _away_hosts(self, run: JobRun, now: float) -> list[str]:
-        """Returns the hosts of a run that have had no agent for a while.
+    def _away_hosts(self, job: LiveJob, now: float) -> list[str]:
+        """Returns the hosts of a job that have had no agent for a while.
 
-        A run without members that waits in the queue of an engine goes on waiting.
+        A job that waits in the queue of an engine goes on waiting until it has enough
+        hosts to run.
         """
-        is_queued = self._devices.engine is not None and not run.reader.members
-        if not run.is_alive or is_queued:
+        run, devices = self._runs[job.name], self._devices
+        if not run.is_alive:
             return []
+        if devices.engine is not None:
+            hosts = run.reader.agents.intersection(devices.hosts_of(job.devices))
+            there = sum(len(devices.of_host(host)) for host in hosts)
+            if there < job.request.devices[0]:
+                return []
         return run.reader.away_hosts(run.wanted_hosts, now)
 
     def _want_hosts(self, job: LiveJob) -> None:
         """Keeps agents on a job's hosts, and on those that it waits for."""
         run = self._runs[job.name]
         if self._devices.has_hosts:
-            away = self._away_hosts(run, time.time())
+            away = self._away_hosts(job, time.time())
             run.want_hosts([*self._devices.hosts_of(job.devices), *away])
 
     def _candidates(self, job: LiveJob) -> list[str]:
@@ -233,6 +239,10 @@ class Placing:
         size = run.reader.size
         if not size or run.is_asking or run.reader.drains:
             return
+        if self._devices.engine is not None and not run.reader.held_slots:
+            lost = self.lost_devices()  # Those that it got come first.
+            order = sorted(job.devices, key=lambda name: name in lost)
+            self._set_devices(job, order)
         # A change of the batch or the kind restarts the run from a checkpoint.
         target = 0 if job.changes_batch else self._without_failed(job, run)
         if target < size:

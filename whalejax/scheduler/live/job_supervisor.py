@@ -6,6 +6,7 @@ The scheduler starts it; it goes on until the run is over, even if the scheduler
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -31,6 +32,8 @@ IS_HELD: Final = 75
 _EXIT_SECONDS: Final = 60.0
 _LEASE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 0.5
+_QUEUE_SECONDS: Final = 1e9
+"""Longest wait for members of a job whose hosts are in a queue: for ever."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -56,12 +59,7 @@ def main(words: Sequence[str]) -> int:
             return supervise(
                 [*command, json.dumps(told.options)],
                 home,
-                SupervisorSettings(
-                    least=told.least,
-                    most=told.most,
-                    first=told.first,
-                    lease_seconds=_LEASE_SECONDS,
-                ),
+                _settings(told),
                 _start_agents(told, home, stack),
                 seconds=_EXIT_SECONDS,
                 devices=None if told.devices is None else tuple(told.devices),
@@ -72,6 +70,18 @@ def main(words: Sequence[str]) -> int:
         return 1
     finally:
         lock.__exit__(None, None, None)
+
+
+def _settings(told: JobLaunch) -> SupervisorSettings:
+    settings = SupervisorSettings(
+        least=told.least,
+        most=told.most,
+        first=told.first,
+        lease_seconds=_LEASE_SECONDS,
+    )
+    if told.hosts is None or told.hosts.engine is None:
+        return settings
+    return dataclasses.replace(settings, wait_seconds=_QUEUE_SECONDS)
 
 
 def _start_agents(

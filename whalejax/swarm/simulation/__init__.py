@@ -1,1 +1,1 @@
-"""Swarms on a virtual clock: what is simulated, how, and what came of it."""
+"""Swarms on a virtual clock: settings, simulation and results."""

@@ -16,24 +16,25 @@ class SwarmSimulation:
     """Results of a simulation.
 
     Attributes:
-        seconds: Simulated.
-        micro_batches: Micro-batches of committed steps and of the step under way,
-            counted once each; without those of steps that a run went back over.
-        step_seconds: Duration of each committed step, its waiting for newcomers
-            included.
+        seconds: Simulated seconds.
+        micro_batches: Micro-batches of committed steps and of the current step, each
+            counted once; without those of steps that a run rolled back.
+        step_seconds: Duration of each committed step, including its waits for new
+            peers.
         busy_seconds: Computing time of each peer.
         present_seconds: Time of each peer from joining to its end.
-        max_flow: Micro-batches that the best placement of the peers that were there
-            could have computed, without sums, fills or links shared by others.
+        max_flow: Micro-batches that the best placement of the present peers could have
+            computed, without sums, fills or shared links.
         changes: Joins, leaves and deaths after the start.
-        moves: Number of moves of peers from stage to stage.
-        emptied_by_moves: Moves that left a stage without peers; 0 unless it is broken.
-        empty_seconds: During which nobody served some stage.
-        went_back: Times that all went back to a snapshot.
-        recomputed: Gradients that were computed again because their holder was lost.
-        late: Answers that came after they had been given up.
-        timeline: (seconds, micro-batches done by then), one for each commit.
-        serving: Seconds of every change, and peers that serve each stage from then on.
+        moves: Number of moves between stages.
+        emptied_by_moves: Moves that left a stage without peers; above 0 only by a
+            defect.
+        empty_seconds: Seconds in which some stage had no serving peer.
+        went_back: Number of rollbacks to a snapshot.
+        recomputed: Gradients that were recomputed because their peer was lost.
+        late: Answers that came after their attempt had been abandoned.
+        timeline: (seconds, micro-batches so far), one for each commit.
+        serving: Seconds of every change, and serving peers of each stage from then on.
     """
 
     seconds: float
@@ -54,18 +55,18 @@ class SwarmSimulation:
 
     @property
     def micro_batches_per_second(self) -> float:
-        """Throughput."""
+        """Micro-batches per second."""
         return self.micro_batches / self.seconds if self.seconds else 0.0
 
     @property
     def utilization(self) -> float:
-        """Part of the time that peers computed."""
+        """Fraction of the time that peers computed."""
         present = math.fsum(self.present_seconds.values())
         return math.fsum(self.busy_seconds.values()) / present if present else 0.0
 
     @property
     def of_max_flow(self) -> float:
-        """Throughput as a part of the best placement's."""
+        """Throughput over that of the best placement."""
         return self.micro_batches / self.max_flow if self.max_flow else 0.0
 
     def __str__(self) -> str:
@@ -86,10 +87,12 @@ class SwarmSimulation:
         )
 
     def chart(self) -> SimulatedChart:
-        """Peers that serve each stage, and micro-batches a second, over time.
+        """Returns a chart of serving peers by stage, and micro-batches per second, over
+        time.
 
         Returns:
-            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+            Chart that a notebook draws and ``print`` describes; ``save`` writes it to a
+            file.
         """
         from whalejax.display.swarms import SimulatedChart
 

@@ -17,11 +17,12 @@ class StageCost:
 
     Attributes:
         forward_seconds: Duration of a forward; 0 in the last stage, where one call does
-            both.
-        backward_seconds: Duration of a backward, its recomputed forward included.
-        forward_bytes: Received and sent by a forward.
-        backward_bytes: Received and sent by a backward.
-        state_bytes: Parameters and optimizer state, which a newcomer downloads.
+            both passes.
+        backward_seconds: Duration of a backward, including its recomputed forward.
+        forward_bytes: Bytes received and sent by a forward.
+        backward_bytes: Bytes received and sent by a backward.
+        state_bytes: Bytes of parameters and optimizer state, which a new peer
+            downloads.
         gradient_bytes: Bytes of gradients that the stage's peers reduce in a step, as
             sent.
         update_seconds: Duration of the optimizer's update.
@@ -38,30 +39,31 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Settings of a simulation, beside the trace.
+    """Settings of a simulation, without the trace.
 
     Attributes:
         stages: Costs of the stages, in order.
         micro_batches: Micro-batches of a step, over all trainers.
-        in_flight: Micro-batches under way at once, over all trainers; two for each
-            peer that serves where it is 0.
-        trainers: Number of trainers that lead the micro-batches; each has wirings of
-            its own.
-        rule: Rule of rebalancing; with ``Rule.NONE`` nobody changes stage, not even to
-            one that nobody serves.
-        period: Seconds from one look at the peers to the next.
-        oracle: Peers are placed at their best after each change, at once and free of
-            charge, and newcomers need no download: what rebalancing is held against.
-        compile_seconds: Compile time of a newcomer, or of a peer that moves, before it
-            takes the state.
-        notice_seconds: From a death that breaks connections until trainers know.
-        forget_seconds: After which the announcement of a dead peer has expired.
-        threshold: Gain below which nobody moves, as a part of the speed.
-        snapshot_every: Steps between snapshots, to which all go back where a stage has
+        in_flight: Micro-batches in flight, over all trainers; 0 means two for each
+            serving peer.
+        trainers: Number of trainers that lead micro-batches; each has its own wirings.
+        rule: Rule of rebalancing; with ``Rule.NONE`` no peer changes stage, not even to
+            an empty one.
+        period: Seconds between checks of the peers.
+        oracle: Whether peers are placed optimally after each change, immediately and
+            for free, and new peers need no download: the reference for rebalancing.
+        compile_seconds: Compile time of a new or moving peer, before it downloads the
+            state.
+        notice_seconds: Seconds from a death with broken connections until trainers
+            know.
+        forget_seconds: Seconds after which the announcement of a dead peer expires.
+        threshold: Smallest gain for which a peer moves, as a part of the speed.
+        snapshot_every: Steps between snapshots, to which all roll back if a stage has
             lost its last peer.
-        delayed_updates: Gradients of a step are added up and applied while the next
-            step is computed; a step waits for the update before the last one. A peer
-            that dies meanwhile costs no more than one that dies in between.
+        delayed_updates: Whether gradients of a step are summed and applied while the
+            next step is computed; a step waits for the update before the last one. A
+            peer that dies during the update costs no more than one that dies between
+            steps.
         seed: Seed of the wirings.
     """
 
@@ -82,7 +84,7 @@ class Setting:
 
 
 def peer_speed(cost: StageCost, speed: float, link: PeerLink) -> float:
-    """Micro-batches a second of a peer in a stage: its processor or its links bound it.
+    """Returns the micro-batches per second of a peer, limited by processor or links.
 
     Args:
         cost: Costs of the stage.
@@ -99,14 +101,14 @@ def peer_speed(cost: StageCost, speed: float, link: PeerLink) -> float:
 
 
 def check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
-    """Refuses what makes no sense.
+    """Refuses invalid settings or traces.
 
     Args:
         setting: Settings to check.
         trace: Trace of the peers.
 
     Raises:
-        WhaleError: With all that is wrong.
+        WhaleError: Lists all problems.
     """
     with Problems("simulated swarm") as problems:
         if not setting.stages:

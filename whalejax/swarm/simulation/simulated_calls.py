@@ -1,4 +1,4 @@
-"""Calls of simulated peers: who computes what, over which links, until when."""
+"""Calls of simulated peers, with their links and times."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from whalejax.swarm.simulation.setting import Setting
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK, StageWiring
 
 
-DEADLINE_FACTOR: Final = 10.0  # of a call, over what it is predicted to take
+DEADLINE_FACTOR: Final = 10.0  # ratio of a call's deadline to its predicted duration
 
 Place = tuple[int, int]
-"""Steps done, and times that the run went back."""
+"""Number of committed steps, and number of rollbacks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedCall:
-    """A call that was sent and not answered yet.
+    """A call without an answer yet.
 
     Attributes:
         attempt: Attempt in the ledger.
         trainer: Trainer that sent it.
-        task: Its size, in forwards.
-        sent: When.
-        alone: Whether it is computed again without consequences.
+        task: Size of the call, in forwards.
+        sent: Time of sending.
+        alone: Whether it is a recomputation that starts no further calls.
     """
 
     attempt: Attempt
@@ -43,12 +43,12 @@ class SimulatedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedDownload:
-    """A peer takes the state.
+    """Download of the state by a peer.
 
     Attributes:
         place: Stage and place of the state.
-        began: When.
-        takes: Seconds, in all.
+        began: Time of the start.
+        takes: Total seconds.
     """
 
     place: Place
@@ -57,7 +57,7 @@ class SimulatedDownload:
 
     @property
     def ends(self) -> float:
-        """Time at which the peer has the state."""
+        """Time at which the download ends."""
         return self.began + self.takes
 
 
@@ -67,22 +67,23 @@ class SimulatedPeer:
 
     Attributes:
         name, incarnation, speed, link, stage: Fields of a live peer, unchanged.
-        joined: When.
+        joined: Time of joining.
         is_serving: Whether it has the state of the step and receives calls.
-        is_alive: Its process runs.
-        is_leaving: Whether it goes when the step is over.
-        is_ready: The programs of its stage are compiled.
-        task: Number of the compilation or download under way; 0 without one.
-        coming: Download under way, or None.
-        late: When it began to take the state for the first time; negative, unless it
-            took it too late before.
-        is_given_up: Whether the swarm waits for it no more.
-        pause_seconds: Seconds without calls after it was given up.
-        paused_until: When that ends.
-        down_free, compute_free, up_free: When its link and its processor are free.
-        calls: Calls that it received, by number.
-        queue_seconds: Calls that wait, times how long, since it was last looked at.
-        queue_since: Until when they are counted.
+        is_alive: Whether its process runs.
+        is_leaving: Whether it leaves after the step.
+        is_ready: Whether the programs of its stage are compiled.
+        task: Number of the current compilation or download; 0 without one.
+        coming: Current download, or None.
+        late: Time at which it first began to download the state; negative unless it was
+            too late before.
+        is_given_up: Whether the swarm no longer waits for it.
+        pause_seconds: Seconds without calls after a failure.
+        paused_until: End of that pause.
+        down_free, compute_free, up_free: Times at which its links and its processor are
+            free.
+        calls: Received calls, by number.
+        queue_seconds: Waiting calls times seconds, since the last check.
+        queue_since: Time up to which they are counted.
     """
 
     name: str
@@ -110,11 +111,11 @@ class SimulatedPeer:
 
 
 class SimulatedCalls(abc.ABC):
-    """The clock, and calls of the step that is under way.
+    """The clock, and the calls of the current step.
 
     Attributes:
         setting: Settings of the simulation.
-        now: Seconds.
+        now: Current time in seconds.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -145,7 +146,7 @@ class SimulatedCalls(abc.ABC):
         self._holders: dict[tuple[int, int, Phase], SimulatedPeer] = {}
         self._waiting: list[deque[int]] = [deque() for _ in range(setting.trainers)]
         self._under_way = [0] * setting.trainers
-        self._serving = self._fewest = 0  # peers, of all stages and of the smallest
+        self._serving = self._fewest = 0  # peers: of all stages, and of the smallest
         self._busy: dict[str, float] = {}
         self._late = 0
 
@@ -159,10 +160,10 @@ class SimulatedCalls(abc.ABC):
 
     @abc.abstractmethod
     def _sum_if_complete(self) -> None:
-        """Sums the gradients of the step, if all of them are there."""
+        """Sums the gradients of the step, if all are available."""
 
     def _begin_micro_batches(self) -> None:
-        """Begins the micro-batches of a step, from the first on."""
+        """Begins the first micro-batches of a step."""
         self._holders.clear()
         for trainer, waiting in enumerate(self._waiting):
             waiting.clear()
@@ -179,7 +180,7 @@ class SimulatedCalls(abc.ABC):
         while self._waiting[trainer] and self._under_way[trainer] < limit:
             number = self._waiting[trainer].popleft()
             self._under_way[trainer] += 1
-            # A last stage computes forward and backward in one call.
+            # The last stage computes forward and backward in one call.
             only = self._count == 1
             self._call(0, number, Phase.BACKWARD if only else Phase.FORWARD)
 
@@ -187,7 +188,7 @@ class SimulatedCalls(abc.ABC):
         return self.setting.in_flight or max(self._count, 2 * self._serving)
 
     def _send_parked(self, stage: int) -> None:
-        """Sends what waited for a peer of a stage."""
+        """Sends calls that waited for a peer of a stage."""
         parked, self._parked[stage] = self._parked[stage], deque()
         for number, phase, alone, avoid in parked:
             self._call(stage, number, phase, alone=alone, avoid=avoid)
@@ -228,7 +229,7 @@ class SimulatedCalls(abc.ABC):
         self._at(answered, self._on_answer, peer, call_number)
 
     def _computed_at(self, peer: SimulatedPeer, attempt: Attempt) -> float:
-        """Returns the time of the answer; books links and the peer's processor."""
+        """Returns the time of the answer; reserves links and the peer's processor."""
         cost = self.setting.stages[attempt.stage]
         if attempt.phase is Phase.FORWARD:
             seconds, received = cost.forward_seconds, cost.forward_bytes[0]
@@ -242,7 +243,7 @@ class SimulatedCalls(abc.ABC):
             left -= size
             way = max(latency, source.link.latency_seconds)
             seconds_up = size / source.link.up_bytes_per_second
-            # What is asked for goes over both links at once.
+            # Requested data pass over both links at once.
             source.up_free = max(asked + way, source.up_free) + seconds_up
             arrived = max(arrived, source.up_free + way)
         rate = peer.link.down_bytes_per_second
@@ -254,9 +255,9 @@ class SimulatedCalls(abc.ABC):
         return peer.compute_free + latency
 
     def _sources(self, attempt: Attempt) -> Iterator[tuple[SimulatedPeer, int]]:
-        """Yields the holders of a call's inputs, with their bytes.
+        """Yields the sources of a call's inputs, with their bytes.
 
-        What nobody holds, such as data, comes from a trainer.
+        Inputs that no peer has, such as data, come from a trainer.
         """
         stages, stage = self.setting.stages, attempt.stage
         wanted = []
@@ -290,7 +291,7 @@ class SimulatedCalls(abc.ABC):
         if not peer.is_alive:
             return
         call = peer.calls.pop(number, None)
-        if call is None:  # it was given up before
+        if call is None:  # it was abandoned before
             self._late += 1
             return
         self._queue_changes(peer, ended=1)
@@ -346,7 +347,7 @@ class SimulatedCalls(abc.ABC):
     def _failed(
         self, peer: SimulatedPeer, call: SimulatedCall, *, is_gone: bool
     ) -> None:
-        """Tells the wiring of a call without an answer."""
+        """Reports a call without an answer to the wiring."""
         self._wirings[call.trainer][call.attempt.stage].failed(
             peer.name,
             self.now - call.sent,
@@ -357,7 +358,7 @@ class SimulatedCalls(abc.ABC):
         )
 
     def _recompute(self, peer: SimulatedPeer) -> int:
-        """Repeats a dead peer's work on others, gradients included."""
+        """Repeats a dead peer's work on others, including gradients."""
         calls, peer.calls = peer.calls, {}
         for call in calls.values():
             self._failed(peer, call, is_gone=True)

@@ -1,4 +1,4 @@
-"""Sums gradients on a peer: those that it holds, and its part of the stage's sums."""
+"""Sums gradients on a peer: its own, and its part of the stage's sums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from whalejax.wire.swarm_messages import (
 
 
 class SumHolder(StageHolder):
-    """A peer's stage together with the gradient sums that it makes."""
+    """A peer's stage with its gradient sums."""
 
     def _sum(self, asked: Sum) -> Summed:
         stage, state = self._at(asked, asked.stage)
@@ -39,7 +39,7 @@ class SumHolder(StageHolder):
         where = f"step {step}, stage {stage.number}"
         check_partition({p[0]: p[2] for p in peers}, self.cut.count, where)
         part, parts = names.index(self.name), len(names)
-        # In the order of the peers, so that every mate makes the same sum.
+        # In the order of the peers, so that all make the same sum.
         total, lost = GradientSum(), 0.0
         for name, address, numbers, attempts in peers:
             if not numbers:
@@ -59,7 +59,7 @@ class SumHolder(StageHolder):
         what = f"the sum of the gradients of {where}"
         self._check_sum(total.arrays, what)
         coded, more = self._coded_sum(total.arrays, what)
-        # Also this peer reads what it sends its mates, so that all have the same.
+        # This peer also reads the coded form, so that all have the same values.
         self._keep(asked, stage, lambda: self._parts.update({key: coded}))
         is_exact = self.sum_wire == "f32"
         return Summed(
@@ -70,10 +70,11 @@ class SumHolder(StageHolder):
         )
 
     def _coded_sum(self, arrays: Part, what: str) -> tuple[Part, float]:
-        """Gradients as mates are sent them, and the squares of what that loses.
+        """Returns gradients as sent to other peers, and the square sum of the coding
+        error.
 
         Raises:
-            Refused: They are too large for the format.
+            RefusedRequestError: They are too large for the format.
         """
         if self.sum_wire == "f32":
             return arrays, 0.0
@@ -91,7 +92,7 @@ class SumHolder(StageHolder):
         return sent, tensor_codec.squared([a - b for a, b in pairs])
 
     def _check_sum(self, arrays: Sequence[np.ndarray], what: str) -> None:
-        """Refuses what is not finite, though all that it was made of is."""
+        """Refuses a non-finite sum of finite gradients."""
         try:
             tensor_codec.check_finite(arrays, self.name)
         except RefusedRequestError as error:
@@ -100,10 +101,10 @@ class SumHolder(StageHolder):
             ) from None
 
     def _held_sum(self, asked: Gradients) -> GradientSum:
-        """The sum over micro-batches that this peer holds, in their order.
+        """Returns the sum over this peer's micro-batches, in order.
 
         Raises:
-            Refused: It lacks some of them, or the sum overflows.
+            RefusedRequestError: Some of them are missing, or the sum overflows.
         """
         step, part, parts = asked.step, asked.part, asked.parts
         keys = sorted(zip(asked.numbers, asked.attempts, strict=True))
@@ -134,7 +135,7 @@ class SumHolder(StageHolder):
         parts: int,
         name: str,
     ) -> Part:
-        """A part of every gradient, of how it was sent."""
+        """Returns a part of every sent gradient."""
         avals = [
             _ArraySpec((_size(a.shape, part, parts),), a.dtype) for a in stage.gradients
         ]
@@ -166,7 +167,7 @@ class SumHolder(StageHolder):
             return Tensors(arrays=tuple(held))
 
     def _collect_sum(self, stage: StagePrograms, asked: UpdateStage) -> Part:
-        """The whole sum, a part of every array from each mate."""
+        """Returns the full sum, from every peer's part of each array."""
         peers = asked.peers
         question = SumPart(**at(asked), round=asked.round)
         every: list[Sequence[np.ndarray]] = []
@@ -183,12 +184,12 @@ class SumHolder(StageHolder):
 
 
 class GradientSum:
-    """Gradients added up in order, and of which micro-batches they are.
+    """Gradients summed in order, with their micro-batches.
 
     Attributes:
-        arrays: The sum.
-        numbers: Micro-batches in the sum, once for each time that one was added.
-        attempts: Their attempts, as the ledger counts them.
+        arrays: Summed arrays.
+        numbers: Micro-batches in the sum, once for each addition.
+        attempts: Attempts of these micro-batches, as in the ledger.
     """
 
     def __init__(self) -> None:
@@ -203,10 +204,10 @@ class GradientSum:
         attempts: Sequence[int],
         slices: Sequence[np.ndarray],
     ) -> None:
-        """Adds the gradients of a micro-batch, or those that were added up before."""
+        """Adds the gradients of a micro-batch, or an earlier sum."""
         if self.numbers:
             pairs = zip(self.arrays, slices, strict=True)
-            with np.errstate(over="ignore", invalid="ignore"):  # Checked in the end.
+            with np.errstate(over="ignore", invalid="ignore"):  # checked at the end
                 self.arrays = [a + b for a, b in pairs]
         else:
             self.arrays = [np.array(x) for x in slices]
@@ -215,7 +216,7 @@ class GradientSum:
 
 
 class _ArraySpec:
-    """Shape and dtype of an array that is expected."""
+    """Expected shape and dtype of an array."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape, self.dtype = shape, dtype

@@ -1,4 +1,4 @@
-"""Holds a peer's states, tensors, gradients and sums, by step."""
+"""Stores a peer's states, tensors, gradients and sums, by step."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from whalejax.wire.swarm_messages import At, StageCall, StageValues
 
 
 Hook = Callable[[str, int], None]
-"""Is told a point of the protocol and the step as it is reached."""
+"""Function that receives each reached point of the protocol, with the step."""
 
 Part = list[np.ndarray]
 
 TRANSFERS: Final = 2
-"""Tensors that a peer takes from others at once."""
+"""Most tensors that a peer downloads at once."""
 
 
 class StageHolder:
-    """The stage that a peer serves, and what it keeps until a step is over.
+    """The stage of a peer, with its results until a step ends.
 
     Attributes:
         name: Name of the peer.
-        stage: Stage that it serves; None while it changes.
-        run: Run that the registry named.
+        stage: Stage of the peer; None during a change.
+        run: Name of the run, from the registry.
         generation: Newest known generation of that run; -1 before the first.
-        done: Micro-batches computed, forward or backward.
-        waiting: Calls that wait for the device, with the one that has it.
+        done: Number of computed micro-batches, forward or backward.
+        waiting: Number of calls that wait for the device or run on it.
         seconds: Duration of the last call on the device.
-        sent_bytes: Bytes of tensors that were sent to peers of other stages.
+        sent_bytes: Bytes of tensors sent to peers of other stages.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class StageHolder:
 
         Args:
             cut: Staged job.
-            caller: Asks other processes.
+            caller: Client for calls to other processes.
             name: Name of the peer.
             wire: One of ``WIRES``.
             sum_wire: One of ``SUM_WIRES``.
-            pull_seconds: Deadline of a tensor that another peer is asked for.
-            hook: Called at points of the protocol.
+            pull_seconds: Deadline of a tensor requested from another peer.
+            hook: Function called at points of the protocol.
         """
         self.cut, self.name = cut, name
         self.wire, self.sum_wire = wire, sum_wire
@@ -90,7 +90,7 @@ class StageHolder:
         self._updates: dict[tuple[int, int], StageUpdate] = {}
         self._answers: dict[tuple[int, int, int], StageValues] = {}
         self._packed: tuple[int, np.ndarray] | None = None
-        # All by the step first.
+        # All keys begin with the step.
         self._held: tuple[dict[Any, Any], ...] = (
             self._tensors,
             self._inputs,
@@ -102,15 +102,15 @@ class StageHolder:
 
     @property
     def step(self) -> int:
-        """Steps done, as the newest state says; -1 where there is none."""
+        """Steps of the newest state; -1 without one."""
         with self._lock:
             return max(self._states, default=-1)
 
     def enter(self, run: str) -> None:
-        """Work for a run from now on; of another one only the state is kept.
+        """Enters a run; only the state of another run is kept.
 
         Args:
-            run: Its name, which every question of its trainer has.
+            run: Name of the run, in every question of its trainer.
         """
         with self._lock:
             if run != self.run:
@@ -118,7 +118,7 @@ class StageHolder:
                 self.run, self.generation = run, -1
 
     def serve(self, number: int) -> None:
-        """Serves a stage from now on; its programs are compiled here."""
+        """Serves a stage from now on; compiles its programs."""
         with self._lock:
             self.stage = None
             self._clear()
@@ -136,10 +136,10 @@ class StageHolder:
     def _at(
         self, asked: At, number: int | None = None
     ) -> tuple[StagePrograms, StageState]:
-        """The stage, and the state that a question is about.
+        """Returns the stage and the state for a question.
 
         Raises:
-            Refused: The question is of another generation, stage or step.
+            RefusedRequestError: The question is of another generation, stage or step.
         """
         before = state_of(asked)
         with self._lock:
@@ -162,12 +162,12 @@ class StageHolder:
             return stage, state
 
     def _is_of_now(self, asked: At) -> bool:
-        """Whether a question is of the run and the generation that this peer is in."""
+        """Whether a question is of this peer's run and generation."""
         now = self.run, self.generation
         return (asked.run, asked.generation) == now
 
     def _release(self, step: int) -> None:
-        """Lets go of what no step from this one on reads."""
+        """Drops what no step from this one on reads."""
         for held in self._held:
             for key in [k for k in held if k[0] < step]:
                 del held[key]
@@ -177,10 +177,10 @@ class StageHolder:
         if self._packed is not None and self._packed[0] < step:
             self._packed = None
 
-    # What is computed, kept and pulled.
+    # Computed, stored and pulled values.
 
     def _run_on_device(self, compute: Callable[[], Any]) -> Any:
-        """Runs a computation on the device, one after the other."""
+        """Runs a computation on the device, one at a time."""
         with self._lock:
             self.waiting += 1
         try:
@@ -195,10 +195,11 @@ class StageHolder:
         return result
 
     def _keep(self, asked: At, stage: StagePrograms, keep: Callable[[], None]) -> None:
-        """Keeps a result.
+        """Stores a result.
 
         Raises:
-            Refused: This peer has gone on to another generation, step or stage.
+            RefusedRequestError: This peer has moved to another generation, step or
+                stage.
         """
         with self._lock:
             if (
@@ -224,7 +225,8 @@ class StageHolder:
         """Returns another process's answer.
 
         Raises:
-            Refused: It gave none; ``blame`` is who is at fault.
+            RefusedRequestError: It gave no answer; ``blame`` names the process at
+                fault.
         """
         seconds = self._pull_seconds
         try:
@@ -242,10 +244,10 @@ class StageHolder:
 
 
 def at(asked: At) -> dict[str, Any]:
-    """Run, generation and step of a question."""
+    """Returns run, generation and step of a question."""
     return {"run": asked.run, "generation": asked.generation, "step": asked.step}
 
 
 def state_of(asked: At) -> int:
-    """Steps done in the state that a question is about; calls name it."""
+    """Returns the number of steps in the state for a question; calls name it."""
     return asked.state if isinstance(asked, StageCall) else asked.step

@@ -1,1 +1,1 @@
-"""Leads a run beside the trainer of its registry."""
+"""Secondary trainers, which lead micro-batches of a run."""

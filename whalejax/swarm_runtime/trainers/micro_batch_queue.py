@@ -1,7 +1,7 @@
-"""The micro-batches of one step, and which trainer leads each of them.
+"""The micro-batches of one step, and the trainer that leads each.
 
-A micro-batch that was given to a trainer which is lost, or which gives it back, is
-given out again under the next number; what comes under an older number is refused.
+If a trainer is lost or returns a micro-batch, it is leased again under the next number;
+results under older numbers are refused.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Final
 
 
 OWN: Final = ""
-"""Stands for the trainer that has the registry."""
+"""Name for the primary trainer, which has the registry."""
 
 ATTEMPTS: Final = 1 << 20
-"""More than a trainer makes at one micro-batch."""
+"""More attempts than a trainer makes at one micro-batch."""
 
 _LOOK_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLease:
-    """A micro-batch that a trainer leads.
+    """Lease of a micro-batch to a trainer.
 
     Attributes:
         number: Number of the micro-batch.
-        times: Number of earlier leases of it.
-        trainer: Name of who leads it.
+        times: Number of its earlier leases.
+        trainer: Name of the trainer that leads it.
     """
 
     number: int
@@ -39,19 +39,19 @@ class MicroBatchLease:
 
     @property
     def attempts(self) -> range:
-        """Numbers of the attempts that this trainer may make at it."""
+        """Attempt numbers that this trainer may use."""
         return range(self.times * ATTEMPTS + 1, (self.times + 1) * ATTEMPTS)
 
 
 class MicroBatchQueue:
-    """Gives out the micro-batches of a step; safe to use from threads."""
+    """Leases the micro-batches of a step; thread-safe."""
 
     def __init__(self, count: int, stop: threading.Event) -> None:
         """Starts with all micro-batches waiting.
 
         Args:
             count: Micro-batches of the step.
-            stop: Set where the step is to end at once.
+            stop: Event that ends the step at once.
         """
         self._stop, self._left = stop, count
         self._waiting = deque(range(count))
@@ -63,7 +63,7 @@ class MicroBatchQueue:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to be led."""
+        """Whether no micro-batch is left to lead."""
         return self._left == 0 or self._stop.is_set()
 
     def leading_count(self, trainer: str) -> int:
@@ -72,7 +72,7 @@ class MicroBatchQueue:
             return sum(s.trainer == trainer for s in self._held.values())
 
     def take(self, trainer: str, most: int) -> MicroBatchLease | None:
-        """The next micro-batch for a trainer; none where there is none for it now."""
+        """Returns the next micro-batch for a trainer; None if there is none now."""
         with self._changed:
             if self.is_over or self.leading_count(trainer) >= most:
                 return None
@@ -93,8 +93,8 @@ class MicroBatchQueue:
         """Waits for a micro-batch to lead, like ``take``.
 
         Args:
-            trainer: Its name, or ``OWN``.
-            most: Gives how many it may lead at once.
+            trainer: Name of the trainer, or ``OWN``.
+            most: Function that returns how many it may lead at once.
             seconds: Longest wait.
         """
         left = seconds
@@ -108,11 +108,11 @@ class MicroBatchQueue:
             left -= _LOOK_SECONDS
 
     def finish(self, share: MicroBatchLease, count: Callable[[], None]) -> bool:
-        """A micro-batch is through; whether this share of it counts.
+        """Ends a lease after the last stage; returns whether it counts.
 
         Args:
             share: Lease of the micro-batch.
-            count: Counts what was made, where it does.
+            count: Function that counts the results, if they count.
         """
         with self._changed:
             if self._held.get(share.number) != share or self._stop.is_set():
@@ -136,7 +136,9 @@ class MicroBatchQueue:
             ]
 
     def give_back(self, share: MicroBatchLease) -> bool:
-        """The trainer that has the registry is to lead it; whether it is still held."""
+        """Returns a micro-batch to the primary trainer; returns whether the lease was
+        valid.
+        """
         with self._changed:
             if self._held.get(share.number) != share:
                 return False
@@ -145,14 +147,14 @@ class MicroBatchQueue:
             return True
 
     def lose(self, trainer: str, but: Collection[tuple[int, int]] = ()) -> list[int]:
-        """A trainer does not lead its micro-batches any more: others are to.
+        """Takes a trainer's micro-batches away, for others to lead.
 
         Args:
-            trainer: Its name.
-            but: Number and times of those that it leads still.
+            trainer: Name of the trainer.
+            but: Number and times of the leases that it keeps.
 
         Returns:
-            The numbers of the others.
+            Numbers of the other micro-batches.
         """
         with self._changed:
             lost = [

@@ -1,8 +1,8 @@
-"""A further trainer of a run: leads micro-batches that the first one gives it.
+"""A secondary trainer of a run: leads micro-batches leased by the primary one.
 
-It makes the batches of data that it leads itself and gives them to the peers, has a
-wiring of its own for each stage, and tells the first trainer who holds what was made.
-Steps are ended, and checkpoints written, by the first trainer alone.
+It loads the batches that it leads and gives them to the peers, has its own wiring for
+each stage, and reports to the primary trainer which peers have the results. Only the
+primary trainer ends steps and writes checkpoints.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ At = tuple[str, int, int]
 
 
 class _ReportedPeers:
-    """The peers that the first trainer has told of."""
+    """The peers reported by the primary trainer."""
 
     def __init__(self) -> None:
         self._members: list[PeerRecord] = []
 
     def members(self, now: float) -> list[PeerRecord]:
-        """Returns the peers whose leases hold."""
+        """Returns the peers with valid leases."""
         return [m for m in self._members if m.expires > now]
 
     def take(self, peers: ServingPeers) -> None:
-        """The peers, as an answer has them."""
+        """Takes over the peers of an answer."""
         self._members = [
             PeerRecord(
                 name=name,
@@ -92,13 +92,13 @@ class _ReportedPeers:
 
 
 class SecondaryTrainer:
-    """A trainer beside the one that has the registry, in threads of its own.
+    """A trainer without the registry, in its own threads.
 
     Attributes:
-        name: Unique for the process.
-        led: Micro-batches that it led and that count.
-        over: Reason why it has ended; empty while it goes on.
-        failed: Whether it ended by a failure.
+        name: Unique name for the process.
+        led: Number of micro-batches that it led and that count.
+        over: Reason why it has ended; empty before that.
+        failed: Whether it ended with a failure.
     """
 
     def __init__(
@@ -120,17 +120,17 @@ class SecondaryTrainer:
         Args:
             cut: Staged job.
             key: Key of the swarm.
-            registry: Its address.
-            host, port: Address to listen at; peers take micro-batches there.
+            registry: Address of the registry.
+            host, port: Address on which it listens; peers get micro-batches there.
             wire, sum_wire: Wire formats of tensors and of gradient sums, the same in
                 all processes.
             call_seconds: Deadline of a call.
-            patience_seconds: Longest wait in seconds for a registry that does not
-                answer any more.
-            tell: Function that reports events, in words.
+            patience_seconds: Longest wait in seconds for a registry that stopped
+                answering.
+            tell: Function that reports events as text.
 
         Raises:
-            WhaleError: It cannot listen there.
+            WhaleError: The address cannot be listened on.
         """
         self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"
         self._cut, self._registry, self._tell = cut, registry, tell
@@ -168,17 +168,17 @@ class SecondaryTrainer:
         self._address = told_address(self._service.address, registry)
 
     def _new_fleet(self) -> Fleet:
-        """Returns a fleet in which no peer was measured, with the registry's clock."""
+        """Returns a fleet without measurements, with the registry's clock."""
         ahead = self._clock_ahead
         return Fleet(
             self._told,
             self._cut.stages,
-            seed=secrets.randbelow(1 << 30),  # Trainers are not to choose alike.
+            seed=secrets.randbelow(1 << 30),  # Trainers should not make equal choices.
             clock=lambda: time.monotonic() + ahead,
         )
 
     def start(self) -> None:
-        """Enlist, and lead what is given, in threads.
+        """Enlists, and leads leased micro-batches, in threads.
 
         Raises:
             WhaleError: No registry answers, or it refuses this trainer.
@@ -194,22 +194,22 @@ class SecondaryTrainer:
         self._thread.start()
 
     def leave(self) -> None:
-        """Takes no more; ``wait`` returns when what it leads is through.
+        """Takes no more leases; ``wait`` returns when the current ones are done.
 
-        Asks nobody itself, so that a handler of signals may call it.
+        It sends nothing itself, so a signal handler may call it.
         """
         self._leaving.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until it has left or the run is over; whether it is so.
+        """Waits until it has left or the run has ended; returns whether it has.
 
         Args:
-            seconds: Longest wait; for ever if None.
+            seconds: Longest wait; None for no limit.
         """
         return self._ended.wait(seconds)
 
     def close(self) -> None:
-        """Goes at once; others lead what it led."""
+        """Leaves at once; others lead its micro-batches."""
         self._ended.set()
         self._stop.set()
         self._service.close()
@@ -263,7 +263,7 @@ class SecondaryTrainer:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the registry last answered."""
+        """Seconds since the registry's last answer."""
         return time.monotonic() - self._heard_at
 
     def _take(self) -> GivenShare:
@@ -280,14 +280,14 @@ class SecondaryTrainer:
         return self._caller.ask(self._registry, question, seconds=ASK_SECONDS)
 
     def _begin(self, given: GivenShare) -> None:
-        """Leads a micro-batch, in a thread of its own."""
+        """Leads a micro-batch, in its own thread."""
         at: At = (given.run, given.generation, given.step)
         with self._lock:
             if at != self._at:
                 if at[0] != self._at[0]:
                     self._clock_ahead = given.now - time.monotonic()
                     self._fleet = self._new_fleet()
-                self._stop.set()  # What is under way is of a step that is over.
+                self._stop.set()  # The current micro-batches are of a finished step.
                 self._at, self._stop = at, threading.Event()
             self._told.take(given.peers)
             told = self._told.members(self._fleet.now())
@@ -329,7 +329,7 @@ class SecondaryTrainer:
         )
 
     def _lead(self, context: StepContext, share: MicroBatchLease) -> None:
-        """Takes a micro-batch through, and says who holds what was made of it."""
+        """Leads a micro-batch, and reports which peers have its results."""
         passage, why = MicroBatchRoute(context, share.number), ""
         try:
             self._micro_batch(context.step, share.number)
@@ -338,7 +338,7 @@ class SecondaryTrainer:
             why = "it is of a step that is over"
         except StageLost as gone:
             why = f"no peer of stage {gone.stage} answers {self.name}"
-        except Exception as error:  # Of the data, too; the first trainer looks.
+        except Exception as error:  # also of the data; the primary trainer checks
             why = f"{type(error).__name__}: {error}"[:_MOST_WORDS]
         question = Led(
             **context.at(),
@@ -360,14 +360,14 @@ class SecondaryTrainer:
                 at = context.run, context.generation, context.step
                 self._leads.pop((at, share.number, share.times), None)
 
-    # What it is asked.
+    # Requests to it.
 
     def _micro_batch(self, step: int, number: int) -> list[Any]:
         with self._data:
             return self._cut.micro_batch(step, number)
 
     def _give_batch(self, asked: Batch) -> Tensors:
-        """Leaves of a micro-batch of the step that is under way."""
+        """Returns the leaves of a micro-batch of the current step."""
         at = asked.run, asked.generation, asked.step
         if at != self._at or not 0 <= asked.number < self._cut.count:
             raise RefusedRequestError(
@@ -388,5 +388,5 @@ class SecondaryTrainer:
 
 
 def _no_peer(stage: int) -> None:
-    """A further trainer waits for nobody: it gives the micro-batch back."""
+    """Raises, since a secondary trainer returns a micro-batch rather than wait."""
     raise StageLost(stage)

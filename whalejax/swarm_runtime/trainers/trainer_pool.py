@@ -1,7 +1,8 @@
 """Secondary trainers of a run, and the micro-batches that they lead.
 
-They ask for micro-batches and report which peers hold the results of each. A trainer
-that is silent too long or answers no ping is removed; others lead its micro-batches.
+They request micro-batches and report which peers have the results of each. A trainer
+that is silent for too long or answers no ping is removed; others lead its
+micro-batches.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class _SecondaryTrainer:
     Attributes:
         address: Address at which it leads micro-batches.
         led: Micro-batches that it has led.
-        leaving: Whether it takes no more.
-        counts: Number of faults that it met, by kind.
+        leaving: Whether it takes no more leases.
+        counts: Number of its faults, by kind.
     """
 
     address: Address
@@ -86,7 +87,7 @@ class TrainerPool:
         """Starts without trainers.
 
         Args:
-            fleet: Peers that may be asked.
+            fleet: Usable peers.
             caller: Client that pings the trainers.
             tell: Function that reports events.
             lease: Seconds of silence after which a trainer is removed.
@@ -101,10 +102,10 @@ class TrainerPool:
     # Membership.
 
     def enlist(self, name: str, address: Address) -> None:
-        """Adds a secondary trainer, in place of one of the same name.
+        """Adds a secondary trainer, replacing one of the same name.
 
         Args:
-            name: Unique for each process.
+            name: Unique name for the process.
             address: Address at which it leads micro-batches.
         """
         with self._lock:
@@ -181,7 +182,7 @@ class TrainerPool:
     def open(
         self, context: StepContext, passages: Sequence[MicroBatchRoute], in_flight: int
     ) -> MicroBatchQueue:
-        """Begins to give out the micro-batches of a step.
+        """Begins to lease the micro-batches of a step.
 
         Args:
             context: Context of the step.
@@ -196,7 +197,7 @@ class TrainerPool:
         return shares
 
     def close(self) -> None:
-        """Ends the step: gives out nothing and counts no result until ``open``."""
+        """Ends the step: leases nothing and counts no result until ``open``."""
         with self._lock:
             self._step = None
 
@@ -212,7 +213,7 @@ class TrainerPool:
         return max(1, -(-min(step.in_flight, len(step.passages)) // trainers))
 
     def give(self, asked: Take) -> GivenShare:
-        """Answers a trainer that asks for a micro-batch."""
+        """Answers a trainer that requests a micro-batch."""
         name = asked.name
         with self._lock:
             trainer, step = self._trainers.get(name), self._step

@@ -1,4 +1,4 @@
-"""The state of a run: who has it, how newcomers take it, and snapshots of it."""
+"""The state of a run: its peers, downloads by joining peers, and snapshots."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from whalejax.wire.swarm_messages import At, FetchState, Holder, StateChunk, Syn
 
 
 STATE_SECONDS: Final = 600.0
-"""Deadline of the state of a stage, from peer to peer or to the trainer."""
+"""Deadline of a stage's state, from peer to peer or to the trainer."""
 
 
 PULL_LOOK_SECONDS: Final = 0.5
 GONE_ON: Final = ("missing", "stale")
-"""Why a peer refuses what belongs to another step or stage than it is at."""
+"""Kinds of refusals for requests of another step or stage than the peer's."""
 
 Tell = Callable[..., None]
 
@@ -48,18 +48,18 @@ class Settings:
 
     Attributes:
         steps: Total number of steps.
-        call_seconds: Deadline of a call; a peer that takes longer is passed over.
+        call_seconds: Deadline of a call; slower peers are skipped.
         in_flight: Micro-batches at once; twice the number of peers if 0.
-        patience_seconds: Longest wait in seconds for a stage that has no peer.
-        snapshot_every: Steps between snapshots, to which a run goes back where all
-            peers of a stage are lost.
-        state_seconds: Deadline of a peer that takes the state.
+        patience_seconds: Longest wait in seconds for a stage without peers.
+        snapshot_every: Steps between snapshots, to which a run rolls back if all peers
+            of a stage are lost.
+        state_seconds: Deadline of a state download.
         newcomer_seconds: Longest wait in seconds of a computed step for peers that
             download its state, before gradients are summed (with delayed updates,
-            before it is computed); 0 waits as long as their links should take, where
-            ``pays_to_wait`` says so.
-        spare_seconds: After which a stage without peers is given one of a stage that
-            has several.
+            before it is computed). 0 waits as long as their links should take, if
+            ``pays_to_wait`` allows.
+        spare_seconds: Seconds after which a stage without peers gets one from a stage
+            that has several.
     """
 
     steps: int
@@ -77,9 +77,9 @@ class Snapshot:
     """The state of all stages after a step, in the trainer's memory.
 
     Attributes:
-        step: Steps done.
-        arrays: Arrays of each stage, as ``StagePrograms.raw`` returns them; None for a
-            run that begins, which every peer initialises itself.
+        step: Number of completed steps.
+        arrays: Arrays of each stage, as ``StagePrograms.raw`` returns them; None at the
+            start of a run, which every peer initialises itself.
     """
 
     step: int
@@ -88,14 +88,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JoiningPeer:
-    """A peer that takes the state.
+    """A peer that downloads the state.
 
     Attributes:
         stage: Stage that it serves.
-        keeps: Whether it says that it has the state already.
+        keeps: Whether it claims to have the state already.
         at: Generation and step of that state.
-        since: When it began.
-        ready: When it first began to take the state.
+        since: Time of this download's start.
+        ready: Time of its first download's start.
     """
 
     stage: int
@@ -107,13 +107,13 @@ class _JoiningPeer:
 
 @dataclass(slots=True)
 class SnapshotDownload:
-    """A snapshot that is being taken.
+    """A snapshot download in progress.
 
     Attributes:
-        source: The peer that is asked.
-        is_cancelled: Nobody waits for it any more.
+        source: Peer that sends it.
+        is_cancelled: Whether nobody waits for it any more.
         thread: Thread that downloads it.
-        error: Error that ended it.
+        error: Error of the download, or None.
     """
 
     source: PeerRecord | None = None
@@ -124,7 +124,7 @@ class SnapshotDownload:
 
 @dataclass(slots=True, kw_only=True)
 class TransferRates:
-    """Costs of a move, as last measured.
+    """Latest measured costs of a move.
 
     Attributes:
         bytes_per_second: Rate of a state from peer to peer; 200 Mb/s before the first
@@ -137,12 +137,12 @@ class TransferRates:
 
 
 class TrainerState:
-    """The state of a run that is led.
+    """State of the led run.
 
     Attributes:
         pace: Measured costs of moves.
-        run_id: Drawn at random; every question has it.
-        moving: Target stage of each peer that changes stage, by its name.
+        run_id: Random identifier, in every question.
+        moving: Target stage of each moving peer, by name.
     """
 
     def __init__(
@@ -185,15 +185,15 @@ class TrainerState:
 
     @property
     def newest(self) -> Snapshot:
-        """The newest snapshot."""
+        """Newest snapshot."""
         return self._snapshot
 
     def _check_now(self, asked: At, *, ahead: int = 0) -> None:
         """Refuses a question of another run, generation or step.
 
         Args:
-            asked: The question.
-            ahead: Steps that it may be ahead of those that are done.
+            asked: Question to check.
+            ahead: Steps that it may be ahead of the completed ones.
         """
         now = self._now()
         if self.step < asked.step <= self.step + ahead:
@@ -213,7 +213,7 @@ class TrainerState:
             }
 
     def give_state(self, asked: FetchState) -> StateChunk:
-        """A part of a stage's state of the snapshot."""
+        """Returns a part of a stage's state from the snapshot."""
         stage, step = asked.stage, asked.step
         self._check_now(asked)
         with self._lock:
@@ -228,16 +228,16 @@ class TrainerState:
             data, digest = self._packed[stage, step]
         return piece(data, asked.place, digest)
 
-    # Newcomers.
+    # Joining peers.
 
     def _bring(self, *, late: bool = True) -> None:
-        """Newcomers, and those that were behind, begin to take the state of the step.
+        """Starts state downloads of joining peers, and of those that are behind.
 
-        They do so beside the steps: who has it before the gradients are summed works in
-        that step already, or takes part in its sum.
+        They run during the steps: a peer with the state before the sum works in that
+        step, or takes part in its sum.
 
-        Args:
-            late: With those that have taken it too late before, which is for the
+        late: Whether to include peers whose earlier downloads were too late, at the
+        beginning of a step.
                 beginning of a step.
         """
         members = self.fleet.members()
@@ -261,7 +261,8 @@ class TrainerState:
                 and self.moving.get(m.name, m.stage) == m.stage
                 and not self.fleet.is_paused(m)
             ]
-            # Those that have it already first, so that others can take it from them.
+            # Peers that already have it come first, so that others can download from
+            # them.
             coming.sort(key=lambda m: not self._has_state(m))
             for member in coming:
                 keeps = self._has_state(member)
@@ -270,7 +271,7 @@ class TrainerState:
 
     @property
     def _keeping(self) -> set[int]:
-        """Stages of peers that are asked whether they have the state already."""
+        """Stages of peers that are checked for already having the state."""
         now = self.generation, self.step
         return {c.stage for c in self._coming.values() if c.keeps and c.at == now}
 
@@ -284,7 +285,7 @@ class TrainerState:
             return {k: c for k, c in self._coming.items() if c.at == now and k in here}
 
     def _waits_for_newcomers(self, since: float) -> bool:
-        """Whether a step that is ready waits still for those that take its state."""
+        """Whether a ready step still waits for peers that download its state."""
         with self._lock:
             given_up = set(self._given_up)
         coming, now = self._coming_now(), self.fleet.now()
@@ -293,7 +294,7 @@ class TrainerState:
             return False
         rate = self.pace.bytes_per_second
         takes = [self.cut.state_bytes(c.stage) / rate for c in coming.values()]
-        # What is measured of one link says little about another.
+        # Measurements of one link do not apply to others.
         longest = max(NEWCOMER_SECONDS, 2 * max(takes))
         if now - since >= (self.settings.newcomer_seconds or longest):
             with self._lock:
@@ -302,7 +303,7 @@ class TrainerState:
         if self.settings.newcomer_seconds:
             return True
         pairs = zip(coming.values(), takes, strict=True)
-        # Who is later than it should be may take as long again.
+        # Late peers may take as long again.
         left = abs(max(c.since + seconds for c, seconds in pairs) - now)
         lost = [now - c.ready for c in coming.values()]
         return pays_to_wait(lost, len(self.fleet.synced()), left)
@@ -314,7 +315,7 @@ class TrainerState:
     def _begin(self, member: PeerRecord, keeps: bool) -> None:
         sources = self._sources(member)
         if sources is None and not keeps:
-            return  # Its stage has nobody; the run has to go back.
+            return  # Its stage has no peer; the run must roll back.
         key = member.name, member.incarnation
         at = self.generation, self.step
         now = self.fleet.now()
@@ -337,9 +338,10 @@ class TrainerState:
         threading.Thread(target=sync, daemon=True).start()
 
     def _sources(self, member: PeerRecord) -> list[Holder] | None:
-        """Returns the holders of the state that a peer needs; None where it is lost.
+        """Returns the sources of the state that a peer needs; None if it is lost.
 
-        An empty list stands for a run that begins, whose state each peer makes itself.
+        An empty list means the start of a run, whose state each peer initialises
+        itself.
         """
         mates = [m for m in self.fleet.usable(member.stage) if m.name != member.name]
         shot = self._snapshot
@@ -356,7 +358,7 @@ class TrainerState:
         keeps: bool,
         at: tuple[int, int],
     ) -> None:
-        """Brings a peer to the step, in a thread of its own."""
+        """Brings a peer to the step, in a separate thread."""
         begun = self.fleet.now()
         tries = [keeps, False] if keeps and sources is not None else [keeps]
         failed = ""
@@ -372,7 +374,7 @@ class TrainerState:
                 self._late.pop(key, None)
                 return
             if self.generation != at[0]:
-                return  # All begin again.
+                return  # All restart.
             late = not failed and (self.step != at[1] or self._is_summing)
             is_first = late and key not in self._late
             if late:
@@ -386,10 +388,10 @@ class TrainerState:
             self.tell("not synced", peer=member.name, why=why)
 
     def _take_in(self, member: PeerRecord, digest: str, at: tuple[int, int]) -> bool:
-        """A peer says that it has a state; whether it is that of the step."""
+        """Checks a peer's reported state; returns whether it is that of the step."""
         with self._lock:
             if (self.generation, self.step) != at or self._is_summing:
-                return True  # Too late: it begins again with a later step.
+                return True  # Too late: it restarts with a later step.
             known = self.digests.setdefault(member.stage, digest)
             if known == digest:
                 self.moving.pop(member.name, None)
@@ -411,9 +413,10 @@ class TrainerState:
         keeps: bool,
         at: tuple[int, int],
     ) -> tuple[str | None, str]:
-        """Asks a peer to be at the step; the digest of its state, or why there is none.
+        """Asks a peer to be at the step; returns the digest of its state, or the
+        reason.
 
-        Nothing is at fault where its mates hold the state of a later step by now.
+        No peer is at fault if the sources already have a later state.
         """
         question = Sync(
             run=self.run_id,
@@ -447,7 +450,7 @@ class TrainerState:
     # Snapshots.
 
     def _begin_snapshot(self) -> None:
-        """Takes it, where it is time to, while the step is computed."""
+        """Takes a snapshot if one is due, while the step is computed."""
         pull = SnapshotDownload()
 
         def take() -> None:
@@ -463,7 +466,7 @@ class TrainerState:
     def _await_snapshot(self) -> None:
         """Waits for the snapshot: peers drop the state of a step with the next one.
 
-        It is given up, and owed, where the peer that gives it is gone.
+        It is cancelled, and stays due, if the sending peer is lost.
         """
         pull, self._pull = self._pull, None
         if pull is None or pull.thread is None:
@@ -489,7 +492,7 @@ class TrainerState:
     def _take_snapshot(
         self, *, now: bool = False, pull: SnapshotDownload | None = None
     ) -> None:
-        """Keeps the state of all stages, where it is time to, or was and none came."""
+        """Takes a snapshot of all stages if one is due or was missed."""
         every = self.settings.snapshot_every
         due = self.step % every == 0 or self.step == self.settings.steps
         if self._snapshot.step == self.step or not (due or now or self._owed):
@@ -504,10 +507,10 @@ class TrainerState:
             self.tell("not_saved", step=self.step, why=why)
 
     def snapshot(self, pull: SnapshotDownload) -> Snapshot | None:
-        """The state of all stages as the next step begins; none if somebody is lost.
+        """Returns the state of all stages at the next step's start; None after a loss.
 
         Args:
-            pull: Says who is asked, and may be cancelled meanwhile.
+            pull: Download with its current source, which may be cancelled meanwhile.
         """
         arrays, step = {}, self.step
         for stage in range(self.cut.stages):
@@ -542,7 +545,7 @@ class TrainerState:
                 if pull.is_cancelled:
                     return None
                 if isinstance(error, RefusedRequestError) and error.code in GONE_ON:
-                    continue  # It moves, or takes the state itself.
+                    continue  # It moves, or downloads the state itself.
                 self.fleet.failed(member, 1.0, 0.0, ban=True)
                 self.tell("failed", peer=member.name, why=str(error))
         return None

@@ -1,1 +1,1 @@
-"""Questions and answers of a swarm, and tensors between them."""
+"""Messages of a swarm, and tensors between peers."""

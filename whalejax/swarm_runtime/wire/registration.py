@@ -16,9 +16,9 @@ def told_address(listens: Address, registry: Address) -> Address:
     """Returns the address at which others reach a process of a swarm.
 
     Args:
-        listens: Address that it listens at; for one that stands for all interfaces, it
-            is the address from which the process reaches the registry.
-        registry: Its address.
+        listens: Address on which it listens; for the wildcard address, the result is
+            the address from which the process reaches the registry.
+        registry: Address of the registry.
     """
     host, port = listens
     if host in ALL_ADDRESSES:
@@ -34,17 +34,17 @@ def taken_in(
     seconds: float,
     again_seconds: float,
 ) -> None:
-    """Asks a registry to take a process in, and again where none answers.
+    """Asks a registry to admit a process; retries if none answers.
 
     Args:
-        once: Asks once.
-        ended: The process has ended, and asks no more.
+        once: Function that asks once.
+        ended: Event of the process's end, after which it asks no more.
         who: Kind of process, for errors: ``"peer"`` or ``"trainer"``.
-        seconds: After which it gives up.
-        again_seconds: Between two tries.
+        seconds: Seconds after which it gives up.
+        again_seconds: Seconds between two tries.
 
     Raises:
-        WhaleError: No registry took it in, or one refused it.
+        WhaleError: No registry admitted it, or one refused it.
     """
     until = time.monotonic() + seconds
     while not ended.is_set():

@@ -1,7 +1,7 @@
-"""A stage's state in pieces, from whoever holds it to whoever takes it.
+"""Transfers a stage's state in pieces between processes.
 
-One function takes it, at a peer and at the trainer: both know how many bytes a stage's
-state has, so nothing larger is taken from anybody.
+The same function downloads it at a peer and at the trainer: both know the size of a
+stage's state, so nothing larger is accepted from anyone.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from whalejax.wire.swarm_messages import StateChunk
 
 
 PIECE_BYTES: Final = 1 << 24
-"""Of a state, in one answer."""
+"""Bytes of a state in one answer."""
 
 
 class Layout(Protocol):
-    """Knows the arrays of each stage's state; a ``StagedJob``."""
+    """Source of the arrays of each stage's state; a ``StagedJob``."""
 
     def state_bytes(self, stage: int) -> int:
         """Returns the bytes of a stage's state."""
         ...
 
     def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
-        """The arrays of these bytes; none where they are not of that many."""
+        """Returns the arrays of these bytes; None if the number of bytes differs."""
         ...
 
 
 def packed(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays as bytes, one behind the other."""
+    """Returns the concatenated bytes of arrays."""
     flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays]
     return np.concatenate(flat) if flat else np.zeros(0, np.uint8)
 
 
 def digest_of(arrays: Sequence[np.ndarray]) -> str:
-    """SHA-256 of arrays, as hexadecimal digits."""
+    """Returns the SHA-256 of arrays, as hexadecimal digits."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -47,7 +47,7 @@ def digest_of(arrays: Sequence[np.ndarray]) -> str:
 
 
 def piece(data: np.ndarray, place: int, digest: str) -> StateChunk:
-    """A part of a state, as an answer."""
+    """Returns a part of a state, as an answer."""
     part = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
     return StateChunk(count=_count(data.size), digest=digest, arrays=(part,))
 
@@ -55,16 +55,16 @@ def piece(data: np.ndarray, place: int, digest: str) -> StateChunk:
 def downloaded(
     ask: Callable[[int], StateChunk], layout: Layout, stage: int, whose: str
 ) -> list[np.ndarray]:
-    """The arrays of a stage's state.
+    """Downloads the arrays of a stage's state.
 
     Args:
-        ask: Gives the answer with the piece at a place.
-        layout: Layout of the states.
+        ask: Function from an index to the answer with that piece.
+        layout: Source of the states' layout.
         stage: Number of the stage.
-        whose: Name of who is asked.
+        whose: Name of the sender.
 
     Raises:
-        Refused: What was sent is no state of this stage; what was expected.
+        RefusedRequestError: The data are no state of this stage.
     """
     size = layout.state_bytes(stage)
     count, digest = _count(size), ""

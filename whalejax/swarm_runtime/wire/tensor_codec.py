@@ -1,10 +1,10 @@
-"""Tensors as they go over the wire: whole, or in 16 or 8 bits.
+"""Encodes tensors for the wire: unchanged, or in 16 or 8 bits.
 
-Activations and their gradients between stages, and gradients of weights while the peers
-of a stage add them up.
+These are activations and their gradients between stages, and gradients of weights
+during their reduction over the peers of a stage.
 
-What is stored and sent is the coded form, so that everybody who reads a tensor, at
-whatever time, works with the same numbers.
+The coded form is stored and sent, so that all readers of a tensor, at any time, have
+the same values.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SHORT: Final = {
 
 
 def coded(arrays: Sequence[np.ndarray], wire: str) -> list[np.ndarray]:
-    """Arrays as they go over the wire.
+    """Returns arrays in a wire format.
 
     Args:
-        arrays: All finite.
-        wire: One of ``WIRES`` or ``SUM_WIRES``; arrays without fractions stay as they
-            are.
+        arrays: Finite arrays.
+        wire: One of ``WIRES`` or ``SUM_WIRES``; arrays of other types than floats stay
+            unchanged.
     """
     return [_coded(np.asarray(x), wire) for x in arrays]
 
@@ -40,7 +40,7 @@ def _coded(array: np.ndarray, wire: str) -> np.ndarray:
     if not _is_wide(array.dtype):
         return array
     if wire in _SHORT:
-        with np.errstate(over="ignore"):  # Checked by whoever can lose values so.
+        with np.errstate(over="ignore"):  # checked by callers that can lose values so
             return array.astype(_SHORT[wire])
     if wire == "int8":
         return np.frombuffer(quantize.pack(quantize.quantize(array)), np.uint8)
@@ -50,16 +50,16 @@ def _coded(array: np.ndarray, wire: str) -> np.ndarray:
 def decoded(
     arrays: Sequence[np.ndarray], wanted: Sequence[Any], wire: str, whose: str
 ) -> list[np.ndarray]:
-    """Arrays of the wire, as they were but for what coding loses.
+    """Returns decoded arrays, equal to the originals except for the coding error.
 
     Args:
         arrays: Arrays as they were received.
-        wanted: Shape and dtype of each.
+        wanted: Expected shape and dtype of each.
         wire: One of ``WIRES`` or ``SUM_WIRES``.
         whose: Name of the peer that sent them.
 
     Raises:
-        Refused: They are others, or not finite.
+        RefusedRequestError: Shapes or types differ, or values are not finite.
     """
     if len(arrays) != len(wanted):
         raise RefusedRequestError(
@@ -97,19 +97,19 @@ def _decoded(array: np.ndarray, wanted: Any, wire: str, whose: str) -> np.ndarra
 
 
 def squared(arrays: Sequence[np.ndarray]) -> float:
-    """The sum of the squares of all values, in float64."""
+    """Returns the sum of the squares of all values, in float64."""
     return sum(float(np.sum(np.square(x, dtype=np.float64))) for x in arrays)
 
 
 def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:
-    """Refuses what is not finite.
+    """Refuses non-finite values.
 
     Args:
         arrays: Arrays of any dtype.
         whose: Name of the peer that made them.
 
     Raises:
-        Refused: Which, and how many of its values.
+        RefusedRequestError: Names the array and the number of values.
     """
     for array in arrays:
         if array.dtype.kind in "iub":
@@ -125,5 +125,5 @@ def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:
 
 
 def _is_wide(dtype: np.dtype[Any]) -> bool:
-    """Floats of more than 16 bits: what coding makes smaller."""
+    """Whether the dtype is a float of more than 16 bits, which coding narrows."""
     return dtype.kind == "f" and dtype.itemsize > 2
