@@ -253,12 +253,12 @@ def _jobs(command: JobsCommand) -> int:
             return job_commands.show(command)
         case JobsLogsCommand():
             return job_commands.logs(command)
-        case JobsCancelCommand(name=name, save=save):
-            return job_commands.change(save, name, "cancel")
-        case JobsPauseCommand(name=name, save=save):
-            return job_commands.change(save, name, "pause")
-        case JobsResumeCommand(name=name, save=save):
-            return job_commands.change(save, name, "resume")
+        case JobsCancelCommand():
+            return job_commands.change(command, "cancel")
+        case JobsPauseCommand():
+            return job_commands.change(command, "pause")
+        case JobsResumeCommand():
+            return job_commands.change(command, "resume")
 
 
 def _swarm(command: SwarmCommand) -> int:

@@ -15,9 +15,13 @@ import msgspec
 from whalejax.api.named_jobs import lasting_name, named_values
 from whalejax.cli.jobs.jobs_options import (
     JobsAddCommand,
+    JobsCancelCommand,
     JobsLogsCommand,
+    JobsPauseCommand,
+    JobsResumeCommand,
     JobsServeCommand,
     JobsShowCommand,
+    SchedulerOptions,
 )
 from whalejax.cli.process_places import address_for
 from whalejax.elastic.elastic_worker import mesh_asked
@@ -36,7 +40,7 @@ from whalejax.scheduler.live.job_hosts import (
 )
 from whalejax.scheduler.live.job_run import LOG
 from whalejax.scheduler.live.job_service import JobService, ServeSettings
-from whalejax.scheduler.live.local_socket import ask
+from whalejax.scheduler.live.remote_socket import SchedulerAddress, ask
 from whalejax.scheduler.live.requests import (
     NAME_PATTERN,
     Add,
@@ -77,6 +81,7 @@ def serve(command: JobsServeCommand) -> int:
         resize=command.resize,
         horizon=command.horizon,
         hosts=_hosts_of(command),
+        listen=command.listen,
     )
 
     def print_address(text: str) -> None:
@@ -123,9 +128,10 @@ def add(command: JobsAddCommand) -> int:
     Args:
         command: Options of the command.
     """
-    ask(command.save, ShowJobs(), patience=_SERVE_SECONDS)
+    place = _place(command)
+    ask(place, ShowJobs(), patience=_SERVE_SECONDS)
     request = request_of(command, Path.cwd())
-    answer = ask(command.save, request)
+    answer = ask(place, request)
     assert isinstance(answer, RequestDone)
     if answer.note:
         print(f"whalejax: {answer.note}", file=sys.stderr, flush=True)
@@ -134,7 +140,7 @@ def add(command: JobsAddCommand) -> int:
         return 0
     end = time.monotonic() + _PLANNING_SECONDS
     while time.monotonic() < end:
-        report = _report(command.save, request.name)
+        report = _report(place, request.name)
         if report.status == "refused":
             raise JobError(f"job {request.name!r} is refused: {report.why}")
         if report.status != "planning":
@@ -207,7 +213,7 @@ def _default_name(command: JobsAddCommand) -> str:
     path, _, function = command.model.rpartition(":")
     stem = Path(path or function).stem
     base = re.sub(r"[^0-9A-Za-z_.-]+", "-", stem).strip("-._")[:56] or "job"
-    there = {job.name for job in _jobs(command.save).jobs}
+    there = {job.name for job in _jobs(_place(command)).jobs}
     numbers = (f"{base}-{n}" for n in range(2, len(there) + 3))
     return next(name for name in (base, *numbers) if name not in there)
 
@@ -264,15 +270,17 @@ def _span(option: str, text: str, most: int, problems: Problems) -> tuple[int, i
     return least, largest
 
 
-def change(save: Path, name: str, what: What) -> int:
+def change(
+    command: JobsCancelCommand | JobsPauseCommand | JobsResumeCommand, what: What
+) -> int:
     """Cancels, pauses or resumes a job.
 
     Args:
-        save: Folder of the scheduler.
-        name: Name of the job.
+        command: The options.
         what: Change to make.
     """
-    answer = ask(save, JobChange(name=name, what=what))
+    name = command.name
+    answer = ask(_place(command), JobChange(name=name, what=what))
     assert isinstance(answer, RequestDone)
     said = {
         "cancel": "is cancelled, and ends behind a step",
@@ -293,13 +301,14 @@ def show(command: JobsShowCommand) -> int:
     """
     from whalejax.cli.jobs.jobs_table import live_table, print_table
 
-    jobs = _jobs(command.save)
+    place = _place(command)
+    jobs = _jobs(place)
     if command.json:
         print(json.dumps(msgspec.to_builtins(jobs)))
     elif command.once:
         print_table(jobs)
     else:
-        live_table(lambda: _jobs(command.save))
+        live_table(lambda: _jobs(place))
     return 0
 
 
@@ -311,7 +320,12 @@ def logs(command: JobsLogsCommand) -> int:
     """
     if command.lines < 1:
         raise JobError(f"--lines is {command.lines}; expected 1 or more")
-    home = Path(_report(command.save, command.name).folder)
+    home = Path(_report(_place(command), command.name).folder)
+    if not home.is_dir():
+        raise JobError(
+            f"the logs of {command.name} are in {home} on the machine of the "
+            "scheduler, and that folder is not here. Ask there"
+        )
     logs = sorted((home / FOLDER).glob("*.log"), key=lambda path: path.stat().st_mtime)
     for path in [home / LOG, *logs]:
         if path.is_file():
@@ -322,14 +336,18 @@ def logs(command: JobsLogsCommand) -> int:
     return 0
 
 
-def _jobs(save: Path) -> Jobs:
-    answer = ask(save, ShowJobs())
+def _place(command: SchedulerOptions) -> SchedulerAddress:
+    return SchedulerAddress(folder=command.save, address=command.at, key=command.key)
+
+
+def _jobs(place: SchedulerAddress) -> Jobs:
+    answer = ask(place, ShowJobs())
     assert isinstance(answer, Jobs)
     return answer
 
 
-def _report(save: Path, name: str) -> JobReport:
-    jobs = _jobs(save).jobs
+def _report(place: SchedulerAddress, name: str) -> JobReport:
+    jobs = _jobs(place).jobs
     for one in jobs:
         if one.name == name:
             return one

@@ -83,12 +83,28 @@ class JobsServeCommand:
     host: Annotated[str | None, option(metavar="ADDRESS")] = None
     """with --hosts, --slurm or --ray: address of this machine at which they reach the
     jobs' supervisors"""
+    listen: Annotated[str | None, option(metavar="HOST:PORT")] = None
+    """take commands from other machines there too, with --at and the file key of
+    --save; without it only you can give commands, on this machine"""
     remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = SSH
     """command that receives a host and a command for it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobsAddCommand:
+class SchedulerOptions:
+    """Options that say which scheduler gets a command."""
+
+    save: Save = Path("jobs")
+    """folder of jobs serve"""
+    at: Annotated[str | None, option(metavar="HOST:PORT")] = None
+    """address of jobs serve --listen, in place of its socket in --save"""
+    key: Annotated[Path | None, option(metavar="FILE")] = None
+    """with --at: copy of the file key in the folder of that jobs serve; if left out,
+    the one in --save"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsAddCommand(SchedulerOptions):
     """Add a job to those that share the devices; it is planned before it runs."""
 
     model: Model
@@ -119,18 +135,14 @@ class JobsAddCommand:
     """steps between checkpoints; there is one after the last step too"""
     seed: int = 0
     """random seed of the initial values and of dropout"""
-    save: Save = Path("jobs")
-    """folder of jobs serve"""
     wait: bool = True
     """wait until it is planned, the default; with --no-wait only add it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobsShowCommand:
+class JobsShowCommand(SchedulerOptions):
     """Show the jobs that share the devices, until Ctrl-C."""
 
-    save: Save = Path("jobs")
-    """folder of jobs serve"""
     once: bool = False
     """print the table once"""
     json: bool = False
@@ -138,45 +150,37 @@ class JobsShowCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobsLogsCommand:
+class JobsLogsCommand(SchedulerOptions):
     """Print the last lines of the logs of a job's processes and its supervisor."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
     """id of the job"""
-    save: Save = Path("jobs")
-    """folder of jobs serve"""
     lines: Annotated[int, conf.arg(metavar="N")] = 20
     """number of lines of each log, from its end"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobsCancelCommand:
+class JobsCancelCommand(SchedulerOptions):
     """End a job after a step, with a checkpoint."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
     """id of the job"""
-    save: Save = Path("jobs")
-    """folder of jobs serve"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobsPauseCommand:
+class JobsPauseCommand(SchedulerOptions):
     """Take the devices of a job away after a step, with a checkpoint."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
     """id of the job"""
-    save: Save = Path("jobs")
-    """folder of jobs serve"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobsResumeCommand:
+class JobsResumeCommand(SchedulerOptions):
     """Continue a paused job from its checkpoint."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
     """id of the job"""
-    save: Save = Path("jobs")
-    """folder of jobs serve"""
 
 
 JobsCommand = (

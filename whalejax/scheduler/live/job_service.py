@@ -40,6 +40,7 @@ from whalejax.scheduler.live.job_hosts import JobHosts
 from whalejax.scheduler.live.job_planning import PlannedJob, Planning
 from whalejax.scheduler.live.job_run import JobRun
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, make_private
+from whalejax.scheduler.live.remote_socket import RemoteSocket
 from whalejax.scheduler.live.reports import report_of
 from whalejax.scheduler.live.requests import (
     Add,
@@ -71,6 +72,8 @@ class ServeSettings:
         resize: Assumed seconds of a start or a growth, until measured.
         horizon: Seconds within which a change has to gain its cost.
         hosts: Hosts of the cluster's nodes; None for this machine.
+        listen: Host and port at which commands with the key are taken too; None for
+            the socket alone.
     """
 
     folder: Path
@@ -80,6 +83,7 @@ class ServeSettings:
     resize: float = 31.0
     horizon: float = 600.0
     hosts: JobHosts | None = None
+    listen: str | None = None
 
 
 class JobService:
@@ -106,6 +110,7 @@ class JobService:
         decide = elastic(self._devices, settings.objective, settings.horizon)
         self._schedule = JobSchedule(self._devices, decide, every=settings.every)
         self._planning = Planning(self._cluster, self._devices_of_jobs.units)
+        self._remote: RemoteSocket | None = None
 
     def run(self, opened: Callable[[str], None] = say_in_background) -> int:
         """Serves until SIGTERM, SIGINT or SIGHUP.
@@ -120,6 +125,8 @@ class JobService:
             self.open()
             text = f"{self._settings.folder / SOCKET}, which its user alone can open"
             opened(f"whalejax: jobs on {self._cluster.describe()}; listening at {text}")
+            if self._remote is not None:
+                opened(f"whalejax: listening at {self._remote.words} as well")
             if self._hosts is not None:
                 where = f"hosts that {self._hosts.engine} gives"
                 if self._hosts.engine is None:
@@ -176,6 +183,10 @@ class JobService:
                 )
         self._socket = LocalSocket(folder)
         self._held.callback(self._socket.close)
+        if (address := self._settings.listen) is not None:
+            requests = self._socket.requests
+            self._remote = RemoteSocket(folder, address, requests)
+            self._held.callback(self._remote.close)
 
     def _check_cluster(self) -> None:
         """Refuses another cluster while there are jobs: their tables depend on it."""
