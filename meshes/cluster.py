@@ -129,7 +129,6 @@ class Cluster(ClusterData):
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
     ) -> dict[str, str]:
-        """Returns the notebook's bundle of the cluster."""
         from whalejax.display.clusters import bundle
 
         return bundle(self)

@@ -88,7 +88,7 @@ class DeviceKind:
             matter; empty means ``memory_bytes_per_second`` at every size.
         transcendentals_per_second: Rate of exp, tanh and the like; None if memory hides
             them.
-            fresh_bytes_per_second: Rate of first writes to newly allocated host memory,
+        fresh_bytes_per_second: Rate of first writes to newly allocated host memory,
             with one page fault after another; None if a device keeps its own memory.
         turned_bytes_per_second: Rate of transposes in memory, as convolutions need them
             on CPUs; None if they take no longer than reads and writes.
@@ -493,7 +493,6 @@ def check_name(where: str, name: str, problems: Problems) -> None:
 
 
 def _check(kind: DeviceKind) -> None:
-    """Raises if a name or a number of a kind is invalid."""
     title = f"device kind {short_repr(kind.name)}"
     check_fields(kind, title)
     problems = Problems(title)

@@ -309,7 +309,6 @@ _TYPE = {TUNED: "bf16"}
 
 
 def _generation(name: str) -> str:
-    """Returns the generation of a kind or of a family."""
     generation = rating_of(name)
     return generation.generation if generation is not None else ""
 

@@ -265,7 +265,7 @@ class SparseFeedForward(nnx.Module):
 def _if_needed(
     needed: Array, run: Callable[[Array], Array], operand: Array, like: Array
 ) -> Array:
-    """Returns a function's result, or zeros of another array's shape where it is not
+    """Returns a function's result, or zeros of another array's shape if it does not
     run.
     """
     result: Array = jax.lax.cond(

@@ -150,7 +150,6 @@ def _argument_problem(
     named: Mapping[str, object],
     error: TypeError,
 ) -> str:
-    """Describes the error in a call."""
     own = "self" in signature.parameters
     parameters = {
         one: parameter

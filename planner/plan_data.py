@@ -362,7 +362,6 @@ def _check_fields(plan: PlanData) -> None:
 
 
 def _no_such_leaf(plan: PlanData, path: object) -> str:
-    """Returns the error text for an unknown path."""
     paths = [leaf.path for leaf in plan.leaves]
     text = path if isinstance(path, str) else ""
     near = difflib.get_close_matches(text, paths, n=3, cutoff=0.3) or paths[:3]

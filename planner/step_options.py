@@ -4,8 +4,8 @@ An option is a field of three classes here, one for each stage of planning, with
 that stage knows of it:
 
     ``UserOptions``   as ``wh.plan`` takes it, checked without the model
-    ``FixedOptions``  checked against the model: what a search has to keep to
-    ``StepOptions``   what a plan does; its words in reports, and its limits in files
+    ``FixedOptions``  checked against the model: requirements of a search
+    ``StepOptions``   values in a plan, their words in reports, their limits in files
 
 A request, a search's candidates and a plan inherit these fields and pass them on
 together, so code that only passes an option on does not name it.

@@ -1,8 +1,8 @@
 """Public names of the package: ``import whalejax as wh``.
 
-A lazy table and nothing else: a public name is imported when it is first used, so that
-``import whalejax`` costs no JAX, and neither does ``whalejax.planner``, whose import
-runs this module first. No module here bears a public name; it would shadow it.
+It is only a lazy table: a public name is imported at its first use, so that ``import
+whalejax`` costs no JAX, and neither does ``whalejax.planner``, whose import runs this
+module first. No module here has a public name, which it would shadow.
 
 >>> import whalejax as wh
 >>> "plan" in dir(wh)
@@ -136,7 +136,7 @@ __all__ = [
 
 
 _MODULES = ("loop",)
-"""Names that are modules, with functions of their own."""
+"""Names of modules with functions of their own."""
 
 
 def __getattr__(name: str) -> object:
@@ -149,7 +149,7 @@ def __getattr__(name: str) -> object:
         value: object = importlib.import_module(f"{module_name}.{name}")
     else:
         value = getattr(importlib.import_module(module_name), name)
-    globals()[name] = value  # the next use does not come through here
+    globals()[name] = value  # later uses skip this function
     return value
 
 
@@ -158,7 +158,7 @@ def __dir__() -> list[str]:
 
 
 def _unknown(name: str) -> str:
-    """Returns the error text for a name the table does not hold."""
+    """Returns the error text for an unknown name."""
     import difflib
 
     folded = {public.casefold() for public in _MODULE_OF_NAME}

@@ -1,6 +1,6 @@
 """``python -m whalejax`` and the ``whalejax`` command: two names for one entry.
 
-It is its own module because the packaging names it, and it does nothing but defer to
+It is a separate module because the packaging names it. It only calls
 ``whalejax.cli.main``, so that finding the command never costs an import.
 """
 
@@ -16,12 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: The words after the program's name; those of the process when ``None``.
+        argv: Arguments after the program's name; those of the process if None.
 
     Returns:
-        The exit status of the process.
+        Exit status of the process.
     """
-    # Who interrupts an import has seen enough: nothing of it is told.
+    # A user who interrupts the import needs no traceback.
     interrupts = threading.current_thread() is threading.main_thread()
     interrupts &= signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interrupts:

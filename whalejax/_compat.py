@@ -1,8 +1,8 @@
 """Everything that touches JAX's internals or differs between JAX 0.10 and 0.12.
 
-The rest of the package speaks to jaxprs through these few functions, so that a new
-JAX release is met in one file, which is therefore long. It is tested at both ends of
-the supported window.
+The rest of the package accesses jaxprs through these few functions, so that a new JAX
+release changes only this file, which is therefore long. It is tested at both ends of
+the supported range.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class ScanParts:
 
 
 def recursion(equation: Any) -> Recursion | None:
-    """Returns how an evaluator descends into an equation, or None where it does not.
+    """Returns how an evaluator descends into an equation, or None if it does not.
 
-    ``opaque`` calls carry a derivative rule of their own: their body may be looked at,
-    but must be run by binding the call itself.
+    ``opaque`` calls have a custom derivative rule: their body may be inspected, but
+    must be run by binding the call itself.
     """
     return _RECURSIONS.get(equation.primitive.name)
 
 
 def differentiable_operands(equation: Any) -> list[int]:
-    """Operands of an equation that a gradient may flow to, by number.
+    """Returns the operands of an equation that a gradient may flow to, by index.
 
-    The first operands of a call with a derivative rule of its own are what its function
-    closes over; the rule gives no gradient of these, and JAX refuses to take one.
+    The first operands of a call with a custom derivative rule are closed-over values;
+    the rule gives no gradient for these, and JAX refuses to compute one.
     """
     ruled = equation.primitive.name.startswith("custom_")
     closed_over = equation.params.get("num_consts", 0) if ruled else 0
@@ -88,7 +88,9 @@ def differentiable_operands(equation: Any) -> list[int]:
 
 
 def is_ruled_by_jax(equation: Any) -> bool:
-    """Whether a call with a derivative rule of its own is JAX's, as ``jax.nn.relu``."""
+    """Whether a call with a custom derivative rule is JAX's, such as
+    ``jax.nn.relu``.
+    """
     folder = f"at {os.path.dirname(jax.__file__)}{os.sep}"
     if equation.primitive.name == "custom_linear_solve":
         solvers = [j for j in equation.params["jaxprs"] if j is not None]
@@ -103,12 +105,12 @@ def is_ruled_by_jax(equation: Any) -> bool:
         for info in (body.debug_info, *infos)
         if info is not None
     ]
-    wrapped = "custom_derivatives.py" in sources[0]  # As by jax.custom_gradient.
+    wrapped = "custom_derivatives.py" in sources[0]  # as by jax.custom_gradient
     return not wrapped and all(folder in source for source in sources)
 
 
 def is_floor_division(equation: Any) -> bool:
-    """Whether a call is JAX's own division ``//``, and no other of that name."""
+    """Whether a call is JAX's own division ``//``, not another of that name."""
     if str(equation.params.get("name", "")) != "floor_divide":
         return False
     given = [
@@ -120,20 +122,20 @@ def is_floor_division(equation: Any) -> bool:
 
 
 def solve_parts(equation: Any) -> tuple[int, int, int]:
-    """Operands of a linear solve: first and last constant of what solves it, and where
-    the right-hand sides begin."""
+    """Returns the operands of a linear solve: start and end of the solver's constants,
+    and start of the right-hand sides."""
     lengths = equation.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     return first, first + lengths.solve, sum(lengths)
 
 
 def solve_jaxpr(equation: Any) -> Any:
-    """The jaxpr that solves a linear solve."""
+    """Returns the jaxpr that solves a linear solve."""
     return equation.params["jaxprs"].solve
 
 
 def instantiated(cotangent: Any) -> Any:
-    """A cotangent as an array, where JAX knows only that it is zero."""
+    """Returns a cotangent as an array, also if JAX has only a symbolic zero."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         dtype: Any = cotangent.dtype
         return jnp.zeros(cotangent.shape, dtype)
@@ -141,10 +143,11 @@ def instantiated(cotangent: Any) -> Any:
 
 
 def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
-    """The jaxprs inside a call-like equation, in the order that positions count.
+    """Returns the jaxprs inside a call-like equation, in the order of positions.
 
-    A ``cond`` gives its branches, a ``while`` its condition and then its body, every
-    other call its one body. They may be open or closed: see ``open_jaxpr``.
+    These are the branches of a ``cond``, the condition and then the body of a
+    ``while``, and the one body of every other call. They may be open or closed: see
+    ``open_jaxpr``.
     """
     params = equation.params
     kind = recursion(equation)
@@ -158,9 +161,9 @@ def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr's body and the values of its ``constvars``.
+    """Returns a jaxpr's body and the values of its ``constvars``.
 
-    JAX 0.10 has open and closed jaxprs; 0.12 has one class that can hold constants.
+    JAX 0.10 has open and closed jaxprs; 0.12 has one class that may have constants.
     """
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
@@ -169,7 +172,7 @@ def scan_parts(equation: Any) -> ScanParts:
     """Divides a scan's inputs and outputs by comparing outer and inner ranks.
 
     0.12 dropped ``num_consts`` and ``num_carry``. A sliced input or stacked output has
-    exactly one dimension more outside than inside.
+    exactly one more dimension outside than inside.
     """
     body, _ = open_jaxpr(inner_jaxprs(equation)[0])
     num_slices = sum(
@@ -188,10 +191,10 @@ def scan_parts(equation: Any) -> ScanParts:
 
 
 def is_kept(equation: Any, policy: Any) -> bool:
-    """Whether a checkpoint policy keeps an equation's results.
+    """Whether a checkpoint policy saves an equation's results.
 
     Args:
-        equation: Inside the checkpointed region.
+        equation: Equation inside the checkpointed region.
         policy: Policy of the region; None saves nothing.
     """
     if policy is None:
@@ -199,25 +202,25 @@ def is_kept(equation: Any, policy: Any) -> bool:
     avals = [atom.aval for atom in equation.invars]
     try:
         answer = policy(equation.primitive, *avals, **equation.params)
-    except Exception:  # a policy of the user's that asks for more than is here
+    except Exception:  # a user's policy that needs more than is available here
         return False
-    # Answers are truth values, or objects that say whether and where to keep it.
+    # Results are booleans, or objects that tell whether and where to save it.
     return answer is not False and "Recompute" not in type(answer).__name__
 
 
 def runs_twice(equation: Any) -> bool:
-    """Whether ``jax.checkpoint`` takes an equation: it has no effect, or one of few."""
+    """Whether ``jax.checkpoint`` accepts an equation, by its effects."""
     return not effects.remat_allowed_effects.filter_not_in(equation.effects)
 
 
 def checkpoint_name_of(equation: Any) -> str | None:
-    """The name that ``jax.ad_checkpoint.checkpoint_name`` gives a value, or None."""
+    """Returns the name from ``jax.ad_checkpoint.checkpoint_name``, or None."""
     named = equation.primitive.name == "name"
     return str(equation.params["name"]) if named else None
 
 
 Kept = tuple[tuple[int, ...], Any, bool]
-"""Shape and dtype of a kept value, and whether only products read it."""
+"""Shape and dtype of a saved value, and whether only products read it."""
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
@@ -229,30 +232,30 @@ def scan_residuals(
 ) -> list[Kept]:
     """Returns the residuals of one iteration of a scan, as JAX decides them.
 
-    Weights, and what depends on them alone, are left out: they are kept elsewhere.
+    Weights, and values that depend only on them, are omitted: they are stored
+    elsewhere.
 
     Args:
-        equation: The scan.
-        run: Function that runs the scan, where that is not as it was traced.
-        flowing: For each operand, whether a gradient flows through it; through every
-            number of floating point if left out.
+        equation: Scan to analyse.
+        run: Function that runs the scan, if it differs from the trace.
+        flowing: Whether a gradient flows through each operand; default: through every
+            floating-point operand.
 
     Returns:
-        Shape and dtype of each kept value, and whether only products read it.
+        Shape and dtype of each saved value, and whether only products read it.
     """
     known = _kept_by_checkpoint(equation)
     return residuals_by_vjp(equation, run, flowing) if known is None else known
 
 
 def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
-    """Returns the residuals of iterations that are one checkpoint which saves its
-    inputs.
+    """Returns the residuals if each iteration is one checkpoint that saves its inputs.
 
     Args:
         equation: A scan.
 
     Returns:
-        As ``scan_residuals``; None where that takes a derivative to tell.
+        Residuals as in ``scan_residuals``; None if that needs a derivative.
     """
     (inner,) = inner_jaxprs(equation)
     body, _ = open_jaxpr(inner)
@@ -276,11 +279,11 @@ def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
 
 
 def _multiplies(one: Any, flags: Sequence[bool], others: Sequence[bool]) -> bool:
-    """Whether a call multiplies what depends on some operands with what does on others.
+    """Whether a call multiplies values of some operands with values of others.
 
     Args:
-        one: A call-like equation; calls inside are not looked into.
-        flags, others: Whether each operand is one of them.
+        one: Call-like equation; nested calls are not inspected.
+        flags, others: Whether each operand belongs to the set.
     """
     body, _ = open_jaxpr(inner_jaxprs(one)[0])
     sets = [
@@ -302,7 +305,7 @@ def residuals_by_vjp(
     run: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     flowing: Sequence[bool] | None = None,
 ) -> list[Kept]:
-    """``scan_residuals``, by a derivative in any case."""
+    """Computes ``scan_residuals`` always by a derivative."""
     parts = scan_parts(equation)
     avals = [atom.aval for atom in equation.invars]
     flows = [
@@ -354,7 +357,7 @@ def residuals_by_vjp(
 
 
 def _readers(jaxpr: Any) -> dict[Any, set[str]]:
-    """Names of the primitives that read each variable of a jaxpr, calls looked into."""
+    """Returns the primitives that read each variable of a jaxpr, also inside calls."""
     body, _ = open_jaxpr(jaxpr)
     readers: dict[Any, set[str]] = {}
     for equation in body.eqns:
@@ -372,11 +375,12 @@ def _readers(jaxpr: Any) -> dict[Any, set[str]]:
 
 
 def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
-    """Returns which results of a jaxpr depend on the flagged inputs, inside calls too.
+    """Returns whether each result of a jaxpr depends on flagged inputs, also inside
+    calls.
 
     Args:
-        jaxpr: Open or closed.
-        flags: For each input.
+        jaxpr: Open or closed jaxpr.
+        flags: Whether each input is flagged.
     """
     body, _ = open_jaxpr(jaxpr)
     data = {var for var, flag in zip(body.invars, flags, strict=True) if flag}
@@ -397,7 +401,9 @@ def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
 
 
 def _depending_in_loop(equation: Any, flags: Sequence[bool]) -> list[bool]:
-    """Returns which results of a scan or while depend on the flagged operands."""
+    """Returns whether each result of a scan or while depends on the flagged
+    operands.
+    """
     body, flags = inner_jaxprs(equation)[-1], list(flags)
     if recursion(equation) == "while":
         of_condition, _ = while_parts(equation)
@@ -427,10 +433,10 @@ def _condition_reads(equation: Any, flags: Sequence[bool]) -> list[bool]:
 
 
 def needed(jaxpr: Any, places: Sequence[int]) -> Callable[..., list[Any]]:
-    """A function that makes only some of a jaxpr's results, of all its inputs.
+    """Returns a function of all inputs of a jaxpr that computes only some results.
 
     Args:
-        jaxpr: Jaxpr as it was traced.
+        jaxpr: Traced jaxpr.
         places: Indices of the results, in their order.
     """
     closed = needed_closed(jaxpr, places)
@@ -439,20 +445,20 @@ def needed(jaxpr: Any, places: Sequence[int]) -> Callable[..., list[Any]]:
 
 
 def needed_closed(jaxpr: Any, places: Sequence[int]) -> Any:
-    """The closed jaxpr of some of a jaxpr's results, of all its inputs."""
+    """Returns the closed jaxpr of some of a jaxpr's results, with all its inputs."""
     _, constants = open_jaxpr(jaxpr)
     return jax.extend.core.ClosedJaxpr(needed_jaxpr(jaxpr, places), constants)
 
 
 def needed_jaxpr(jaxpr: Any, places: Sequence[int]) -> Any:
-    """The open jaxpr of ``needed``."""
+    """Returns the open jaxpr of ``needed``."""
     body, _ = open_jaxpr(jaxpr)
     wanted = [i in places for i in range(len(body.outvars))]
     return partial_eval.dce_jaxpr(body, wanted, instantiate=True)[0]
 
 
 def read_inputs(jaxpr: Any, place: int) -> list[int]:
-    """Numbers of the inputs that one result of a jaxpr is made of."""
+    """Returns the indices of the inputs that one result of a jaxpr depends on."""
     body, _ = open_jaxpr(jaxpr)
     wanted = [i == place for i in range(len(body.outvars))]
     _, used = partial_eval.dce_jaxpr(body, wanted)
@@ -460,11 +466,11 @@ def read_inputs(jaxpr: Any, place: int) -> list[int]:
 
 
 def passing_on(jaxpr: Any, inputs: Mapping[int, int]) -> Any:
-    """A closed jaxpr some of whose results are its inputs as they are.
+    """Returns a closed jaxpr some of whose results are replaced by inputs.
 
     Args:
-        jaxpr: Jaxpr as it was traced.
-        inputs: Number of a result to that of an input of its type.
+        jaxpr: Traced jaxpr.
+        inputs: Index of a result to that of an input of the same type.
     """
     body, constants = open_jaxpr(jaxpr)
     outputs = [
@@ -475,7 +481,7 @@ def passing_on(jaxpr: Any, inputs: Mapping[int, int]) -> Any:
 
 
 def pruned(jaxpr: Any) -> Any:
-    """A closed jaxpr without the equations that nothing reads."""
+    """Returns a closed jaxpr without unused equations."""
     body, constants = open_jaxpr(jaxpr)
     result, _ = partial_eval.dce_jaxpr(
         body, [True] * len(body.outvars), instantiate=True
@@ -489,35 +495,39 @@ def while_parts(equation: Any) -> tuple[int, int]:
 
 
 def scope_text(equation: Any) -> str:
-    """An equation's name stack as text, relative to the jaxpr that holds it."""
+    """Returns an equation's name stack as text, relative to its jaxpr."""
     return str(equation.source_info.name_stack)
 
 
 def scope_key(equation: Any) -> int:
-    """A number that equations of one program share only if their scopes are equal."""
+    """Returns a number that equations of one program share only if their scopes are
+    equal.
+    """
     return id(equation.source_info.name_stack)
 
 
 NO_LINE: Final = "a line that is not known"
-"""What stands for the user's line of an equation that has none."""
+"""Replaces the user's line of an equation without one."""
 
 
 def line_text(equation: Any) -> str:
-    """The user's line that an equation comes from, such as ``"model.py:12"``."""
+    """Returns the user's line of an equation, such as ``"model.py:12"``."""
     return _frames_text(equation)[0]
 
 
 def source_text(equation: Any) -> str:
-    """The user's line, and that of the library which it calls, if it calls one.
+    """Returns the user's line, and that of a called library, if any.
 
-    Such as ``"model.py:12, in optax's _ranking.py:96"``.
+    For example ``"model.py:12, in optax's _ranking.py:96"``.
     """
     line, library = _frames_text(equation)
     return f"{line}, in {library}" if library else line
 
 
 def raised_at(error: BaseException) -> str:
-    """The user's line in which an error was raised, such as ``"model.py:12"``."""
+    """Returns the user's line in which an error was raised, such as
+    ``"model.py:12"``.
+    """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = frame.filename
         if source_info_util.is_user_filename(path) and not _library_of(path):
@@ -526,7 +536,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def is_of_einsum(equation: Any) -> bool:
-    """Whether an equation is one of the products that ``jnp.einsum`` is made of."""
+    """Whether an equation is one of the products of a ``jnp.einsum``."""
     made = equation.source_info.traceback
     for code in made.raw_frames()[0] if made else ():
         if source_info_util.is_user_filename(code.co_filename):
@@ -542,7 +552,7 @@ _OWN_MODELS: Final = os.path.join(_OWN, "models")
 
 
 def _frames_text(equation: Any) -> tuple[str, str]:
-    """The innermost line of the user's own, and that of a library inside it."""
+    """Returns the user's innermost line, and that of a library inside it."""
     library = ""
     for frame in source_info_util.user_frames(equation.source_info.traceback):
         line = f"{os.path.basename(frame.file_name)}:{frame.start_line}"
@@ -550,14 +560,14 @@ def _frames_text(equation: Any) -> tuple[str, str]:
         if not package:
             return line, library
         if package == "whalejax":
-            break  # Which traces the loss: what is behind is no part of it.
+            break  # Code that traces the loss; the frames after it are not part of it.
         library = library or f"{package}'s {line}"
     return (library, "") if library else (NO_LINE, "")
 
 
 @functools.cache
 def _library_of(path: str) -> str:
-    """The package of a file that users call and do not write; empty for theirs."""
+    """Returns the library package of a file; empty for the user's files."""
     if path.startswith(_OWN + os.sep):
         return "" if path.startswith(_OWN_MODELS + os.sep) else "whalejax"
     for name in _LIBRARIES:
@@ -569,7 +579,7 @@ def _library_of(path: str) -> str:
 
 
 def has_explicit_axes(aval: Any) -> bool:
-    """Whether JAX itself tells a value's layout along some axis of a mesh."""
+    """Whether JAX itself knows a value's layout along some axis of a mesh."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     kinds = getattr(mesh, "axis_types", None) or ()
     return any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
@@ -579,7 +589,7 @@ _LITERAL: Final = jax.extend.core.Literal
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand is a constant written into the equation."""
+    """Whether an operand is a constant inside the equation."""
     return isinstance(atom, _LITERAL)
 
 
@@ -590,9 +600,7 @@ def literal_key(literal: Any) -> tuple[Any, ...]:
 
 
 def is_concrete(value: Any) -> bool:
-    """Returns whether a value is an array with values, not one that is being traced or
-    described.
-    """
+    """Returns whether a value is an array with values, neither traced nor abstract."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
@@ -602,17 +610,19 @@ def is_key_dtype(dtype: Any) -> bool:
 
 
 def key_algorithm_name(dtype: Any) -> str:
-    """Name of the algorithm of random keys of a dtype, such as ``"threefry2x32"``."""
+    """Returns the name of a key dtype's algorithm, such as ``"threefry2x32"``."""
     return str(dtype._impl.name)
 
 
 def dtype_name(dtype: Any) -> str:
-    """A dtype's name, such as ``"float32"`` or, for random keys, ``"key<fry>"``."""
+    """Returns a dtype's name, such as ``"float32"`` or, for random keys,
+    ``"key<fry>"``.
+    """
     return str(dtype)
 
 
 def itemsize_bytes(dtype: Any) -> int:
-    """Bytes of one element; a random key counts its raw words."""
+    """Returns the bytes of one element; a random key counts its raw words."""
     if is_key_dtype(dtype):
         words = jax.eval_shape(jax.random.key_data, abstract((), dtype))
         return int(words.size) * int(words.dtype.itemsize)
@@ -620,7 +630,7 @@ def itemsize_bytes(dtype: Any) -> int:
 
 
 def aval_bytes(aval: Any) -> int:
-    """Bytes of a value."""
+    """Returns the bytes of a value."""
     return math.prod(map(int, aval.shape)) * itemsize_bytes(aval.dtype)
 
 
@@ -631,12 +641,12 @@ _short_errors: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def short_sharding_errors() -> Iterator[None]:
-    """Tells quickly, while it is open, that a traced value has no ``sharding``.
+    """Makes the error for a tracer's missing ``sharding`` cheap while it is open.
 
-    JAX searches all equations traced so far for the inputs that the value comes from,
-    to name them in an error that ``getattr(value, "sharding", None)`` throws away. An
-    NNX module asks so for each random stream that it draws from: the time to trace a
-    model of many layers grows with their square.
+    JAX searches all equations traced so far for the inputs of the value, to name them
+    in an error that ``getattr(value, "sharding", None)`` discards. An NNX module makes
+    this query for each of its random streams, so the time to trace a model of many
+    layers grows with their square.
     """
     if isinstance(_FULL_SHARDING, property):
         Tracer.sharding = _QUICK_SHARDING  # type: ignore[assignment]
@@ -658,23 +668,23 @@ _QUICK_SHARDING: Final = property(_sharding)
 
 
 def trace(function: Any, arguments: Sequence[Any]) -> Any:
-    """The jaxpr of a flat function at abstract arguments."""
+    """Returns the jaxpr of a flat function at abstract arguments."""
     with short_sharding_errors():
         return jax.make_jaxpr(function)(*arguments)
 
 
 def unbound_axis(error: NameError) -> str | None:
-    """The axis that nobody binds, where JAX complains of one; otherwise None."""
+    """Returns the axis in JAX's error on an unbound axis; otherwise None."""
     match = re.search(r"unbound axis name: (\w+)", str(error))
     return match[1] if match else None
 
 
 def run_flowing(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Runs a jaxpr in which tangents flow through ``stop_gradient`` too.
+    """Runs a jaxpr in which tangents also flow through ``stop_gradient``.
 
     Args:
-        jaxpr: Open or closed.
-        values: Its inputs.
+        jaxpr: Open or closed jaxpr.
+        values: Inputs of the jaxpr.
     """
     body, constants = open_jaxpr(jaxpr)
     known = dict(zip(body.constvars, constants, strict=True))
@@ -704,17 +714,19 @@ def is_inexact(dtype: Any) -> bool:
 
 
 def mantissa_bits(dtype: Any) -> int:
-    """Bits of the mantissa of a floating-point dtype, or of both parts of a complex."""
+    """Returns the mantissa bits of a floating-point dtype, or of a complex dtype's
+    parts.
+    """
     return int(jnp.finfo(dtype).nmant)  # type: ignore[no-untyped-call]
 
 
 def bind(equation: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
-    """Runs one equation as it is, with its own derivative rule where it has one.
+    """Runs one equation unchanged, including any custom derivative rule.
 
     Args:
-        equation: The equation.
-        values: Its operands.
-        changed: Parameters that are other than as traced.
+        equation: Equation to run.
+        values: Operands of the equation.
+        changed: Parameters that differ from the trace.
     """
     params = equation.primitive.get_bind_params({**equation.params, **changed})
     result = equation.primitive.bind(*values, **params)
@@ -723,16 +735,16 @@ def bind(equation: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def equation_context(equation: Any, *, skip: int = 0) -> Iterator[None]:
-    """Keeps an equation's name stack and source line on what is traced inside.
+    """Keeps an equation's name stack and source line for everything traced inside.
 
     Args:
         equation: The equation.
-        skip: Outermost scopes of its stack that are left out.
+        skip: Number of outermost scopes to omit.
     """
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack[skip:]
-    # What stands inside a function of JAX's own has no line of the user's: the line
-    # that calls the function is kept.
+    # Code inside a JAX function has no line of the user's: the line of the call is
+    # kept.
     own = next(source_info_util.user_frames(info.traceback), None) is not None
     with (
         source_info_util.user_context(
@@ -744,15 +756,15 @@ def equation_context(equation: Any, *, skip: int = 0) -> Iterator[None]:
 
 
 Scope = source_info_util.SourceInfo
-"""Name stack and source line that what is put into a program stands in."""
+"""Name stack and source line of an inserted equation."""
 
 
 def scope_inside(equation: Any, around: Scope | None = None) -> Scope:
-    """The scope of what stands inside a call.
+    """Returns the scope of the equations inside a call.
 
     Args:
-        equation: The call.
-        around: The scope of the call itself; None outside of all calls.
+        equation: Call with these equations.
+        around: Scope of the call itself; None outside all calls.
     """
     info = equation.source_info
     if around is None:
@@ -767,7 +779,7 @@ def moved_equation(
     results: Sequence[Any],
     scope: Scope | None = None,
 ) -> Any:
-    """An equation with other operands and results, inside a scope."""
+    """Returns an equation with other operands and results, inside a scope."""
     info = equation.source_info if scope is None else scope_inside(equation, scope)
     return equation.replace(
         invars=list(operands), outvars=list(results), source_info=info
@@ -775,11 +787,11 @@ def moved_equation(
 
 
 def checkpoint_equation(policy: Any, *, prevent_cse: bool) -> Any:
-    """An equation of ``jax.checkpoint``, around nothing.
+    """Returns an equation of ``jax.checkpoint`` with an empty body.
 
     Args:
         policy: Policy of the checkpoint; None saves nothing.
-        prevent_cse: The compiler must not take what it keeps from the first pass.
+        prevent_cse: Whether the compiler must not reuse values of the first pass.
     """
     region = jax.checkpoint(lambda x: x, prevent_cse=prevent_cse, policy=policy)
     body, _ = open_jaxpr(trace(region, [abstract((), jnp.float32)]))
@@ -789,15 +801,15 @@ def checkpoint_equation(policy: Any, *, prevent_cse: bool) -> Any:
 def checkpointed(
     equations: Sequence[Any], given: Sequence[Any], taken: Sequence[Any], like: Any
 ) -> Any:
-    """One equation of ``jax.checkpoint`` around several.
+    """Returns one equation of ``jax.checkpoint`` around several equations.
 
-    A scope around all of them stays around it.
+    A common scope of all of them stays around it.
 
     Args:
-        equations: Equations in an order in which they can run.
+        equations: Equations in a possible order of execution.
         given: Variables that they read and do not make.
         taken: Variables that they make and others read.
-        like: From ``checkpoint_equation``.
+        like: Equation from ``checkpoint_equation``.
     """
     stacks = [equation.source_info.name_stack for equation in equations]
     depth = _common_depth(stacks)
@@ -827,13 +839,13 @@ def checkpointed(
 
 
 def with_inner(equation: Any, jaxpr: Any) -> Any:
-    """A call with another jaxpr inside, of the same inputs and results."""
+    """Returns a call with another body of the same inputs and results."""
     name = next(n for n in ("jaxpr", "call_jaxpr", "call") if n in equation.params)
     return equation.replace(params={**equation.params, name: jaxpr})
 
 
 def variable_like(variable: Any) -> Any:
-    """Another variable of the same type."""
+    """Returns another variable of the same type."""
     return type(variable)(variable.aval)
 
 
@@ -843,13 +855,13 @@ def with_equations(
     results: Sequence[Any],
     constants: Mapping[Any, Any],
 ) -> Any:
-    """A closed jaxpr with the inputs of another.
+    """Returns a closed jaxpr with the inputs of another.
 
     Args:
-        jaxpr: The other, of which the effects are those of the equations.
+        jaxpr: Other jaxpr, with the effects of the equations.
         equations: Equations of the new jaxpr.
-        results: Atoms that it gives, as many as the other.
-        constants: Values of its ``constvars``.
+        results: Atoms of the results, as many as those of ``jaxpr``.
+        constants: Values of the new ``constvars``.
     """
     body, _ = open_jaxpr(jaxpr)
     changed = {
@@ -865,7 +877,7 @@ def with_equations(
 
 
 def trace_within(equation: Any, function: Any, arguments: Sequence[Any]) -> Any:
-    """``trace``, with an equation's source line on all of it; None for no equation."""
+    """Runs ``trace`` with an equation's source line; None for no equation."""
     if equation is None:
         return trace(function, arguments)
     with equation_context(equation):
@@ -883,7 +895,7 @@ def _common_depth(stacks: Sequence[Any]) -> int:
 
 @contextlib.contextmanager
 def scopes_context(equations: Sequence[Any]) -> Iterator[int]:
-    """Opens the scopes that several equations are in; gives how many there are."""
+    """Opens the common scopes of several equations; yields their number."""
     stacks = [equation.source_info.name_stack for equation in equations]
     depth = _common_depth(stacks)
     stack = source_info_util.current_name_stack() + stacks[0][:depth]
@@ -893,14 +905,14 @@ def scopes_context(equations: Sequence[Any]) -> Iterator[int]:
 
 
 def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An array's shape and dtype; JAX leaves the constructor untyped."""
+    """Returns an array's shape and dtype; JAX leaves the constructor untyped."""
     make: Any = jax.ShapeDtypeStruct
     made: jax.ShapeDtypeStruct = make(tuple(shape), dtype)
     return made
 
 
 def host_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Has the host compute a function of arrays that are in its memory.
+    """Returns a function that the host computes on arrays in its memory.
 
     Args:
         function: Function of arrays to one array, which stays in host memory.
@@ -909,7 +921,7 @@ def host_function(function: Callable[..., Any]) -> Callable[..., Any]:
     if "out_memory_spaces" not in inspect.signature(compute_on).parameters:
         on_host: Callable[..., Any] = compute_on("device_host")(jax.jit(function))
         return on_host
-    host = jax.memory.Space.Host  # Newer versions ask for the memory of results.
+    host = jax.memory.Space.Host  # Newer versions need the memory of the results.
     since: Callable[..., Any] = compute_on(
         function, compute_type="device_host", out_memory_spaces=host
     )

@@ -1,6 +1,6 @@
-"""Messages of processes through JAX, and their joining.
+"""Messages of processes through JAX, and their initialisation.
 
-Beside ``_compat``, it is the other place where private names of JAX stand.
+Besides ``_compat``, only this module uses private names of JAX.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from jax._src import clusters, distributed, xla_bridge
 
 
 def tell_processes(key: str, text: str, *, again: bool = False) -> None:
-    """Leaves a text where all processes of this program can read it.
+    """Publishes a text that all processes of this program can read.
 
     Args:
-        key: A new one, if not ``again``.
+        key: New key, unless ``again``.
         text: Text to publish.
-        again: Whether it replaces an earlier text under the key.
+        again: Whether it replaces an earlier text of the key.
     """
     _coordination().key_value_set(key, text, allow_overwrite=again)
 
 
 def all_told(folder: str) -> list[tuple[str, str]]:
-    """Keys and texts of all that was left in a folder of keys."""
+    """Returns keys and texts of all messages in a folder of keys."""
     return [(str(k), str(v)) for k, v in _coordination().key_value_dir_get(folder)]
 
 
 def told_at(key: str) -> list[tuple[str, str]]:
-    """A key and the text that was left under it; nothing where none was."""
+    """Returns a key and its text; empty if there is none."""
     try:
         return [(key, str(_coordination().key_value_try_get(key)))]
     except jax.errors.JaxRuntimeError as error:
@@ -44,7 +44,7 @@ def told_at(key: str) -> list[tuple[str, str]]:
 
 
 def told_by(key: str, wait_seconds: float) -> str | None:
-    """A text that another process left; None if it did not come in time."""
+    """Returns a text of another process; None if it did not come in time."""
     try:
         result = _coordination().blocking_key_value_get(key, int(wait_seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
@@ -55,22 +55,23 @@ def told_by(key: str, wait_seconds: float) -> str | None:
 
 
 def forget_told(key: str) -> None:
-    """Removes a text that this process left, when all have read it."""
+    """Removes a text of this process that all have read."""
     _coordination().key_value_delete(key)
 
 
 def backends_are_there() -> bool:
-    """Whether something has asked for devices or arrays already."""
+    """Whether devices or arrays have been requested already."""
     return bool(xla_bridge.backends_are_initialized())
 
 
 def detected_cluster(timeout_seconds: float) -> tuple[str, int, int] | None:
-    """Coordinator, number of processes and rank, as a cluster that JAX knows has them.
+    """Returns coordinator, number of processes and rank from a cluster that JAX
+    detects.
 
     Args:
-        timeout_seconds: Longest wait for its answer, where it is asked.
+        timeout_seconds: Longest wait for the cluster's answer, if it is asked.
     """
-    given = os.environ.get("JAX_COORDINATOR_ADDRESS")  # which JAX prefers
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS")  # JAX prefers it
     address, count, rank, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         given, None, None, None, None, math.ceil(timeout_seconds)
     )
@@ -80,14 +81,14 @@ def detected_cluster(timeout_seconds: float) -> tuple[str, int, int] | None:
 
 
 def joined_processes() -> tuple[int, int]:
-    """The number of this process and of all, before a backend is started for them."""
+    """Returns this process's number and their total, before a backend starts."""
     state = distributed.global_state
     return int(state.process_id or 0), int(state.num_processes or 1)
 
 
 @contextlib.contextmanager
 def preemption_service(*, on: bool) -> Iterator[None]:
-    """Has JAX take SIGTERM for the notice of a preemption, or leaves it alone."""
+    """Makes JAX treat SIGTERM as preemption notice, or not."""
     name = "jax_enable_preemption_service"
     before = getattr(jax.config, name)
     jax.config.update(name, on)
@@ -98,12 +99,12 @@ def preemption_service(*, on: bool) -> Iterator[None]:
 
 
 def listen_at(host: str) -> None:
-    """Has CPU devices listen for each other at one address of this machine.
+    """Makes CPU devices listen for each other on one address of this machine.
 
-    JAX leaves it to Gloo, which takes the address of this machine's name.
+    JAX leaves it to Gloo, which uses the address of this machine's name.
 
     Args:
-        host: The address, in numbers.
+        host: Numeric address.
     """
     if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "gloo":
         return
@@ -124,6 +125,6 @@ def listen_at(host: str) -> None:
 
 
 def _coordination() -> Any:
-    """The client of the service that joined the processes."""
+    """Returns the client of the service that connects the processes."""
     client: Any = distributed.global_state.client
     return client

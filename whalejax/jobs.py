@@ -1,4 +1,4 @@
-"""From a job to its plan: ``whalejax.api.job_plans`` under its earlier name."""
+"""Earlier name of ``whalejax.api.job_plans``, which makes plans from jobs."""
 
 from whalejax.api.job_plans import abstract_model as abstract_model
 from whalejax.api.job_plans import first_batch as first_batch

@@ -46,7 +46,7 @@ class CollectiveTime:
 
     @property
     def wire_bytes(self) -> float:
-        """Returns the bytes that one device sends in all rounds."""
+        """Bytes that one device sends in all rounds."""
         share = 1.0 if self.shared else (self.group_size - 1) / self.group_size
         return self.rounds * self.payload_bytes * share
 

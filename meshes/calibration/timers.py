@@ -259,7 +259,7 @@ def exp_run(devices: Sequence[Device], array_bytes: int) -> Run:
 
 
 def chain_run(devices: Sequence[Device]) -> Run:
-    """Times ``OPS_IN_CHAIN`` operations too small to take any time of their own."""
+    """Times ``OPS_IN_CHAIN`` operations too small to take measurable time."""
     weight = _orthogonal(16, 16, "float32")
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:

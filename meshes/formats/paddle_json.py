@@ -65,8 +65,6 @@ class _Device:
 
 @dataclass(slots=True, kw_only=True)
 class _File:
-    """Contents of a file."""
-
     problems: Problems
     devices: dict[int, _Device] = field(default_factory=dict)
     links: dict[tuple[int, int], tuple[float, str]] = field(default_factory=dict)

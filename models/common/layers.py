@@ -85,8 +85,8 @@ def causal_attention(query: Array, key: Array, value: Array) -> Array:
 
     Args:
         query: ``[batch, sequence, heads, head_dim]``.
-        key: The same shape.
-        value: The same shape.
+        key: Array of the same shape.
+        value: Array of the same shape.
 
     Returns:
         ``[batch, sequence, heads, head_dim]`` in the dtype of ``value``.

@@ -9,7 +9,6 @@ The wait balances two costs. Shares that ignore a change lose time in every step
 that follow a short change lose as much until they are reset. Waiting until the loss
 equals the largest cost of following is never far from the best choice without knowledge
 of the future.
-the best that could be done without knowing what comes.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Rebalance:
         shares: Micro-batches of each replica, for the next step.
         seconds: Current estimate of a micro-batch's seconds on each replica; 0 if
             unknown.
-            not known.
     """
 
     def __init__(self, given: Sequence[int], most: Sequence[int] | None = None) -> None:

@@ -4,7 +4,6 @@ Dimensions are exchanged in turn, each including the elements received before, s
 corners arrive too. An operation exchanges its operand forward, and sends back the
 cotangents of the received elements. The operand is exchanged again if the backward pass
 needs it and cannot reach it: in a loop, and in a rematerialised region (``Repeats``).
-again (``Repeats``).
 """
 
 from __future__ import annotations

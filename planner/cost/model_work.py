@@ -214,9 +214,7 @@ def _expert_shares(
 def _gathered_shares(
     graph: Graph, weight: Sequence[bool], rows: int
 ) -> dict[int, float]:
-    """Returns the parts used of stacks of matrices from which each token gathers its
-    own.
-    """
+    """Returns the used parts of stacks of matrices, if each token gathers its own."""
     found: dict[int, float] = {}
     tensors = graph.tensors
     params = {t.id for t in graph.params}

@@ -68,8 +68,8 @@ class RowCost:
 class CostSetting:
     """Setting in which rows are evaluated.
 
-    mesh: Axis sizes; arrays represent many meshes at once.
-        mesh: Sizes of the axes; arrays stand for many meshes at once.
+    Attributes:
+        mesh: Axis sizes; arrays represent many meshes at once.
         num_micro_batches: Micro-batches of a step, or an array of them.
         cluster: Cluster of the meshes.
         dims: The model's logical dimensions.

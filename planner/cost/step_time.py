@@ -355,7 +355,6 @@ class _StageTimes:
             self.covers += seconds
 
     def _collectives(self, row: Row) -> None:
-        """Adds the collectives of an operation."""
         present = self.model.present(row)
         rings = row.kind == ATTENTION and row.product is not None
         weights = any(x.weight and x.differentiable for x in row.operands)

@@ -12,7 +12,7 @@ from whalejax.planner.model.logical_dimensions import analyse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphAnalysis:
-    """A graph with its logical dimensions; experts are TaskGraphs of their own."""
+    """A graph with its logical dimensions; experts are separate TaskGraphs."""
 
     graph: Graph
     dims: Dimensions

@@ -43,7 +43,7 @@ def expert_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
 
 
 def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
-    """Gives unmarked expert products a TaskGraph of their own.
+    """Moves unmarked expert products to a separate TaskGraph.
 
     Args:
         graph: The captured loss.

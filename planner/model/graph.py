@@ -154,7 +154,6 @@ class Factor:
             this dimension unsharded on every device; ``halo``: as ``unshardable``,
             because its windows reach over shard edges, unless a spatial axis shards it
             (see ``Op.windows``).
-            axis shards it (see ``Op.windows``).
     """
 
     members: tuple[tuple[int, int], ...]
@@ -314,8 +313,8 @@ class LoopResidual:
 class Graph:
     """A captured forward loss.
 
-    tensors: Tensors; a tensor's id is its index.
-        tensors: Every tensor; a tensor's id is its index.
+    Attributes:
+        tensors: Tensors; a tensor's id is its index.
         ops: Operations in program order, calls inlined, scan bodies once.
         task_graphs: Regions; index 0 is for operations without a mark.
         loss: Id of the scalar loss (its total, if the user gave a weight).

@@ -22,7 +22,7 @@ from whalejax.planner.plan_entries import Spec
 _PICKS = frozenset(
     ("slice", "dynamic_slice", "gather", "unstack", "split", "dynamic_index_in_dim")
 )
-"""Kinds of operations whose result may hold single elements of a dimension."""
+"""Kinds of operations whose result may have single elements of a dimension."""
 
 _COUNTED = frozenset(("dynamic_slice", "gather"))
 """Those of them that choose elements by an index."""

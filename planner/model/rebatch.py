@@ -47,8 +47,6 @@ def rebatch_graph(graph: Graph, batch_size: int) -> Graph | None:
 
 
 class _GraphResizer:
-    """Converts one graph to another batch size."""
-
     def __init__(self, graph: Graph, batch_size: int) -> None:
         self.given = graph
         self.before, self.after = graph.batch_size, batch_size

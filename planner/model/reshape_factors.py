@@ -18,7 +18,7 @@ from whalejax.planner.model.graph import Graph, Op
 
 
 def slots_of(op: Op) -> tuple[int, ...]:
-    """Tensor ids of an operation: operands, then results."""
+    """Returns the tensor ids of an operation: operands, then results."""
     return op.operands + op.results
 
 

@@ -59,7 +59,8 @@ def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
 
     Args:
         graph: The captured loss.
-        dims: Its logical dimensions, where one such operation forbids the role to all.
+        dims: Logical dimensions of the loss, where one such operation forbids the role
+            to all.
 
     Returns:
         Dimensions in which these operations see the sequence unsharded, and its role
@@ -88,8 +89,8 @@ def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
 def _needed(
     graph: Graph, dims: Dimensions, index: int, op: Op, roles: Collection[int]
 ) -> Iterator[tuple[int, Place | None]]:
-    """Yields the slots where an operation needs a role unsharded; None if it cannot
-    have it so.
+    """Yields the slots where an operation needs a role unsharded; None if
+    impossible.
     """
     slots = slots_of(op)
     for factor in op.factors:
@@ -153,8 +154,8 @@ def whole_notes(graph: Graph, dims: Dimensions, sharded: Collection[int]) -> lis
     elsewhere.
 
     Args:
+        graph: The captured loss.
         dims: Logical dimensions of the loss.
-        dims: Its logical dimensions.
         sharded: Roles that some axis shards.
     """
     notes = []

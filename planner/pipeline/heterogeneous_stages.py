@@ -255,7 +255,7 @@ def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
 def notes(
     found: Sequence[StageDevices], graph: Graph, one: HeterogeneousPlacement
 ) -> Iterator[str]:
-    """Yields the notes of a plan whose stages run on unlike kinds.
+    """Yields the notes of a plan whose stages run on mixed kinds.
 
     Args:
         found: Devices of the stages, in node order.

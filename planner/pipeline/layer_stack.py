@@ -84,7 +84,6 @@ class StackedLayers:
 
     @classmethod
     def _at(cls, graph: Graph, position: tuple[int, ...]) -> StackedLayers:
-        """Returns the scan at a position."""
         source = {t.id: t for t in graph.params}
         paths: dict[str, int] = {}
         carried: list[int] = []

@@ -160,7 +160,7 @@ class Compiled:
                 only if the schedule splits the backward.
 
         Raises:
-            PlanError: The same as of ``simulate``.
+            PlanError: As for ``simulate``.
         """
         table = self.table
         given = _by_action(table, forward, backward, weight)

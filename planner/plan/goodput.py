@@ -64,7 +64,7 @@ class Goodput(GoodputDisplay):
         failure_seconds: Mean time between failures of any node of the run.
         snapshot_every: Steps between snapshots for ``restart``, as given or the best.
         best_snapshot_seconds: Best time between snapshots, by Daly.
-        young_seconds: The same by Young, √(2 · cost · mean time between failures).
+        young_seconds: Best time by Young, √(2 · cost · mean time between failures).
         lost_restart, lost_elastic: Seconds that a failure costs on average.
         trace: Goodput over the trace, or None.
 
@@ -139,8 +139,7 @@ def goodput(
         plan: Plan whose predicted step time is used.
         mtbf: Mean time between failures of one node.
         restart: Seconds from the start of a process to its first step: imports,
-            compilation,
-            reading a snapshot.
+            compilation, reading a snapshot.
         snapshot_every: Steps between snapshots, if all restart; default: the best.
         spares: Number of spare nodes.
         snapshot: Seconds that a step waits for a snapshot.

@@ -1,4 +1,4 @@
-"""Plans whose stages have programs of their own, on devices of their own.
+"""Plans with stage programs: each stage has its own program and devices.
 
 The model is cut where its slowest stage is fastest, by predicted cost, or at ``stage``
 marks. Each stage is then a model with its own layout, searched on the devices of one
@@ -97,7 +97,7 @@ def decide_mpmd(
     again: Any = None,
     known_seconds: float = math.inf,
 ) -> Plan:
-    """Chooses how to run a model in stages with programs of their own.
+    """Chooses how to run a model as stage programs.
 
     Args:
         graph, cluster, request, precision, batch: Arguments of ``decide``; the mesh
@@ -292,13 +292,13 @@ class _Ask:
 
     @property
     def table(self) -> Schedule:
-        """Returns the pipeline schedule."""
+        """Pipeline schedule."""
         chunks = CHUNKS if self.schedule == "interleaved" else 1
         return schedule(self.schedule, self.stages, self.count, chunks)
 
     @property
     def one(self) -> Request:
-        """Returns the request for the whole model on the devices of one stage."""
+        """Request for the full model on the devices of one stage."""
         return replace(
             self.request,
             num_devices=self.request.num_devices // self.stages,
@@ -451,9 +451,7 @@ class _MpmdCandidate:
 
     @property
     def heterogeneous_placement(self) -> HeterogeneousPlacement | None:
-        """Returns the placement of the model on mixed device kinds, or None on one
-        kind.
-        """
+        """Placement of the model on mixed device kinds, or None on one kind."""
         return self.found.allotted
 
     def reserved(self, before: Mapping[str, float]) -> dict[str, float]:
@@ -474,7 +472,7 @@ class _MpmdCandidate:
 
     @property
     def slowest(self) -> int:
-        """Returns the stage that takes longest for a micro-batch."""
+        """Stage that takes longest for a micro-batch."""
         seconds = [turn.both.step_seconds for turn in self.turns]
         return seconds.index(max(seconds))
 
@@ -532,8 +530,8 @@ class _MpmdCandidate:
 
     @functools.cached_property
     def _handed_bytes(self) -> list[tuple[int, int]]:
-        """Returns the bytes that each virtual stage receives, forward and backward, per
-        micro-batch and device.
+        """Bytes that each virtual stage receives, forward and backward, per micro-batch
+        and device.
         """
         graph, units = self.ask.program.graph, self.ask.program.units
         parts, stages = self.ask.count // graph.num_micro_batches, len(self.chosen)
@@ -595,7 +593,7 @@ class _MpmdCandidate:
             request: Options of the request.
             precision: Noted in the plan.
             batch: Leaves of the global batch.
-            graph: Graph of the whole model.
+            graph: Graph of the full model.
             weighed: All evaluated candidates, for the plan to store.
         """
         plans = [

@@ -315,7 +315,7 @@ class _LockstepCandidate:
         self.fits = self.memory.total_bytes <= cluster.memory_bytes
 
     def _stages(self) -> Stages:
-        """Returns the stages as the plan keeps them: equal in all turns."""
+        """Returns the stages in the form that plans store: equal in all turns."""
         table, turn = self.table, self.turn
         pace = VirtualStagePrediction(
             forward_seconds=turn.ahead.step_seconds,
@@ -338,12 +338,12 @@ class _LockstepCandidate:
 
     @property
     def search(self) -> Search:
-        """Returns the search of one stage's model."""
+        """Search of one stage's model."""
         return self.decided.search
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Returns the axis sizes with that of the stages, outermost first."""
+        """Axis sizes with that of the stages, outermost first."""
         return {STAGE: self.table.num_stages, **self.best.mesh}
 
     @property
@@ -353,12 +353,11 @@ class _LockstepCandidate:
 
     @property
     def behind(self) -> TimeTerms:
-        """Returns the time terms of a stage's backward pass of a micro-batch."""
+        """Time terms of a stage's backward pass of a micro-batch."""
         turn = self.turn
         return turn.both if self.stash == "inputs" else less(turn.both, turn.ahead)
 
     def _setting(self) -> CostSetting:
-        """Returns the cost setting of one stage's model."""
         return self.search.setting(self.best.mesh, self.best.num_micro_batches)
 
     def _handed_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The Plan that users hold: its data, and every function on it as a method.
+"""The Plan class for users: its data, with every function on it as a method.
 
 A plan names mesh axes, the logical dimension that each axis shards in each TaskGraph,
 the layout of every leaf, and the predicted cost. Nothing in it refers to JAX, so a plan
@@ -65,7 +65,7 @@ class Plan(PlanDisplay):
         version: Version of the file format.
         model_hash: Hash of the model, the batch and the marks of the plan.
         cluster: Cluster of the plan.
-        axes: Mesh axes and sizes, outermost first; sizes of 1 are left out.
+        axes: Mesh axes and sizes, outermost first, without sizes of 1.
         device_order: For each mesh position, the number of its device in the cluster;
             empty for the cluster's own order.
         num_micro_batches: Parts of the global batch, computed in turn.

@@ -98,7 +98,7 @@ def uncut(graph: Graph, plan: Plan) -> str:
 
     Args:
         graph: The captured loss.
-        plan: Plan whose stages have programs of their own.
+        plan: Plan with stage programs.
     """
     said = _lopsided(plan)
     if not said or not graph.layers_in_a_loop:
@@ -111,7 +111,7 @@ def lopsided(plan: Plan, *, marked: bool) -> str:
     loop; else an empty text.
 
     Args:
-        plan: Plan whose stages have programs of their own.
+        plan: Plan with stage programs.
         marked: Whether ``stage`` marks set the cut points.
     """
     said = _lopsided(plan)

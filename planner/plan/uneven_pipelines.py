@@ -125,9 +125,7 @@ class _ParallelPipelines:
 
     @property
     def memory(self) -> MemoryTerms:
-        """Returns the memory of the fullest device, with the exchange buffer of
-        gradients.
-        """
+        """Memory of the fullest device, with the exchange buffer of gradients."""
         return max(
             (
                 (stage.memory.with_exchange_buffer, stage.cluster.memory_bytes)

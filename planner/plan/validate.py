@@ -106,7 +106,7 @@ def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
-    """Checks fields that hold one of a few texts."""
+    """Checks fields that allow only a few texts."""
     chosen: list[tuple[str, str, tuple[str, ...]]] = [
         ("precision", plan.precision, PRECISIONS),
         *((f"precisions.{n}", kind, PRECISIONS) for n, kind in plan.precisions),

@@ -1,1 +1,1 @@
-"""NNX, Linen and plain pytrees, brought to one shape."""
+"""NNX, Linen and plain pytrees behind one interface."""

@@ -1,8 +1,8 @@
 """Adapts NNX modules, Linen variables and plain pytrees to one interface.
 
 All code that uses this module sees a model as two pytrees, trained ``params`` and the
-``rest``, and as a loss that takes both and returns the new rest. It is a module of its
-own because it alone knows Flax, and imports it only where the model is Flax's.
+``rest``, and as a loss that takes both and returns the new rest. It is a separate
+module because only it knows Flax, which it imports only for Flax models.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Adapter:
         pinned: For each trained leaf, the mesh axes that the user fixed for each
             dimension (several joined by ``+``), or None.
         called: For each trained leaf, the model's own names of those mesh axes.
-        rest_names, rest_pinned, rest_called: The same for each other leaf.
+        rest_names, rest_pinned, rest_called: Names, fixed axes and model's axis names
+            of each other leaf.
         short: Number of missing names, by path of each leaf whose metadata names too
             few dimensions; the given names are assigned to the first ones.
         takes_rng: Whether the loss function takes a random key.
@@ -98,7 +99,7 @@ class Adapter:
             params: Trained leaves, in the structure of ``params``.
             rest: Other leaves, in the structure of ``rest``.
             batch: Batch that the loss function takes.
-            rng: A random key, where the loss function takes one.
+            rng: Random key, if the loss function takes one.
 
         Returns:
             Total and weight as scalar arrays (weight 1 for a plain mean), metrics, and
@@ -153,7 +154,7 @@ class Adapter:
             )
 
     def without_values(self) -> Adapter:
-        """Returns a copy with abstract leaves, which keeps no array of the user's."""
+        """Returns a copy with abstract leaves, without arrays of the user's."""
         return dataclasses.replace(
             self,
             params=abstract_tree(self.params),
@@ -171,7 +172,7 @@ class Adapter:
 
         Args:
             params, rest: The parts.
-            modes: From ``modes_of``; those of the adapted model if left out.
+            modes: Modes from ``modes_of``; default: those of the adapted model.
         """
         model = self._form.rebuild(params, rest)
         if modes:
@@ -183,8 +184,8 @@ class Adapter:
     def evaluating(self) -> Adapter | None:
         """Returns a copy in evaluation mode; None if that changes nothing.
 
-        Only NNX modules have modes of their own: a Linen module or a plain function
-        gets them as arguments from the loss function.
+        Only NNX modules have modes: a Linen module or a plain function gets them as
+        arguments from the loss function.
         """
         form = self._form.evaluating()
         return None if form is None else dataclasses.replace(self, _form=form)
@@ -205,7 +206,7 @@ class Adapter:
                 module.
 
         Raises:
-            WhaleError: It is another model; the first leaf that differs is named.
+            WhaleError: It is another model; names the first leaf that differs.
         """
         params, rest = self._form.take_apart(model)
         return (
@@ -369,13 +370,13 @@ def _holds_nnx(model: Any) -> bool:
 
 
 def wants_key(make_model: Callable[..., Any]) -> bool:
-    """Whether a function that makes a model is to be given a random key.
+    """Whether a function that makes a model needs a random key.
 
     Args:
-        make_model: Takes a key if its first parameter has no default, or a name such
-            as ``rng`` or ``key``.
+        make_model: Function that takes a key if its first parameter has no default, or
+            a name such as ``rng`` or ``key``.
     """
-    # For a class, the constructor decides, whatever its metaclass takes.
+    # For a class the constructor decides, whatever its metaclass accepts.
     is_class = isinstance(make_model, type)
     try:
         signature = inspect.signature(make_model.__init__ if is_class else make_model)
@@ -392,12 +393,12 @@ def made_model(make_model: Callable[..., Any], key: Any) -> Any:
     """Calls a function or a class that makes a model.
 
     Args:
-        make_model: Takes a random key, or nothing. A class of NNX with a parameter
-            ``rngs`` is given ``nnx.Rngs(key)``.
-        key: A random key.
+        make_model: Function of a random key, or of nothing. An NNX class with a
+            parameter ``rngs`` gets ``nnx.Rngs(key)``.
+        key: Random key.
 
     Raises:
-        WhaleError: It needs other arguments; says which, and how to bind them.
+        WhaleError: It needs other arguments; names them, and how to bind them.
     """
     if _takes_rngs(make_model):
         from flax import nnx
@@ -413,7 +414,7 @@ def made_model(make_model: Callable[..., Any], key: Any) -> Any:
 
 
 def _named_key(make_model: Callable[..., Any]) -> str:
-    """Returns the keyword-only parameter that takes a random key, or empty."""
+    """Returns the keyword-only parameter for a random key, or empty."""
     try:
         parameters = inspect.signature(make_model).parameters.values()
     except (TypeError, ValueError):
@@ -423,7 +424,7 @@ def _named_key(make_model: Callable[..., Any]) -> str:
 
 
 def _takes_rngs(make_model: Callable[..., Any]) -> bool:
-    """Whether it is a class of NNX whose constructor takes ``rngs``."""
+    """Whether it is an NNX class whose constructor takes ``rngs``."""
     nnx = sys.modules.get("flax.nnx")
     partial = make_model if isinstance(make_model, functools.partial) else None
     maker = make_model if partial is None else partial.func
@@ -445,15 +446,15 @@ def _constructor(make_model: type) -> inspect.Signature:
 def check_needed(
     make_model: Callable[..., Any], *given: str, positional: int = 0
 ) -> None:
-    """Checks that what makes a model is given every argument that it needs.
+    """Checks that a model's constructor gets every argument that it needs.
 
     Args:
         make_model: Function or class that makes the model.
-        given: Names of its parameters that are given.
-        positional: Number of arguments that are given by position.
+        given: Names of given parameters.
+        positional: Number of positional arguments.
 
     Raises:
-        WhaleError: An argument is missing; says which, and how to bind it.
+        WhaleError: An argument is missing; names it, and how to bind it.
     """
     is_class = isinstance(make_model, type)
     try:

@@ -1,6 +1,6 @@
-"""Leaves of a model: their paths, their forms, and keeping both from step to step.
+"""Leaves of a model: their paths and forms, kept from step to step.
 
-Everything here works on any pytree; the adapters of all kinds of model share it.
+Everything here works on any pytree; the adapters of all model kinds share it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from whalejax.meshes.texts import visible
 Path = tuple[Any, ...]
 
 WHOLE = "value"
-"""The dotted path of a tree that is a single leaf."""
+"""Dotted path of a tree that is a single leaf."""
 
 
 def dotted(path: Path) -> str:
-    """A pytree key path as dotted text, such as ``"blocks.0.kernel"``.
+    """Returns a pytree key path as dotted text, such as ``"blocks.0.kernel"``.
 
     >>> dotted((jax.tree_util.DictKey("a"), jax.tree_util.SequenceKey(0)))
     'a.0'
@@ -41,26 +41,26 @@ def _key_text(key: Any) -> str:
 
 
 def paths_of(tree: Any) -> tuple[str, ...]:
-    """The dotted path of every leaf, in flatten order."""
+    """Returns the dotted path of every leaf, in flatten order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return tuple(dotted(path) for path, _ in leaves)
 
 
 def is_leaf(leaf: Any) -> bool:
-    """Whether it is an array, or a number that JAX makes one of."""
+    """Whether it is an array, or a number that JAX converts to one."""
     if isinstance(leaf, int):
         return is_whole(int(leaf))
     return isinstance(leaf, float | complex) or is_array(leaf)
 
 
 def dtype_of(leaf: Any) -> Any:
-    """A leaf's dtype; plain numbers have the one that JAX gives them."""
+    """Returns a leaf's dtype; plain numbers have JAX's default."""
     dtype = getattr(leaf, "dtype", None)
     return jnp.result_type(leaf) if dtype is None else dtype
 
 
 def abstract_tree(tree: Any) -> Any:
-    """A tree with shapes and dtypes in place of its arrays."""
+    """Returns a tree with shapes and dtypes in place of arrays."""
 
     def abstract(leaf: Any) -> Any:
         if not is_array(leaf):
@@ -81,7 +81,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def fold_key(leaf: Any, number: Any) -> Any:
-    """The leaf with a number folded into it where it is a key."""
+    """Returns the leaf with a number folded in, if it is a key."""
     if not is_key(leaf):
         return leaf
     fold = jax.random.fold_in
@@ -91,7 +91,7 @@ def fold_key(leaf: Any, number: Any) -> Any:
 
 
 def cast_floats(tree: Any, source: Any, target: Any) -> Any:
-    """A tree with every leaf of one floating-point type cast to another."""
+    """Returns a tree with every leaf of one float type cast to another."""
 
     def cast(leaf: Any) -> Any:
         dtype = getattr(leaf, "dtype", None)
@@ -101,13 +101,13 @@ def cast_floats(tree: Any, source: Any, target: Any) -> Any:
 
 
 def cast_back(after: Any, used: Any, before: Any, computed: Any) -> Any:
-    """State that was computed in another float type, in the type that it had.
+    """Returns state that was computed in another float type in its original type.
 
     Args:
         after: State after a call.
-        used: Inputs of the call; state that it left unchanged comes back uncast.
-        before: The same before any cast.
-        computed: The float type of the computation.
+        used: Inputs of the call; unchanged state comes back uncast.
+        before: State before any cast.
+        computed: Float type of the computation.
     """
     given = dict(
         zip(
@@ -127,14 +127,14 @@ def cast_back(after: Any, used: Any, before: Any, computed: Any) -> Any:
         back = leaf.astype(had)
         if dtype_of(cast_to) != computed:
             return back
-        # A transform inside the loss hands on equal values under other names.
+        # A transform inside the loss returns equal values as new objects.
         return jnp.where(leaf == cast_to, original, back)
 
     return jax.tree_util.tree_map_with_path(cast, after)
 
 
 def check_leaves(params: Any, rest: Any, problems: Problems) -> None:
-    """Every leaf is an array or a number, and every path is told from the others."""
+    """Checks that every leaf is an array or a number, and that paths are unique."""
     seen: set[str] = set()
     for tree in (params, rest):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -158,10 +158,10 @@ def check_leaves(params: Any, rest: Any, problems: Problems) -> None:
 
 
 def conformed(paths: Sequence[str], before: Any, after: Any) -> Any:
-    """``after`` in the very structure of ``before``.
+    """Returns ``after`` in the exact structure of ``before``.
 
     Raises:
-        WhaleError: A leaf is gone, new, or of another shape or dtype.
+        WhaleError: A leaf is missing, new, or of another shape or dtype.
     """
     problems = Problems("model")
     for path, change in differences(paths, before, after):
@@ -173,20 +173,20 @@ def conformed(paths: Sequence[str], before: Any, after: Any) -> Any:
 
 
 def same_model(paths: Sequence[str], before: Any, after: Any) -> Any:
-    """Leaves of a model that was built, in the structure of those that were planned.
+    """Returns the leaves of a built model in the structure of the planned one.
 
     Raises:
-        WhaleError: A leaf is gone, new, or of another shape or dtype.
+        WhaleError: A leaf is missing, new, or of another shape or dtype.
     """
     refuse_other(" ".join(pair) for pair in differences(paths, before, after))
     return _ordered(paths, before, after)
 
 
 def refuse_other(differing: Iterable[str]) -> None:
-    """Raises for a model that is not the one that was planned, if anything differs.
+    """Raises if a model differs from the planned one.
 
     Args:
-        differing: Leaves with what is the matter with each.
+        differing: Differing leaves, each with its difference.
     """
     first, *others = (*differing, "")
     if first:
@@ -200,7 +200,7 @@ def refuse_other(differing: Iterable[str]) -> None:
 def differences(
     paths: Sequence[str], before: Any, after: Any
 ) -> Iterator[tuple[str, str]]:
-    """Paths of leaves that differ between two trees, and how."""
+    """Yields paths of leaves that differ between two trees, with the difference."""
     old = dict(zip(paths, jax.tree.leaves(before), strict=True))
     new = dict(zip(paths_of(after), jax.tree.leaves(after), strict=True))
     for path in [*old, *(p for p in new if p not in old)]:

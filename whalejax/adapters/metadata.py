@@ -1,7 +1,7 @@
 """Reads Flax metadata of a parameter's dimensions: names, and fixed mesh axes.
 
-Linen boxes and NNX variables hold the same thing under different names: for every
-dimension a name, several, or None. A name of one of our mesh axes pins that axis; any
+Linen boxes and NNX variables have the same metadata under different names: for every
+dimension a name, several, or None. The name of one of our mesh axes pins that axis; any
 other names the dimension.
 """
 
@@ -18,7 +18,7 @@ from whalejax.planner.sharding.layout import MESH_AXES
 
 
 DimensionTexts = tuple[str | None, ...]
-"""One text, or None, for each dimension."""
+"""Text, or None, for each dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,8 @@ class LeafMetadata:
 
     Attributes:
         names: Logical name of each dimension, or None.
-        pinned: Mesh axes that each dimension is fixed to, joined by ``+``, or None.
-        called: The model's own names of these axes, in the same order.
+        pinned: Fixed mesh axes of each dimension, joined by ``+``, or None.
+        called: Names of these axes in the model, in the same order.
     """
 
     names: DimensionTexts
@@ -43,15 +43,14 @@ def read_metadata(
     axis_names: Mapping[str, str],
     problems: Problems,
 ) -> list[LeafMetadata]:
-    """Names and pinned axes of the dimensions of every leaf.
+    """Returns names and pinned axes of the dimensions of every leaf.
 
     Args:
         paths: Dotted paths of the leaves, in flatten order.
-        params: The leaves.
-        metadata: A leaf's box or mapping of metadata by its path, or None.
+        params: Leaves, in the same order.
+        metadata: Function from a path to the leaf's box or metadata mapping, or None.
         axis_names: The user's names of mesh axes, mapped to ours.
-        problems: Collector of too many names, foreign mesh axes and names that occur
-            nowhere.
+        problems: Collector of surplus names, unknown mesh axes and unused names.
     """
     axes = _known_axes(axis_names)
     met: set[str] = set()
@@ -84,14 +83,14 @@ def read_metadata(
 def short_ones(
     leaves: Mapping[str, Any], metadata: Callable[[str], Any]
 ) -> dict[str, int]:
-    """Returns the number of names that the metadata of NNX variables lacks, by path,
-    where it is not 0.
+    """Returns the number of missing names in the metadata of NNX variables, by path, if
+    it is not 0.
 
-    Linen itself refuses to add a dimension that it is told no name of.
+    Linen itself refuses to add a dimension without a name.
 
     Args:
         leaves: Leaves by dotted path.
-        metadata: Function from a path to metadata, as ``read_metadata`` takes it.
+        metadata: Function from a path to metadata, as for ``read_metadata``.
     """
     ones: dict[str, int] = {}
     for path, leaf in leaves.items():
@@ -107,7 +106,7 @@ def short_ones(
 def _check_met(
     axis_names: Mapping[str, str], met: Collection[str], problems: Problems
 ) -> None:
-    """Reports what ``axis_names`` maps and no metadata names."""
+    """Reports names in ``axis_names`` that no metadata has."""
     for theirs, ours in axis_names.items():
         if theirs in met:
             continue
@@ -120,7 +119,7 @@ def _check_met(
 
 
 def _box_entries(box: Any) -> tuple[list[Any], tuple[str, ...]]:
-    """Per-dimension entries of one metadata box, and the names of its own mesh."""
+    """Returns per-dimension entries of one metadata box, and the names of its mesh."""
     if box is None:
         return [], ()
     fields = box if isinstance(box, Mapping) else vars(box)
@@ -138,12 +137,11 @@ def _box_entries(box: Any) -> tuple[list[Any], tuple[str, ...]]:
 
 
 def _names_in(box: Any) -> set[str]:
-    """Every name in one metadata box."""
     return {part for entry in _box_entries(box)[0] for part in _parts(entry)}
 
 
 def _known_axes(axis_names: Mapping[str, str]) -> dict[str, str]:
-    """Every name that stands for one of our mesh axes, mapped to it."""
+    """Returns every name of one of our mesh axes, mapped to it."""
     return {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **axis_names}
 
 
@@ -167,7 +165,7 @@ def _pinned_axes(
     path: str,
     problems: Problems,
 ) -> dict[str, str]:
-    """The mesh axes that an entry fixes, with the model's own name of each."""
+    """Returns the mesh axes that an entry fixes, with the model's name of each."""
     pinned_axes: dict[str, str] = {}
     for part in _parts(entry):
         if part in axes:

@@ -1,8 +1,8 @@
-"""NNX modules in the adapter's shape; it imports Flax NNX and nothing else does.
+"""NNX modules behind the adapter's interface; no other module imports Flax NNX.
 
-A module is split into a static graph definition and its variables. The trained ones
-and the rest travel as nested dictionaries of plain arrays, in which a variable that
-the module refers to twice stands once.
+A module is split into a static graph definition and its variables. The trained ones and
+the rest are nested dictionaries of plain arrays; a variable that the module refers to
+twice occurs once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Path = tuple[Any, ...]
 
 
 def nnx_form(model: nnx.Module, trainable: Any) -> tuple[NnxForm, Callable[[str], Any]]:
-    """The form of a module, and its variables' metadata by dotted path."""
+    """Returns the form of a module, and its variables' metadata by dotted path."""
     form = NnxForm(model, trainable)
     return form, form.metadata
 
 
 class NnxForm:
-    """See ``whalejax.adapters.base``: takes modules apart and puts them together."""
+    """Splits and rebuilds modules; see ``whalejax.adapters.base``."""
 
     def __init__(self, model: nnx.Module, trainable: Any) -> None:
         self._graph, state = nnx.split(model)
@@ -71,7 +71,7 @@ class NnxForm:
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
     def changed_rest(self, model: Any, rest: Any, variables: Mapping[str, Any]) -> Any:
-        """The rest after a call; what the call itself sowed is not kept."""
+        """Returns the rest after a call, without values that the call sowed."""
         del rest
         if variables:
             raise WhaleError(
@@ -90,17 +90,17 @@ class NnxForm:
         return self.join(params, rest)
 
     def evaluating(self) -> NnxForm | None:
-        """The same with the module in evaluation mode; None where that is no other.
+        """Returns the form in evaluation mode; None if that changes nothing.
 
         Raises:
-            WhaleError: The module's ``eval`` changes what variables it has.
+            WhaleError: The module's ``eval`` changes its variables.
         """
         flat = nnx.from_flat_state([*self._variables.items()])
         model = nnx.merge(self._graph, flat)
         before = nnx.graphdef(model)
         if isinstance(model, nnx.Module):
             model.eval()
-        else:  # A container of some.
+        else:  # a container of modules
             for _, module in nnx.iter_modules(model):
                 module.eval()
         graph, state = nnx.split(model)
@@ -133,11 +133,11 @@ class NnxForm:
 
 
 Modes = dict[Path, dict[str, bool]]
-"""By the path of a module, its attributes that are true or false."""
+"""Boolean attributes of each module, by its path."""
 
 
 def modes_of(model: Any) -> Modes:
-    """The modes of all modules of a model, such as ``deterministic``."""
+    """Returns the modes of all modules of a model, such as ``deterministic``."""
     return {
         path: {k: v for k, v in vars(module).items() if isinstance(v, bool)}
         for path, module in nnx.iter_modules(model)
@@ -145,7 +145,7 @@ def modes_of(model: Any) -> Modes:
 
 
 def set_modes(model: Any, modes: Modes) -> None:
-    """Gives the modules of a model the modes of another instance's."""
+    """Sets the modes of a model's modules to those of another instance."""
     for path, module in nnx.iter_modules(model):
         for name, value in modes.get(path, {}).items():
             if isinstance(getattr(module, name, None), bool):
@@ -153,7 +153,9 @@ def set_modes(model: Any, modes: Modes) -> None:
 
 
 def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[Path]:
-    """Paths of the trained variables: by filter, or among the params by path."""
+    """Returns the paths of trained variables: by filter, or among the params
+    by path.
+    """
     if _is_filter(trainable):
         chosen = nnx.filterlib.to_predicate(trainable)
         trained_paths = frozenset(
@@ -180,7 +182,7 @@ def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[P
 
 
 def _is_filter(trainable: Any) -> bool:
-    """Whether it is one of NNX's filters and not patterns or a predicate on paths."""
+    """Whether it is an NNX filter, not patterns or a predicate on paths."""
     if trainable is None or isinstance(trainable, str):
         return False
     if isinstance(trainable, (type, bool)) or trainable is Ellipsis:

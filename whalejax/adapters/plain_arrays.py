@@ -1,9 +1,8 @@
-"""Arrays of NNX modules that are none of their variables, and have no values.
+"""Arrays of NNX modules outside their variables and without values.
 
-A module that ``nnx.eval_shape`` made holds descriptions in place of values. Of arrays
-that are plain attributes, or stand in containers, it holds what was left of its trace:
-no loss can compute with these. It is apart from the modules' form because it looks at
-attributes, which nothing else does.
+A module from ``nnx.eval_shape`` has descriptions in place of values. Arrays that are
+plain attributes, or in containers, are leftover tracers there, with which no loss can
+compute. The module is separate because only it looks at attributes.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from whalejax.meshes.errors import Problems
 
 
 def refuse_arrays_without_values(model: Any, variables: Mapping[Any, Any]) -> None:
-    """Raises if modules hold arrays without values beside their variables.
+    """Raises if modules have arrays without values outside their variables.
 
     Args:
-        model: A module, or a container of some.
-        variables: Its variables and arrays, as Flax finds them.
+        model: Module, or a container of modules.
+        variables: Variables and arrays of the model, as Flax finds them.
 
     Raises:
-        WhaleError: Every attribute that holds one, and what to give.
+        WhaleError: Lists every attribute with such an array, and the remedy.
     """
     known = {id(value) for value in variables.values()}
     problems = Problems("model")
@@ -41,7 +40,9 @@ def refuse_arrays_without_values(model: Any, variables: Mapping[Any, Any]) -> No
 
 
 def _arrays(value: Any) -> Iterator[Any]:
-    """Arrays without values in an attribute, its containers and its functions."""
+    """Yields arrays without values in an attribute, its containers and its
+    functions.
+    """
     if isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct):
         yield value
     elif isinstance(value, Mapping):
@@ -59,7 +60,7 @@ def _arrays(value: Any) -> Iterator[Any]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # It is empty.
+    except ValueError:  # empty cell
         return None
 
 

@@ -1,7 +1,7 @@
-"""Plain pytrees and Linen variables in the adapter's shape, and the choice of leaves.
+"""Plain pytrees and Linen variables behind the adapter's interface.
 
-Both are trees that the user owns: the parts are that tree with gaps, so that whatever
-walks over parameters (an optimizer's masks, say) sees the user's own structure.
+Both are the user's own trees: the two parts are that tree with gaps, so functions on
+parameters (such as an optimizer's masks) see the user's structure.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ class Form(Protocol):
     """Operations that differ between the three kinds of model.
 
     Attributes:
-        frozen: Dotted paths in the rest of weights that ``trainable`` left out.
+        frozen: Dotted paths of weights that ``trainable`` excludes, in the rest.
     """
 
     frozen: frozenset[str]
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
-        """(params, rest) of a model."""
+        """Splits a model into (params, rest)."""
         ...
 
     def join(self, params: Any, rest: Any) -> Any:
-        """The model as the loss function gets it."""
+        """Returns the model in the form for the loss function."""
         ...
 
     def changed_rest(self, model: Any, rest: Any, variables: Mapping[str, Any]) -> Any:
-        """The rest after the loss function ran on ``model``."""
+        """Returns the rest after the loss function ran on ``model``."""
         ...
 
     def rebuild(self, params: Any, rest: Any) -> Any:
-        """The model in the user's own type."""
+        """Returns the model in the user's type."""
         ...
 
     def evaluating(self) -> Form | None:
-        """The same in evaluation mode; None where that is no other."""
+        """Returns the form in evaluation mode; None if that changes nothing."""
         ...
 
     def without_values(self) -> Form:
-        """The same without any array of the model that it was made from."""
+        """Returns the form without arrays of the original model."""
         ...
 
 
 class Selection:
-    """Selection of trained leaves by dotted path; the paths asked are remembered."""
+    """Selection of trained leaves by dotted path, which stores the queried paths."""
 
     def __init__(self, trainable: Any) -> None:
         self._trainable = trainable
@@ -76,7 +76,7 @@ class Selection:
             isinstance(trainable, Collection)
             and not isinstance(trainable, Mapping)
             and getattr(trainable, "ndim", None)
-            != 0  # one array of no dimension has no items
+            != 0  # a zero-dimensional array has no items
             and all(isinstance(item, str) for item in trainable)
         ):
             self._patterns = tuple(trainable)
@@ -100,7 +100,7 @@ class Selection:
         return chosen
 
     def check(self) -> None:
-        """Raises where nothing was chosen, or a pattern chose nothing."""
+        """Raises if nothing was selected, or a pattern selected nothing."""
         problems = Problems("trainable")
         known = ", ".join(self._seen[:5]) + (", …" if len(self._seen) > 5 else "")
         if self._patterns is not None:
@@ -120,14 +120,14 @@ class Selection:
 
 
 def _is_predicate(function: Any) -> bool:
-    """Returns whether it can be called with one argument, as far as its signature
-    tells.
+    """Returns whether it can be called with one argument, as far as its signature is
+    known.
     """
     if not callable(function):
         return False
     try:
         inspect.signature(function).bind("path")
-    except ValueError:  # it has none
+    except ValueError:  # no signature
         return True
     except TypeError:
         return False
@@ -188,10 +188,10 @@ class PytreeForm:
 
 
 class Boxes:
-    """Flax's metadata boxes around the leaves of a tree: taken off and put back.
+    """Flax's metadata boxes around the leaves of a tree, to remove and restore.
 
-    A loss function gets its model without them, because a box would constrain its
-    value to axes that need not exist in our mesh.
+    A loss function gets its model without boxes, because a box would constrain its
+    value to axes that may be missing in our mesh.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -207,11 +207,13 @@ class Boxes:
         return bool(self._by_path)
 
     def metadata(self, path: str) -> Any:
-        """The box of a leaf, or None."""
+        """Returns the box of a leaf, or None."""
         return self._by_path.get(path)
 
     def bare(self, tree: Any) -> Any:
-        """A tree without boxes; Flax's own unboxing constrains the values."""
+        """Returns a tree without boxes; Flax's own unboxing would constrain
+        the values.
+        """
         is_box = self._meta.is_axis_metadata
 
         def value(node: Any) -> Any:
@@ -220,16 +222,16 @@ class Boxes:
         return jax.tree.map(value, tree, is_leaf=is_box)
 
     def boxed(self, tree: Any) -> Any:
-        """A bare tree in the boxes of the first."""
+        """Returns a bare tree in the boxes of the original."""
         return self._meta.replace_boxed(self._tree, tree)
 
     def without_values(self) -> Boxes:
-        """The same boxes around abstract leaves."""
+        """Returns the same boxes around abstract leaves."""
         return Boxes(abstract_tree(self._tree))
 
 
 class BoxedForm:
-    """Any pytree with Flax's metadata boxes in it, such as bare Linen ``params``."""
+    """Any pytree with Flax's metadata boxes, such as bare Linen ``params``."""
 
     def __init__(self, model: Any, boxes: Boxes, selection: Selection) -> None:
         self._boxes = boxes
@@ -270,7 +272,7 @@ class LinenForm:
         self._type = FrozenDict if isinstance(variables, FrozenDict) else dict
 
     def metadata(self, path: str) -> Any:
-        """The box of a leaf, or None; ``params`` may be left out of its path."""
+        """Returns the box of a leaf, or None; its path may omit ``params``."""
         metadata = self._boxes.metadata(f"params.{path.removeprefix('params.')}")
         return self._boxes.metadata(path) if metadata is None else metadata
 

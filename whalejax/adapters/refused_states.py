@@ -1,9 +1,8 @@
-"""Training states that are given in place of a model: refused by what they are.
+"""Refuses training states in place of a model.
 
-A Flax ``TrainState``, an ``nnx.Optimizer`` or a pair of parameters and an optimizer's
-state is a tree of arrays like any model. Taken for one, the moments of the optimizer
-would be trained and counted as parameters. What they are is read off their fields, so
-that nothing is imported for it.
+A Flax ``TrainState``, an ``nnx.Optimizer`` or a pair of parameters and optimizer state
+is a tree of arrays like any model. As a model, its optimizer moments would be trained
+and counted as parameters. It is recognised by its fields, without imports.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from whalejax.meshes.errors import Problems
 
 
 _MOMENTS: Final = frozenset(("mu", "nu", "trace", "momentum", "velocity", "v_row"))
-"""Fields of states of optimizers that hold an array for every parameter."""
+"""Fields of optimizer states that have an array for every parameter."""
 
 
 def refuse_training_states(model: Any) -> None:
-    """Raises if a model is, or holds, the state of an optimizer.
+    """Raises if a model is or contains the state of an optimizer.
 
     Args:
-        model: Model that the user gave.
+        model: Model from the user.
 
     Raises:
-        WhaleError: Every such part, with what to give in its place.
+        WhaleError: Lists every such part, with the replacement.
     """
     problems = Problems("model")
     for path, node in _suspects(model):
@@ -38,14 +37,16 @@ def refuse_training_states(model: Any) -> None:
 
 
 def _suspects(model: Any) -> Iterator[tuple[str, Any]]:
-    """Parts that are states of training, with their dotted path and a blank behind."""
+    """Yields parts that are training states, with their dotted path and a trailing
+    blank.
+    """
     pairs, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=_stops)
     for path, node in pairs:
         where = f"{dotted(path)}: it " if path else "it "
         if _is_state(node):
             yield where, node
             continue
-        # Modules are no pytrees in every version of Flax; their own values are seen.
+        # Not every version of Flax makes modules pytrees; their attributes are checked.
         for name, value in _values(node).items() if _is_module(node) else ():
             if _is_state(value):
                 yield f"{dotted(path) + '.' if path else ''}{name}: it ", value
@@ -60,7 +61,7 @@ def _is_module(node: Any) -> bool:
 
 
 def _fields(node: Any) -> frozenset[str]:
-    """Names of what an object holds, read without calling anything of its own."""
+    """Returns the names of an object's fields, without calling its own code."""
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return frozenset(field.name for field in dataclasses.fields(node))
     named = getattr(type(node), "_fields", ()) if isinstance(node, tuple) else ()
@@ -84,7 +85,7 @@ def _is_state(node: Any) -> bool:
 
 
 def _is_optax(node: Any) -> bool:
-    """One of the named tuples that optax's transformations keep."""
+    """Whether it is a named tuple of an optax transformation."""
     made_by = type(node).__module__.partition(".")[0]
     return made_by == "optax" and isinstance(node, tuple)
 

@@ -20,11 +20,11 @@ from whalejax.user_code.losses import Job
 
 _USER_ERROR: Final = 2
 _MOST_VALUES: Final = 4096
-"""Number of elements above which an array is left out of a line of metrics."""
+"""Number of elements above which an array is omitted from a line of metrics."""
 
 
 def precision_asked(words: Sequence[str]) -> str | dict[str, str]:
-    """Returns the value of ``--precision`` for ``wh.plan``; ``"f32"`` if left out."""
+    """Returns the value of ``--precision`` for ``wh.plan``; default: ``"f32"``."""
     named: dict[str, str] = {}
     for word in words:
         name, _, value = word.rpartition("=")
@@ -69,7 +69,7 @@ def write_metrics(folder: Path, step: int, metrics: Mapping[str, Any]) -> None:
     Args:
         folder: Folder with one file for each process.
         step: Number of the step.
-        metrics: Metrics that ``wh.train_elastic`` yielded; large arrays are left out.
+        metrics: Metrics that ``wh.train_elastic`` yielded; large arrays are omitted.
     """
     record = {"step": step, "time": round(time.time(), 3)}
     leaves = ((name, np.asarray(x)) for name, x in metrics.items())

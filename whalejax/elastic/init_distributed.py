@@ -145,7 +145,7 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
     host, port = split_address(place.coordinator)
     local = is_loopback(host)
     supervisor = os.environ.get(SUPERVISOR)
-    # A supervisor gives the exact address that its members reach.
+    # A supervisor gives the exact address for its members.
     narrow = local or supervisor is not None
     if place.count > 1:
         tell_launcher(Joining())

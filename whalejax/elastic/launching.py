@@ -1,6 +1,6 @@
 """Runs a supervisor in its own process, and restarts it if it is killed.
 
-Its members go on meanwhile.
+Its members continue meanwhile.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class NoiseScale:
 
         Args:
             squares: Squared norms of the mean gradients of some micro-batches of the
-                step; if empty, the step is left out.
+                step; if empty, the step is skipped.
             total: Squared norm of the mean gradient of the global batch.
 
         >>> scale = NoiseScale(batch=4, micro_batches=2)

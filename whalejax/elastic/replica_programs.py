@@ -64,7 +64,7 @@ class PlannedReplica:
     """A job, planned as one full replica.
 
     Attributes:
-        plan: Plan of this replica alone.
+        plan: Plan of this single replica.
         model: Shapes of the model.
         first: The first global batch, of ``size`` samples, or its shapes.
         count: Number of micro-batches in a step.
@@ -91,7 +91,7 @@ def planned_replica(
     Args:
         job: Job to train.
         cluster: The devices of one process.
-        batch: Samples of the global batch; the job's own number if left out.
+        batch: Samples of the global batch; default: the job's own number.
         micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
         precision: Precision of the model, as ``wh.plan`` takes it.
         by_shapes: Whether to trace the first batch, if possible, in place of making it.
@@ -130,7 +130,7 @@ def _shapes_of_batch(job: Job, batch: int | None) -> Any:
     the batch itself if it cannot be traced."""
     try:
         return jax.eval_shape(lambda: job.batch_at(0, batch))
-    except Exception:  # Any error of the user's function.
+    except Exception:  # any error of the user's function
         return job_plans.first_batch(job, batch)
 
 
@@ -160,13 +160,12 @@ class ReplicaPrograms:
 
         Args:
             job: Job to train.
-            batch: Samples of the global batch; the job's own number if left out.
+            batch: Samples of the global batch; default: the job's own number.
             micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
             planned: Replica that was planned from the first batch itself, or None. It
-                is planned anew if it was planned for another platform than this
-                process's.
+                is planned again if it was for another platform than this process's.
             noise_scale: Whether to measure the gradient-noise scale.
         """
         self.job, self._seed = job, seed
@@ -240,7 +239,7 @@ class ReplicaPrograms:
         return state
 
     def pieces(self, state: TrainState) -> Iterator[State]:
-        """Yields a state as messages; the last one holds a hash of all."""
+        """Yields a state as messages; the last one has a hash of all."""
         leaves = [np.asarray(_raw(x)) for x in jax.tree.leaves(state)]
         flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
         data = np.concatenate(flat)
@@ -302,7 +301,7 @@ class ReplicaPrograms:
 
         Args:
             path: Path of the new checkpoint.
-            state: State to write; it is not donated.
+            state: State to write, which is not donated.
             before_it_appears: Function called before the checkpoint gets its name;
                 raises if it must not.
         """
@@ -337,7 +336,7 @@ class ReplicaPrograms:
 
     @functools.cached_property
     def _batches(self) -> Callable[[int], Any]:
-        """Returns a function from the number of earlier samples to a global batch."""
+        """Function from the number of earlier samples to a global batch."""
         return batches_by_samples(self.job, self.size)
 
     def add_up(
@@ -351,7 +350,7 @@ class ReplicaPrograms:
         """Runs micro-batches, and sums the gradients of each subtree.
 
         Args:
-            state: State of the run; it is not donated.
+            state: State of the run, which is not donated.
             batch: Global batch of the step.
             nodes: Subtrees of micro-batches.
             held: Sums by node, extended in place, so that no result is lost when
@@ -392,7 +391,7 @@ class ReplicaPrograms:
     def warm_up(self) -> None:
         """Compiles the programs for steps, checkpoints and states of other members.
 
-        The state that is used for this is thrown away.
+        The state for this is discarded.
         """
         # A member may have to save or fetch a state at any time in the run.
         state = self.copy_state(self.init_state())

@@ -1,8 +1,8 @@
 """Asks the supervisor for the rank of an ordinary script's process.
 
-Such a script knows nothing of members: its processes use the platform's collectives,
+Such a script does not know of members: its processes use the platform's collectives,
 and the loss of one ends the generation for all. The supervisor restarts them, and they
-go on from their newest checkpoint.
+resume from their newest checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _FLUSH_SECONDS: Final = 5.0
 
 _held: list[Control] = []
-"""The connection to the supervisor, kept until the process ends."""
+"""Connection to the supervisor, kept until the process ends."""
 
 
 def connection() -> Control:

@@ -2,7 +2,7 @@
 
 Its shards are on the devices of several processes, which use the platform's
 collectives: the loss of one process ends the generation for all. The supervisor
-restarts the processes, and they plan anew. If it asks them to stop, because others
+restarts the processes, and they plan again. If it asks them to stop, because others
 joined or one leaves, all stop after the same step, with a checkpoint.
 """
 
@@ -150,7 +150,7 @@ class SpreadMember:
             )
         self._phase(WAITING)
 
-    # Beginning.
+    # Start.
 
     def _join(self) -> None:
         if not self._supervised:
@@ -283,7 +283,7 @@ class SpreadMember:
     # Stopping.
 
     def _hears(self, said: ToMember) -> bool:
-        """Handles the supervisor's messages, in a thread of its own."""
+        """Handles the supervisor's messages, in a separate thread."""
         with self._changed:
             match said:
                 case Prepare(generation=generation):
@@ -340,7 +340,7 @@ class SpreadMember:
         """Waits for a message of the supervisor, for a while.
 
         Raises:
-            WhaleError: The supervisor is gone.
+            WhaleError: The supervisor is unreachable.
         """
         assert self._control is not None
         with self._changed:
@@ -390,7 +390,7 @@ class SpreadMember:
         fail_together(error, f"step {done} kept")
 
     def _post_first(self, report: Report) -> None:
-        """Sends a report from the first process only, as it holds for all."""
+        """Sends a report from only the first process, as it applies to all."""
         if self._control is not None and jax.process_index() == 0:
             self._control.post(report)
 

@@ -57,7 +57,7 @@ class SpreadPrograms:
         Args:
             job: Job to train.
             mesh: Sizes of mesh axes, or a rule for any number of devices.
-            batch: Samples of the global batch; the job's own number if left out.
+            batch: Samples of the global batch; default: the job's own number.
             micro_batches: Number of micro-batches in a step; default: 1, or
                 ``most_micro_batches`` if ``mesh`` names stages.
             precision: Precision of the model, as ``wh.plan`` takes it.
@@ -72,7 +72,7 @@ class SpreadPrograms:
         staged = isinstance(mesh, Mapping) and STAGE in mesh
         self.count = micro_batches or (most_micro_batches(self.size) if staged else 1)
         model = self._model = job_plans.abstract_model(job)
-        # Shapes alone: a batch may be large.
+        # Only shapes: a batch may be large.
         self._batch = jax.tree.map(aval_of, first)
         here = jax.process_count()
         self.plan = job_plans.make_plan(
@@ -162,7 +162,7 @@ class SpreadPrograms:
 
     @functools.cached_property
     def _batches(self) -> Callable[[int], Any]:
-        """Returns a function from the number of earlier samples to a global batch."""
+        """Function from the number of earlier samples to a global batch."""
         return batches_by_samples(self._job, self.size)
 
     def save(
@@ -172,7 +172,7 @@ class SpreadPrograms:
 
         Args:
             path: Path of the new checkpoint.
-            state: State to write; it is not donated.
+            state: State to write, which is not donated.
             before_it_appears: Function called before the checkpoint gets its name;
                 raises in all processes if it must not.
         """

@@ -1,7 +1,7 @@
 """A member's connection to the supervisor, with heartbeats and reconnection.
 
 If the supervisor is killed, members wait for it: it restarts at the same address and
-takes its members back. Steps go on meanwhile, as long as no member fails.
+takes its members back. Steps continue meanwhile, as long as no member fails.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def is_hopeless(error: WireError) -> bool:
 
 
 class NoSupervisorError(WhaleError):
-    """No supervisor answers where one should be."""
+    """No supervisor answers at the expected address."""
 
 
 def unreachable(where: str, error: WireError) -> WhaleError:
     """Returns the error for a process that reaches no supervisor.
 
     Args:
-        where: Host and port that it tried.
+        where: Host and port of the supervisor.
         error: Error of the connection.
     """
     if isinstance(error, WrongKey):
@@ -207,7 +207,7 @@ class Control:
         end = time.monotonic() + seconds
         ask_at = 0.0
         with self._changed:
-            self._kept.discard(step)  # An answer to an earlier question.
+            self._kept.discard(step)  # for an earlier question
         while time.monotonic() < end:
             with self._changed:
                 if step in self._kept:

@@ -49,7 +49,7 @@ def train_elastic(
     reduces its gradients with those of the others by messages. When a process fails,
     the others run its unfinished micro-batches and go on; when one joins, it gets the
     state from them. The global batch, its micro-batches, their random keys and the
-    order of the sum depend on the step alone, so losses equal those of an undisturbed
+    order of the sum depend only on the step, so losses equal those of an undisturbed
     run. Without a launcher, this process trains alone, to the same losses.
 
     As one model over all processes, they use the platform's collectives. Unless
@@ -65,7 +65,7 @@ def train_elastic(
         save: Folder of checkpoints; a new run goes on from the newest one there.
         save_every: Steps between checkpoints; the last step also has one.
         keep: Number of newest checkpoints to keep.
-        batch: Samples of the global batch; the job's own number if left out.
+        batch: Samples of the global batch; default: the job's own number.
         num_micro_batches: Number of micro-batches in a step, which members divide;
             default: the largest number up to 16 that divides the batch. For one model
             over all processes, the default is 1, or that number if ``mesh`` names
@@ -75,8 +75,8 @@ def train_elastic(
         mesh: None takes the cheaper; ``"replicas"`` takes full replicas with messages.
             For one model over the devices of all processes: ``"auto"`` lets the planner
             choose; or sizes of mesh axes, such as ``{"fsdp": -1, "tensor": 2}``, where
-            -1 takes all devices that are left; or a function that returns the sizes for
-            a number of devices. These processes restart with another plan when their
+            -1 takes all remaining devices; or a function that returns the sizes for a
+            number of devices. These processes restart with another plan when their
             number changes: from their newest saved state after a failure, and without a
             lost step if one is asked to end or others join. A number of processes
             without a plan is not used, and the reason is in the journal.
@@ -221,7 +221,7 @@ def _agreed(
             )
         except NothingFits:
             return None
-        if processes.platform == "cpu":  # Accelerators are measured, and planned anew.
+        if processes.platform == "cpu":  # Accelerators are measured, and planned again.
             made.append(replica)
         return replica.plan
 
@@ -289,4 +289,4 @@ def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str,
                     saver.save(state, done + 1)
                 yield state, {**metrics, "generation": 0, "goodput": 1.0}
         finally:
-            saver.wait()  # Also if the loop was left.
+            saver.wait()  # also if the loop was left

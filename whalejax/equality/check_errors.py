@@ -6,4 +6,4 @@ from whalejax.meshes.errors import WhaleError
 
 
 class CheckError(WhaleError):
-    """A plan that was not checked, and why: nothing is known of its numbers."""
+    """The plan was not checked, so its numbers are unknown; the text has the reason."""

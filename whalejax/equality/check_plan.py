@@ -1,4 +1,4 @@
-"""``wh.check``: a plan at reduced sizes, held against one device in another process."""
+"""``wh.check``: compares a plan at reduced sizes with one device in another process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from whalejax.verification.processes import run
 
 
 SECONDS: Final = 600.0
-"""Time that a check may take if nobody says otherwise."""
+"""Default time limit of a check."""
 
 MEMORY_PART: Final = 0.5
-"""Part of this machine's memory that a check may take if nobody says otherwise."""
+"""Default limit of a check's memory, as part of this machine's."""
 
 _MOST_SECONDS: Final = 10**6
 _WORKER: Final = "whalejax.equality.check_worker"
@@ -41,7 +41,9 @@ _WORKER: Final = "whalejax.equality.check_worker"
 _QUICK: Final = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 )
-"""Layouts and collectives are settled before machine code is optimised."""
+"""Options that skip machine-code optimisation, which changes no layouts or
+collectives.
+"""
 
 
 def check(
@@ -59,37 +61,38 @@ def check(
     timeout_seconds: float = SECONDS,
     memory_bytes: int | None = None,
 ) -> CheckResult:
-    """Runs a plan at reduced sizes on virtual CPU devices, and compare with one device.
+    """Runs a plan at reduced sizes on virtual CPU devices, and compares with one
+    device.
 
-    The plan's own layout, options and executor run for one step in another process:
-    every mesh axis stays above 1, and every dimension keeps a few elements for each
-    device that shares it. Compared are the loss, every gradient and the updated
-    parameters, as ‖difference‖ / ‖true‖; a leaf whose norm is below 1/1000 of the root
-    mean square of all is measured by that.
+    The plan's own layout, options and executor run for one step in another process.
+    Every mesh axis stays above 1, and every dimension keeps a few elements for each
+    device that shards it. Loss, gradients and updated parameters are compared, as
+    ‖difference‖ / ‖true‖; a leaf whose norm is below 1/1000 of the root mean square of
+    all is measured relative to that.
 
     Args:
-        plan: From ``wh.plan`` or ``wh.Plan.load``.
-        loss_fn: The loss that the plan was made for.
-        model: The same model, abstract or real. Of real arrays a few values are taken,
-            so that numbers have the kinds that they have there.
-        batch: The global batch, abstract or real. Whole numbers stay below what the
-            loss looks up with them.
-        optimizer: An optax transformation; gradient descent if left out.
+        plan: Plan from ``wh.plan`` or ``wh.Plan.load``.
+        loss_fn: Loss of the plan.
+        model: Model of the plan, abstract or real. A few values of real arrays are
+            used, so that numbers are of the same kind.
+        batch: Global batch, abstract or real. Integers stay within the bounds of the
+            loss's lookups.
+        optimizer: Optax transformation; default: gradient descent.
         trainable, axis_names, batch_axes: Arguments of ``wh.plan``, unchanged.
-        odd: Also check extents that are odd on each device, where the layout has them.
+        odd: Whether to check extents that are odd on each device, too, if the layout
+            has them.
         seed: Seed of the random numbers.
-        timeout_seconds: The process is ended after so long.
-        memory_bytes: Memory that the process may take; half of this machine's if left
-            out.
+        timeout_seconds: Seconds after which the process is killed.
+        memory_bytes: Memory limit of the process; default: half of this machine's.
 
     Returns:
-        What was compared and reduced; ``print`` shows it, ``is_right`` says whether
-        all of it equals one device.
+        Compared and reduced values; ``print`` shows them, ``is_right`` tells whether
+        all equal one device.
 
     Raises:
         PlanError: The plan is an estimate, or for another model or batch.
-        WhaleError: Nothing could be compared, with the reason of everything tried; or
-            the process died or took too long.
+        WhaleError: Nothing could be compared (gives the reason of each attempt), or the
+            process died or took too long.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -167,15 +170,15 @@ def check_adapted(
     timeout_seconds: float,
     memory_bytes: int | None,
 ) -> CheckResult:
-    """``check`` of a model that was adapted.
+    """Runs ``check`` for an adapted model.
 
     Args:
         plan: A runnable plan.
-        adapter: Its model, real or abstract.
-        batch: The global batch, real or abstract.
+        adapter: Adapter of the model, real or abstract.
+        batch: Global batch, real or abstract.
         optimizer, batch_axes, seed, timeout_seconds, memory_bytes: Arguments of
             ``check``, unchanged.
-        multiples: Elements of each device along a dimension that is shared, a run each.
+        multiples: Elements per device along a sharded dimension, one run each.
     """
     started = time.monotonic()
     request = check_request(
@@ -217,12 +220,12 @@ def check_request(
     seed: int,
     limit_bytes: int,
 ) -> CheckRequest:
-    """Returns the request to the process that checks.
+    """Returns the request to the checking process.
 
     Args:
         plan, adapter, batch, optimizer, batch_axes, multiples, seed: Arguments of
             ``check_adapted``, unchanged.
-        limit_bytes: Memory that the process may take.
+        limit_bytes: Memory limit of the process.
     """
     devices = max(reduced_mesh(plan, multiple).num_devices for multiple in multiples)
     leaves = jax.tree.leaves((adapter.params, adapter.rest))
@@ -245,7 +248,7 @@ def check_request(
 
 
 def _without_predictions(plan: Plan) -> Plan:
-    """A plan without what its program does not depend on."""
+    """Returns a plan without the fields that its program does not depend on."""
     stages = plan.stages
     if stages is not None:
         plans = tuple(map(_without_predictions, stages.plans))
@@ -262,10 +265,10 @@ def _without_predictions(plan: Plan) -> Plan:
 def _run_checker(
     request: CheckRequest, timeout_seconds: float
 ) -> tuple[list[CheckRun], list[str]]:
-    """Runs the process that checks, and returns its runs and notes.
+    """Runs the checking process; returns its runs and notes.
 
     Raises:
-        WhaleError: It died, took too long, or could not begin.
+        WhaleError: The process died, took too long, or could not start.
     """
     answer = run(
         request,
@@ -284,9 +287,9 @@ def _run_checker(
 def _confirmed(
     request: CheckRequest, runs: list[CheckRun], timeout_seconds: float
 ) -> list[CheckRun]:
-    """Runs beyond their limit once more in float64, where nothing hides in rounding.
+    """Repeats runs beyond their limit in float64, where rounding hides nothing.
 
-    What float64 clears was rounding; what it does not, or cannot run, stays as it was.
+    Runs within the limit in float64 had only rounding errors; others stay unchanged.
     """
     tell("computing again in float64 what differs")
     wide = dataclasses.replace(request, wide=True)
@@ -302,7 +305,7 @@ def _confirmed(
 
 
 def _half_of_memory() -> int:
-    """Returns half of this machine's memory; 8 GB where it is unknown."""
+    """Returns half of this machine's memory; 8 GB if it is unknown."""
     try:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Requests to the process that checks a plan, and its start."""
+"""Requests to the checking process, and its target."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ class CheckRequest:
     """Plan, model and limits of a check.
 
     Attributes:
-        plan: The plan's document.
-        target: Virtual CPU devices.
-        adapter: The model and its loss, without values.
-        optimizer: An optax transformation, or None.
-        batch: The global batch, abstract.
+        plan: Document of the plan.
+        target: Target of virtual CPU devices.
+        adapter: Model and loss, without values.
+        optimizer: Optax transformation, or None.
+        batch: Abstract global batch.
         batch_axes: Argument of ``wh.plan``, unchanged.
-        samples: Some values of each leaf of the model, and of the batch, or None.
-        multiples: Elements of each device along a dimension that is shared, of each
-            run.
+        samples: Some values of each leaf of the model and of the batch, or None.
+        multiples: Elements per device along a sharded dimension, for each run.
         seed: Seed of the random numbers.
-        wide: Compute in float64 what is in float32.
-        limit_bytes: Memory that the process may take.
+        wide: Whether to compute in float64 in place of float32.
+        limit_bytes: Memory limit of the process.
     """
 
     plan: dict[str, Any]
@@ -42,7 +41,7 @@ class CheckRequest:
 
 
 def virtual_devices(count: int) -> Target:
-    """Returns a target of so many CPU devices in a process of its own."""
+    """Returns a target of CPU devices in a separate process."""
     return Target(
         platform="local",
         words=f"{count} virtual devices",

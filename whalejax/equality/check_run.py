@@ -1,4 +1,4 @@
-"""Results of a check, as data and in words."""
+"""Results of a check, as data and as text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Final
 
 
 SHOWN: Final = 6
-"""Leaves that a report shows, those with the largest errors."""
+"""Leaves in a report, those with the largest errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafError:
-    """Difference of one leaf from one device's.
+    """Difference between one leaf and one device's.
 
     Attributes:
         path: Dotted path of the parameter.
@@ -29,7 +29,7 @@ class LeafError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedDimension:
-    """A logical dimension, its size in the plan and its size in the check."""
+    """Logical dimension with its size in the plan and in the check."""
 
     name: str
     size: int
@@ -38,27 +38,27 @@ class ReducedDimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRun:
-    """One step of a plan at reduced sizes beside the same step of one device.
+    """One step of a plan at reduced sizes, compared with one device.
 
     Attributes:
-        extents: ``"even"`` or ``"odd"``, the number of elements of each device.
-        precision: Computing type; a plan that computes in 16 bits is checked in float32
-            too, whose errors are not hidden by rounding.
-        way: Program that ran: the user's ``"code"`` on smaller arrays, its traced
+        extents: ``"even"`` or ``"odd"``, for the number of elements per device.
+        precision: Computing type; 16-bit plans are also checked in float32, where
+            rounding hides no errors.
+        way: Program of the run: the user's ``"code"`` on smaller arrays, its traced
             ``"program"`` with other sizes, or either at its ``"own sizes"``.
         axes: Mesh axes and reduced sizes.
         num_devices: Virtual devices.
         num_micro_batches: Reduced number of micro-batches in a step.
         dimensions: Dimensions that were reduced.
-        kept: Dimensions that could not be reduced, and why.
-        refused: Ways that were tried first, and why they do not run.
+        kept: Dimensions that could not be reduced, with reasons.
+        refused: Ways that were tried first, with the reasons why they do not run.
         loss, true_loss: Losses of the plan and of one device.
         loss_error: Their relative difference.
         gradients: Error of every gradient.
         parameters: Error of every parameter after the update.
         limit: Largest error of a gradient or of the loss that passes.
         parameter_limit: Largest error of an updated parameter that passes.
-        noise: Change of one device's gradients by rounding the parameters.
+        noise: Change of one device's gradients if the parameters are rounded.
         seconds: Time of the run.
     """
 
@@ -83,7 +83,7 @@ class CheckRun:
 
     @property
     def worst(self) -> LeafError:
-        """The gradient or parameter with the largest error, in units of its limit."""
+        """Gradient or parameter with the largest error, relative to its limit."""
         gradient = max(self.gradients, key=lambda leaf: leaf.error)
         parameter = max(self.parameters, key=lambda leaf: leaf.error)
         less = gradient.error / self.limit < parameter.error / self.parameter_limit
@@ -91,13 +91,13 @@ class CheckRun:
 
     @property
     def error(self) -> float:
-        """The largest error of all, the loss included."""
+        """Largest of all errors, including the loss."""
         leaves = (*self.gradients, *self.parameters)
         return max(self.loss_error, *(leaf.error for leaf in leaves))
 
     @property
     def error_over_limit(self) -> float:
-        """The largest error of all in units of its limit; above 1 it is wrong."""
+        """Largest error relative to its limit; above 1 it is wrong."""
         return max(
             self.loss_error / self.limit,
             *(leaf.error / self.limit for leaf in self.gradients),
@@ -106,12 +106,12 @@ class CheckRun:
 
     @property
     def is_right(self) -> bool:
-        """Every error is within its limit."""
+        """Whether every error is within its limit."""
         return self.error_over_limit <= 1
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> CheckRun:
-        """A run from the JSON data of the process that made it."""
+        """Returns a run from the JSON data of the checking process."""
         leaves = {
             name: tuple(LeafError(**leaf) for leaf in data[name])
             for name in ("gradients", "parameters")
@@ -126,15 +126,15 @@ class CheckRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """A plan's own layout, options and executor, held against one device.
+    """Comparison of a plan's own layout, options and executor with one device.
 
     ``print`` shows it.
 
     Attributes:
         plan_hash: Hash of the plan.
         runs: Comparisons, for even and odd extents.
-        unchecked: Comparisons that were impossible, with the reasons.
-        seconds: Time of all.
+        unchecked: Impossible comparisons, with the reasons.
+        seconds: Total time.
     """
 
     plan_hash: str
@@ -144,16 +144,16 @@ class CheckResult:
 
     @property
     def is_right(self) -> bool:
-        """Every run gave what one device gives."""
+        """Whether every run equals one device."""
         return all(run.is_right for run in self.runs)
 
     @property
     def worst(self) -> CheckRun:
-        """The run that is furthest from one device, in units of its limit."""
+        """Run furthest from one device, relative to its limit."""
         return max(self.runs, key=lambda run: run.error_over_limit)
 
     def document(self) -> dict[str, Any]:
-        """The result as plain JSON data."""
+        """Returns the result as plain JSON data."""
         return {
             "whalejax_check": 1,
             "plan_hash": self.plan_hash,

@@ -1,8 +1,8 @@
-"""The process that checks a plan: ``python -m whalejax.equality.check_worker``.
+"""The checking process: ``python -m whalejax.equality.check_worker``.
 
-It has virtual CPU devices and memory of its own, so that nothing it does can take the
-user's program down. What it is asked for is a pickle of ``CheckRequest``, which its
-parent wrote into a folder that only this user can read; it answers with JSON.
+It has its own virtual CPU devices and memory, so it cannot crash the user's program.
+Its request is a pickle of ``CheckRequest``, which its parent wrote into a folder that
+only this user can read; it answers with JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whalejax.verification.compile_worker import serve
 
 
 def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
-    """Checks what a file asks for, and writes down what came of it."""
+    """Runs the request of a file, and writes the answer."""
     serve(request_path, answer_path, limit_seconds, _answer)
 
 
@@ -34,7 +34,7 @@ def _answer(request: CheckRequest, phase: list[str]) -> dict[str, Any]:
         jax.config.update("jax_enable_x64", True)
     phase.append("checking the plan")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # which the user was given when planning
+        warnings.simplefilter("ignore")  # the user got them when planning
         runs, failures = run_checks(request)
     return {
         "runs": [dataclasses.asdict(run) for run in runs],
@@ -43,7 +43,7 @@ def _answer(request: CheckRequest, phase: list[str]) -> dict[str, Any]:
 
 
 def _end_at(limit_bytes: int) -> None:
-    """Ends this process when it takes more memory than it may."""
+    """Ends this process when it exceeds its memory limit."""
     page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
     def watch() -> None:
@@ -63,7 +63,7 @@ def _end_at(limit_bytes: int) -> None:
 
 
 def _resident_pages() -> int:
-    """Pages in memory; 0 where the system does not say."""
+    """Returns the resident pages of this process; 0 if unknown."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1])

@@ -1,7 +1,7 @@
-"""The parameters of equations that are sizes, at other sizes.
+"""Parameters of equations that are sizes, at other sizes.
 
-Most primitives take their sizes from their operands. Here are the others: what makes
-new dimensions, what regroups them, and what takes a part of one.
+Most primitives take their sizes from their operands. This module handles the others:
+those that make, regroup or slice dimensions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Shape = tuple[int, ...]
 
 
 class SizeError(ValueError):
-    """Dimensions of an equation whose reduced sizes do not go together.
+    """Dimensions of an equation whose reduced sizes are incompatible.
 
     Attributes:
-        operand_dims: Dimensions of its first operand.
-        result_dims: Dimensions of its first result.
+        operand_dims: Dimensions of the first operand.
+        result_dims: Dimensions of the first result.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ def changed_parameters(
     """Returns an equation's parameters for operands of other sizes.
 
     Args:
-        equation: Equation as it was traced.
-        values: Its operands now.
-        wanted: Shapes of its results, as far as logical dimensions tell them.
+        equation: Traced equation.
+        values: New operands.
+        wanted: Shapes of the results, as far as logical dimensions determine them.
 
     Raises:
-        ValueError: It has no form at these sizes.
+        ValueError: The equation is impossible at these sizes.
     """
     rule = _RULES.get(equation.primitive.name)
     if rule is None:
@@ -57,7 +57,7 @@ def changed_parameters(
 
 
 def _result_shape_rule(name: str) -> Callable[..., dict[str, Any]]:
-    """A parameter that is the shape of the result."""
+    """Returns a rule for a parameter that is the result's shape."""
 
     def rule(equation: Any, whole: Any, shapes: Any, result: Shape) -> dict[str, Any]:
         del equation, whole, shapes
@@ -89,9 +89,9 @@ def _broadcast(
 def _reshape(
     equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
 ) -> dict[str, Any]:
-    """Dimensions that are regrouped together have as many elements as before.
+    """Keeps the number of elements of dimensions that are regrouped together.
 
-    What goes into one dimension decides its size, whatever it was to be.
+    The sizes that are merged into one dimension determine its size.
     """
     full, reshape = tuple(equation.outvars[0].aval.shape), list(result)
     for before, after in _groups(whole[0], full):
@@ -110,7 +110,7 @@ def _reshape(
 
 
 def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """Dimensions of a shape and of its reshaped form that hold the same elements."""
+    """Groups dimensions of a shape and its reshaped form with the same elements."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -156,13 +156,13 @@ def _slice(
 
 
 _EDGE: Final = 4
-"""Elements that a slice may leave out at the ends of a dimension, whatever its size."""
+"""Elements that a slice may omit at the ends of a dimension, whatever its size."""
 
 
 def _slice_sizes(
     equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
 ) -> dict[str, Any]:
-    """Slices of a lookup: whole dimensions stay whole."""
+    """Resizes the slices of a lookup: full dimensions stay full."""
     del result
     sizes = tuple(
         now if size == before else size * now // before if size > 1 else size
@@ -196,7 +196,7 @@ def _top_k(
 def _convolution(
     equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
 ) -> dict[str, Any]:
-    """Groups of channels: as many as the kernel's inputs divide the channels into."""
+    """Adapts groups of channels to the kernel's number of inputs."""
     del whole, result
     numbers = equation.params["dimension_numbers"]
     channels = shapes[0][numbers.lhs_spec[1]]

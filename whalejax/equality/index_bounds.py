@@ -1,8 +1,7 @@
-"""Bounds of a batch's integers: a token, a class, the number of a node.
+"""Bounds of a batch's integers, such as tokens, classes or node numbers.
 
-Read off the traced loss: a number that a lookup takes as its index is below the length
-of what is looked up; one that is compared with a counting along a dimension is below
-its length.
+They follow from the traced loss: an index of a lookup is below the length of the table;
+an integer that is compared with an iota along a dimension is below its length.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _PASSING: Final = frozenset(
     "concatenate pad rev select_n add sub max min clamp dynamic_slice copy gather rem "
     "reduce_max reduce_min stop_gradient sort while".split()
 )
-"""Primitives whose results are still such numbers."""
+"""Primitives whose results are still such integers."""
 
 Inputs = frozenset[int]
 _NOTHING: Final[Inputs] = frozenset()
@@ -28,10 +27,10 @@ def index_bounds(jaxpr: Any) -> dict[int, int]:
     """Returns the exclusive upper bound of each integer input, by its number.
 
     Args:
-        jaxpr: Jaxpr of the flat loss, at the sizes that it will run at.
+        jaxpr: Jaxpr of the flat loss, at its final sizes.
 
     Returns:
-        Inputs that are no index are absent.
+        Bounds; inputs that are no index are missing.
     """
     bounds = _Bounds()
     body, _ = _compat.open_jaxpr(jaxpr)
@@ -44,17 +43,17 @@ def index_bounds(jaxpr: Any) -> dict[int, int]:
 
 
 Known = tuple[Inputs, int]
-"""Inputs that a value holds numbers of; and how far it counts, if it does."""
+"""Inputs whose integers a value has; and the length of an iota, if it is one."""
 
 
 class _Bounds:
-    """Bounds that were found so far."""
+    """Bounds found so far."""
 
     def __init__(self) -> None:
         self.least: dict[int, int] = {}
 
     def body(self, jaxpr: Any, given: Sequence[Known]) -> list[Known]:
-        """Walks a jaxpr."""
+        """Follows the values of a jaxpr."""
         inner, constants = _compat.open_jaxpr(jaxpr)
         env: dict[Any, Known] = {v: (_NOTHING, 0) for v in inner.constvars}
         env.update(zip(inner.invars, given, strict=True))
@@ -86,7 +85,7 @@ class _Bounds:
             return [(_NOTHING, int(equation.params["shape"][_dimension(equation)]))]
         if name not in _PASSING:
             return [(_NOTHING, 0)] * count
-        # Of a lookup the numbers are those of what is looked up.
+        # The result of a lookup has the table's integers.
         read = given[:1] if name in ("gather", "dynamic_slice") else given
         inputs = frozenset[int]().union(*(known[0] for known in read))
         counts = max((known[1] for known in read), default=0)
@@ -124,7 +123,7 @@ def _dimension(equation: Any) -> int:
 
 
 def batch_bounds(captured: Any) -> Mapping[int, int]:
-    """The bounds of each batch leaf, by its number among them."""
+    """Returns the bounds of each batch leaf, by leaf number."""
     tensors = captured.graph.tensors
     first = next((t.id for t in tensors if t.kind == "batch"), len(tensors))
     bounds = index_bounds(captured.jaxpr)

@@ -1,7 +1,7 @@
-"""Fewer devices, micro-batches and layers for a plan, with all its axes kept.
+"""Fewer devices, micro-batches and layers for a plan, with all its axes.
 
-Every axis above 1 stays above 1, ranks with unlike shares stay unlike, and so do stages
-with unlike numbers of layers; only how many there are is reduced.
+Every axis above 1 stays above 1. Ranks with unequal shares and stages with unequal
+numbers of layers stay unequal; only the numbers are reduced.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from whalejax.planner.plan.plan import Plan
 
 
 OWN_DEVICES: Final = 8
-"""Up to so many devices a plan keeps the sizes of its own axes."""
+"""Number of devices up to which a plan keeps its own axis sizes."""
 
 MOST_DEVICES: Final = 32
-"""Virtual devices of one process; with more, compiling takes longer than a minute."""
+"""Virtual devices of one process; with more, compilation takes over a minute."""
 
 MOST_MICRO_BATCHES: Final = 4
-"""Above it micro-batches repeat what fewer of them do."""
+"""Above this number, micro-batches only repeat others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,11 @@ class MeshReduction:
 
     Attributes:
         sizes: Size of each mesh axis that changes.
-        num_devices: Devices in all.
-        num_micro_batches: Micro-batches in a step.
-        shares: Micro-batches of each rank of ``data``; empty where ranks are alike.
-        ranks: Ranks of ``data`` that are kept, where each has a plan or shares of its
-            own.
-        stage_layers: Layers of each part of a pipeline in lockstep.
+        num_devices: Total number of devices.
+        num_micro_batches: Number of micro-batches in a step.
+        shares: Micro-batches of each rank of ``data``; empty if ranks are equal.
+        ranks: Ranks of ``data`` that are kept, if each has its own plan or share.
+        stage_layers: Layers of each part of a lockstep pipeline.
     """
 
     sizes: Mapping[str, int]
@@ -47,19 +46,19 @@ class MeshReduction:
     stage_layers: tuple[int, ...]
 
     def axes(self, axes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-        """The axes of a plan, or of one of its stages, reduced."""
+        """Returns the reduced axes of a plan, or of one of its stages."""
         return tuple((axis, self.sizes.get(axis, size)) for axis, size in axes)
 
 
 def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
-    """Reduced counts of devices, micro-batches and layers.
+    """Returns reduced counts of devices, micro-batches and layers.
 
     Args:
         plan: A runnable plan.
-        multiple: Parts of a device along a dimension: 2, or 3 for odd extents.
+        multiple: Elements per device along a dimension: 2, or 3 for odd extents.
 
     Raises:
-        CheckError: Even with two devices along every axis there are too many.
+        CheckError: There are too many devices even with two along every axis.
     """
     sizes = {} if plan.num_devices <= OWN_DEVICES else _halved(plan)
     ranks = _kept_ranks(plan, sizes)
@@ -82,7 +81,7 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
 
 
 def _halved(plan: Plan) -> dict[str, int]:
-    """Returns sizes of two along every axis but the stages, whose number is kept."""
+    """Returns sizes of two along every axis except the stages."""
     parts = [plan, *plan.stage_plans, *plan.pipelines]
     parts += [stage for pipeline in plan.pipelines for stage in pipeline.stage_plans]
     axes = {axis for part in parts for axis, size in part.axes if size > 1}
@@ -90,7 +89,7 @@ def _halved(plan: Plan) -> dict[str, int]:
 
 
 def _kept_ranks(plan: Plan, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Ranks of ``data`` that are kept: with fewer, those that differ most."""
+    """Returns the ranks of ``data`` that are kept: those that differ most."""
     if not plan.shares:
         return ()
     every = range(len(plan.shares))
@@ -110,7 +109,7 @@ def _devices(plan: Plan, sizes: Mapping[str, int], ranks: Sequence[int]) -> int:
 
 
 def _shares(shares: Sequence[int]) -> tuple[int, ...]:
-    """Shares as unlike as before, of few micro-batches each."""
+    """Returns shares that differ as before, with few micro-batches each."""
     if sum(shares) <= 2 * MOST_MICRO_BATCHES:
         return tuple(shares)
     least = min(shares)
@@ -130,7 +129,7 @@ def _stage_layers(plan: Plan) -> tuple[int, ...]:
     if plan.stages is None or not plan.stages.layers or plan.stage_plans:
         return ()
     least = min(plan.stages.layers)
-    # A part may have no layer at all, which stays so.
+    # A part without layers stays without.
     return tuple(
         min(layers, 1 if layers == least else 2) for layers in plan.stages.layers
     )

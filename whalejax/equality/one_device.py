@@ -1,7 +1,7 @@
-"""Computes a loss on one device, one micro-batch after the other.
+"""Computes a loss on one device, one micro-batch at a time.
 
-The reference of every check: the user's own loss (or its traced program), without any
-part of a lowering. Micro-batch m of M has the samples m, m + M and so on.
+It is the reference of every check: the user's own loss (or its traced program), without
+any lowering. Micro-batch m of M has the samples m, m + M and so on.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from whalejax.lowering.micro_batch_rows import MicroBatchRows
 
 
 FLOOR: Final = 1e-3
-"""Part of the root mean square of all leaves' norms below which none is compared."""
+"""Part of the root mean square of all leaves' norms that is the least divisor of an
+error.
+"""
 
 _LOSS_SCALE: Final = 2.0**15
-"""In float16 small gradients vanish, for one device as for many."""
+"""In float16 small gradients vanish, on one device as on many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +34,8 @@ class Reference:
 
     Attributes:
         loss: Mean loss.
-        gradients: Flat gradients of the mean loss, by rank of ``data`` where ranks are
-            asked for, else one list.
+        gradients: Flat gradients of the mean loss, by rank of ``data`` if requested,
+            else one list.
         weights: Weight of each rank.
     """
 
@@ -52,11 +54,11 @@ def reference(
     """Returns a function that computes loss and gradients on one device.
 
     Args:
-        adapter: The model and its loss, at the precision to compute with.
+        adapter: Model and loss, at the precision of the computation.
         batch_axes: Dimension of the samples in each leaf of a batch, or None.
         cut: Division of a batch into micro-batches.
-        ranks: Parts of the batch whose gradients are wanted one by one, for plans that
-            combine them in another way than by their mean.
+        ranks: Number of parts of the batch with separate gradients, for plans that do
+            not combine them by their mean.
 
     Returns:
         A function of (params, rest, batch, key), trees of arrays.
@@ -108,7 +110,7 @@ def _part(
     rank: int,
     ranks: int,
 ) -> Any:
-    """A micro-batch of all samples, or of the block of them that one rank has."""
+    """Returns a micro-batch of all samples, or of one rank's block of them."""
     leaves, structure = jax.tree.flatten(batch)
     tree: Any = structure
     part = []
@@ -124,7 +126,7 @@ def _part(
 
 
 def _counted_once(rest: Any, before: Any) -> Any:
-    """Advances integer counters once a step."""
+    """Advances integer counters once per step."""
 
     def one(new: Any, old: Any) -> Any:
         return old if jnp.issubdtype(new.dtype, jnp.integer) else new
@@ -135,7 +137,7 @@ def _counted_once(rest: Any, before: Any) -> Any:
 def leaf_errors(
     got: Sequence[np.ndarray], true: Sequence[np.ndarray]
 ) -> list[tuple[float, float]]:
-    """(error, norm) of each leaf: ‖difference‖ / ‖true‖, with the floor of the measure.
+    """Returns (error, norm) of each leaf: ‖difference‖ / ‖true‖, with a least divisor.
 
     Args:
         got, true: Leaves in the same order.
@@ -149,7 +151,7 @@ def leaf_errors(
     for a, b, norm in zip(got, true, norms, strict=True):
         left = np.asarray(a, np.float64) - np.asarray(b, np.float64)
         error = float(np.linalg.norm(left)) / max(norm, floor, np.finfo(float).tiny)
-        # What is no number must not pass for small.
+        # NaN must not count as small.
         errors.append((error if np.isfinite(error) else float("inf"), norm))
     return errors
 
@@ -157,10 +159,10 @@ def leaf_errors(
 def recording(
     optimizer: optax.GradientTransformation | None,
 ) -> optax.GradientTransformation:
-    """An optimizer whose state holds, beside its own, the gradients it was given.
+    """Returns an optimizer whose state also stores its gradients.
 
     Args:
-        optimizer: The user's; gradient descent where there is none.
+        optimizer: The user's; default: gradient descent.
     """
     inner = optax.sgd(0.125) if optimizer is None else optimizer
     extended = optax.with_extra_args_support(inner)

@@ -1,7 +1,7 @@
-"""Numbers for a reduced model and batch, of the kinds that the user's own are.
+"""Numbers for a reduced model and batch, of the same kinds as the user's.
 
-Where the user gave arrays, a part of them is taken and moved a little, so that nothing
-is exactly zero or equal to another; where there are shapes alone, numbers are drawn.
+A part of the user's arrays is used and slightly perturbed, so that nothing is exactly
+zero or equal; if there are only shapes, numbers are drawn.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from whalejax.adapters.leaves import is_key
 
 
 MOST_VALUES: Final = 4096
-"""Values of an array that are taken along to the process that runs."""
+"""Most values of an array that are passed to the checking process."""
 
 
 def sample(leaf: Any) -> np.ndarray | None:
-    """Some of an array's values, or None of what has none or is a key.
+    """Returns some of an array's values; None for keys and leaves without values.
 
     Args:
-        leaf: Real or abstract.
+        leaf: Real or abstract leaf.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct) or is_key(leaf):
         return None
@@ -32,7 +32,7 @@ def sample(leaf: Any) -> np.ndarray | None:
         return None
     size, shape = 1, np.shape(leaf)
     corner: list[slice] = []
-    for extent in reversed(shape):  # the last dimensions whole, if they are not large
+    for extent in reversed(shape):  # full last dimensions, unless they are large
         taken = min(extent, max(1, MOST_VALUES // size))
         corner.append(slice(0, taken))
         size *= taken
@@ -46,14 +46,14 @@ def weights(
     *,
     trained: bool,
 ) -> list[Any]:
-    """Values of a model's leaves.
+    """Returns values of a model's leaves.
 
     Args:
-        avals: Their shapes and dtypes.
-        samples: Values of the user's, or None.
-        chance: Source of random numbers.
-        trained: Whether they are parameters; of others (variances, counters) no sign
-            changes.
+        avals: Shapes and dtypes of the leaves.
+        samples: Values from the user, or None.
+        chance: Random number generator.
+        trained: Whether the leaves are parameters; other leaves (variances, counters)
+            keep their signs.
     """
     pairs = zip(avals, samples, strict=True)
     return [_weight(aval, some, chance, trained) for aval, some in pairs]
@@ -90,11 +90,11 @@ def batch(
     bounds: Mapping[int, int],
     chance: np.random.Generator,
 ) -> list[Any]:
-    """Values of a batch's leaves.
+    """Returns values of a batch's leaves.
 
     Args:
         avals, samples, chance: Arguments of ``weights``, unchanged.
-        bounds: Exclusive upper bound of an integer leaf's values, by its number.
+        bounds: Exclusive upper bound of an integer leaf's values, by leaf number.
     """
     pairs = zip(avals, samples, strict=True)
     return [
@@ -125,7 +125,7 @@ def _batch_leaf(
 
 
 def _redrawn(some: np.ndarray, aval: Any, chance: np.random.Generator) -> np.ndarray:
-    """Values of the user's in another order; zeros and ones stay what they are."""
+    """Shuffles the user's values; zeros and ones stay."""
     drawn = np.asarray(chance.choice(some.ravel(), aval.shape), np.float64)
     if len(np.unique(some)) > 2:
         drawn = drawn * (1 + 0.1 * chance.standard_normal(aval.shape))

@@ -1,9 +1,8 @@
-"""A user's model and loss at reduced sizes, or at their own if there is no other way.
+"""A user's model and loss at reduced sizes, or at their own if that is impossible.
 
-First the user's own code is traced with smaller leaves: that is all it takes where it
-reads its sizes from arrays. Where it does not, its traced program runs at the reduced
-sizes; dimensions that an equation insists on get their own size back, one after the
-other.
+First the user's own code is traced with smaller leaves, which suffices if it reads its
+sizes from arrays. Otherwise its traced program runs at the reduced sizes; dimensions
+that an equation needs get their own size back, one at a time.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ from whalejax.user_code.losses import LossResult
 Way = Literal["code", "program", "own sizes"]
 
 _MOST_TRIES: Final = 12
-"""Times that a program is traced anew because a dimension could not be reduced."""
+"""Times that a program is traced again because a dimension could not be reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A model as it was planned.
+    """A planned model.
 
     Attributes:
-        adapter: The model, without values.
-        batch: The global batch, abstract.
+        adapter: Model, without values.
+        batch: Abstract global batch.
         batch_axes: Argument of ``wh.plan``, unchanged.
-        num_micro_batches: Micro-batches in a step.
-        precision: The plan's.
-        captured: Its loss, cast as planned.
-        analysed: The logical dimensions of that.
+        num_micro_batches: Number of micro-batches in a step.
+        precision: Precision of the plan.
+        captured: Captured loss, cast as planned.
+        analysed: Logical dimensions of the loss.
     """
 
     adapter: Adapter
@@ -90,12 +89,12 @@ class ReducedModel:
     """A model at reduced sizes.
 
     Attributes:
-        planned: The same at reduced sizes, traced.
-        way: Program that runs: the user's ``"code"``, its traced ``"program"`` with
+        planned: Traced model at reduced sizes.
+        way: Program of the run: the user's ``"code"``, its traced ``"program"`` with
             other sizes, or either at its ``"own sizes"``.
-        sizes: Role of the model as planned to its reduced size.
-        kept: (role, why) of those that could not be reduced.
-        layers: Layers of a Python loop, where only three of them run; else 0.
+        sizes: Role of the planned model to its reduced size.
+        kept: (role, reason) of those that could not be reduced.
+        layers: Number of layers in a Python loop, if only three of them run; else 0.
     """
 
     planned: PlannedModel
@@ -112,7 +111,7 @@ class ResizedAdapter(Adapter):
     program: ResizedProgram
 
     def loss(self, params: Any, rest: Any, batch: Any, rng: Any = None) -> LossResult:
-        """The traced loss, at the sizes of its arguments."""
+        """Evaluates the traced loss at the sizes of its arguments."""
         values = jax.tree.leaves((params, rest, batch))
         values += [rng] if self.takes_rng else []
         total, weight, *others = self.program.run(values)
@@ -133,13 +132,13 @@ def reduced_models(
     *,
     skips: bool,
 ) -> Iterator[ReducedModel]:
-    """A model at reduced sizes, in every way that it can be had, the best first.
+    """Yields a model at reduced sizes, in every possible way, the best first.
 
     Args:
-        model: Model that was planned.
+        model: Planned model.
         sizes: Role to its reduced size.
-        num_micro_batches: Reduced number of them.
-        skips: Equal layers of a Python loop may be left out.
+        num_micro_batches: Reduced number of micro-batches.
+        skips: Whether equal layers of a Python loop may be omitted.
     """
     skipped = skipped_layers(model.captured) if skips else None
     if skipped is not None:
@@ -147,7 +146,7 @@ def reduced_models(
     if not sizes and num_micro_batches == model.num_micro_batches:
         yield ReducedModel(planned=model, way="own sizes", sizes={})
         return
-    # Whatever the user's code raises, its traced program can be tried.
+    # Whatever error the user's code raises, its traced program can be tried.
     try:
         yield _by_code(model, sizes, num_micro_batches)
     except Exception:
@@ -157,7 +156,7 @@ def reduced_models(
 
 
 def own_sizes(model: PlannedModel, num_micro_batches: int) -> ReducedModel:
-    """A model as it is, but for the number of samples."""
+    """Returns a model at its own sizes, except for the number of samples."""
     roles = model.analysed.dims.batch
     same = num_micro_batches == model.num_micro_batches
     sizes = {} if same else {role.index: role.size for role in roles}
@@ -194,7 +193,7 @@ def _by_program(
             batch = {role.index for role in model.analysed.dims.batch}
             if not sizes:
                 raise CheckError(error.text) from error
-            # The batch is reduced in any case, unless nothing else is left to blame.
+            # The batch is always reduced, unless nothing else can be the cause.
             blamed = blamed - batch or blamed or frozenset(sizes)
             blamed = blamed.union(*(group for group in tied if blamed & group.keys()))
             for role in blamed & sizes.keys():
@@ -269,7 +268,7 @@ def _global(leaf: Any, axis: int | None, num_micro_batches: int) -> Any:
 
 
 def state_bytes(model: PlannedModel) -> int:
-    """Bytes of a model's parameters and of what else it holds."""
+    """Returns the bytes of a model's parameters, other state and batch."""
     leaves = jax.tree.leaves((model.adapter.params, model.adapter.rest, model.batch))
     avals = [aval_of(x) for x in leaves]
     return sum(math.prod(x.shape) * _compat.itemsize_bytes(x.dtype) for x in avals)

@@ -1,8 +1,8 @@
-"""A plan with the layouts and options of another one, at a reduced model's sizes.
+"""A plan with the layouts and options of another, at a reduced model's sizes.
 
-Layouts are written in names of logical dimensions and mesh axes, so they hold at any
-size that the axes divide. Names that hold a size of their own (``dim64``) are found by
-the place where the dimension stands.
+Layouts use names of logical dimensions and mesh axes, so they are valid at any size
+that the axes divide. Names that contain a size (``dim64``) are matched by the
+dimension's position.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from whalejax.planner.plan_entries import BatchLeaf, LeafPlan, RegionTable, Role
 def reduced_plan(
     plan: Plan, model: PlannedModel, reduced: ReducedModel, mesh: MeshReduction
 ) -> Plan:
-    """The plan of a reduced model.
+    """Returns the plan of a reduced model.
 
     Args:
         plan: Plan of the original model.
-        model: Model that was planned.
+        model: Planned model.
         reduced: Model at reduced sizes.
         mesh: Reduced axes, micro-batches and layers.
 
     Raises:
-        CheckError: A dimension or TaskGraph of the plan is not found again, or has a
-            size that its axes do not divide.
+        CheckError: A dimension or TaskGraph of the plan is missing, or has a size that
+            its axes do not divide.
     """
     small = reduced.planned
     names = _names(plan, model, small)
@@ -62,7 +62,7 @@ def reduced_plan(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Builder:
-    """Inputs of the plans of the whole, of stages and of pipelines."""
+    """Inputs of the plans of all devices, of stages and of pipelines."""
 
     mesh: MeshReduction
     avals: Mapping[str, Any]
@@ -97,8 +97,8 @@ class _Builder:
             compute=tuple(self._table(table) for table in plan.compute),
             storage=self._renamed(plan.storage),
             model_hash=self.model_hash,
-            # The loss at its own sizes was asked; a program of other sizes may hold
-            # numbers of the whole.
+            # The loss at its own sizes was checked; a program of other sizes may
+            # contain constants of the full model.
             per_micro_batch=True,
             optimizer_bytes=None,
             question=None,
@@ -128,7 +128,7 @@ class _Builder:
 
 
 def _names(plan: Plan, model: PlannedModel, small: PlannedModel) -> dict[str, str]:
-    """Names of the plan's dimensions to their names at reduced sizes."""
+    """Maps names of the plan's dimensions to their names at reduced sizes."""
     full, now = model.analysed.dims, small.analysed.dims
     places = _places(model, small)
     tables = [axes for table in plan.compute for axes in table.axes]
@@ -152,10 +152,10 @@ def _names(plan: Plan, model: PlannedModel, small: PlannedModel) -> dict[str, st
 
 
 def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
-    """Roles of a model to those that stand in the same places of the reduced one.
+    """Maps roles of a model to those at the same positions of the reduced model.
 
-    First come parameters and the batch; then the operations of each kind of which both
-    programs have as many, in their order.
+    Parameters and the batch come first, then the operations of each kind of which both
+    programs have the same number, in order.
     """
     full, now = model.analysed, small.analysed
     places: dict[int, int] = {}
@@ -184,7 +184,7 @@ def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
 
 
 def _by_kind(analysed: GraphAnalysis) -> dict[str, list[int]]:
-    """Operations by kind, products first."""
+    """Groups operations by kind, products first."""
     kind: dict[str, list[int]] = {"dot_general": []}
     for index, op in enumerate(analysed.graph.ops):
         kind.setdefault(op.kind, []).append(index)
@@ -192,14 +192,14 @@ def _by_kind(analysed: GraphAnalysis) -> dict[str, list[int]]:
 
 
 def _layouts(analysed: GraphAnalysis, index: int) -> list[Layout]:
-    """Layouts of the operands and results of an operation, as it sees them."""
+    """Returns the layouts of an operation's operands and results, as it sees them."""
     op, dims = analysed.graph.ops[index], analysed.dims
     slots = enumerate((*op.operands, *op.results))
     return [dims.seen.get((index, slot), dims.layouts[t]) for slot, t in slots]
 
 
 def _check_layers(small: PlannedModel, mesh: MeshReduction) -> None:
-    """Stages in lockstep have all layers between them."""
+    """Checks that lockstep stages have all layers in total."""
     graph, dims = small.analysed.graph, small.analysed.dims
     counts = {dims.roles[role].size for role in layer_roles(graph, dims)}
     wanted = sum(mesh.stage_layers)
@@ -211,7 +211,7 @@ def _check_layers(small: PlannedModel, mesh: MeshReduction) -> None:
 
 
 def _check_task_graphs(plan: Plan, model: PlannedModel, small: PlannedModel) -> None:
-    """TaskGraphs go by their names, with which their tables are found."""
+    """Checks that TaskGraph names match, since their tables are found by name."""
     full = {g.name for g in model.analysed.graph.task_graphs}
     now = {g.name for g in small.analysed.graph.task_graphs}
     lost = sorted(full - now) if plan.stages is None else []

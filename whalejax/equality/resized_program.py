@@ -1,11 +1,11 @@
-"""A traced loss at other sizes than it was traced with.
+"""A traced loss at other sizes.
 
-A user's code may hold sizes of its own (``reshape(b, s, 32, 128)``), so that it cannot
-run with smaller parameters. Its traced program can: every dimension of every value is
-known as a logical dimension, so equations whose parameters are sizes are given others.
-Calls are inlined, those with a derivative rule of their own too: such a rule was traced
-for one size. Literals stay as they are; a mean divides by the old count, for the plan
-and for one device alike.
+A user's code may have fixed sizes (``reshape(b, s, 32, 128)``), so that it cannot run
+with smaller parameters. Its traced program can: every dimension of every value is a
+known logical dimension, so equations with sizes as parameters get other sizes. Calls
+are inlined, including those with custom derivative rules, which were traced for one
+size. Literals stay unchanged; a mean divides by the old count, both in the plan and on
+one device.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NOT_CUT: Final = (TypeError, ValueError, IndexError, ZeroDivisionError)
 
 
 class UnresizableError(Exception):
-    """An equation that has no form at the sizes that are wanted.
+    """An equation that is impossible at the requested sizes.
 
     Attributes:
-        roles: Logical dimensions that stand in it.
-        text: The equation and its line.
+        roles: Logical dimensions of the equation.
+        text: Text of the equation and its line.
     """
 
     def __init__(self, roles: frozenset[int], text: str) -> None:
@@ -48,12 +48,12 @@ class UnresizableError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizedProgram:
-    """A traced loss, to be run with other sizes of its logical dimensions.
+    """A traced loss that can run with other sizes of its logical dimensions.
 
     Attributes:
-        captured: The loss as traced.
-        analysed: Its logical dimensions.
-        sizes: Role to its reduced size; roles that are left out keep theirs.
+        captured: Captured loss.
+        analysed: Logical dimensions of the loss.
+        sizes: Role to its reduced size; missing roles keep theirs.
         skipped: Layers that do not run.
         chosen: Roles of parameters and of the batch, whose sizes are chosen.
     """
@@ -81,11 +81,11 @@ class ResizedProgram:
         """Runs the program.
 
         Args:
-            values: Parameters, the rest, the batch and a key, as the flat loss takes
-                them; the batch may have any number of samples.
+            values: Parameters, the rest, the batch and a key, as for the flat loss; the
+                batch may have any number of samples.
 
         Raises:
-            UnresizableError: An equation has no form at these sizes.
+            UnresizableError: An equation is impossible at these sizes.
         """
         sizes = dict(self.sizes)
         for tensor, dim in self.captured.graph.batch_dims:
@@ -95,10 +95,10 @@ class ResizedProgram:
         return _Run(self, sizes).body(self.captured.jaxpr, values, ())
 
     def shape(self, tensor: int, sizes: Mapping[int, int] | None = None) -> Shape:
-        """The reduced shape of a value.
+        """Returns the reduced shape of a value.
 
         Args:
-            tensor: Its id in the graph.
+            tensor: Id of the value in the graph.
             sizes: Sizes of roles; default: the program's own.
         """
         rank = len(self.captured.graph.tensors[tensor].shape)
@@ -118,21 +118,21 @@ class ResizedProgram:
         )
 
     def roles(self, tensors: Sequence[int | None]) -> frozenset[int]:
-        """The roles of some values that are reduced."""
+        """Returns the reduced roles of some values."""
         layouts = self.analysed.dims.layouts
         roles = {r for t in tensors if t is not None for a in layouts[t] for r in a}
         return frozenset(r for r in roles if r in self.sizes)
 
     def outputs(self, position: Position) -> tuple[int | None, ...]:
-        """Ids of an equation's results."""
+        """Returns the ids of an equation's results."""
         return self.captured.outputs.get(position, ())
 
     def blamed(self, position: Position, error: Exception) -> frozenset[int]:
-        """Reduced roles that stand in an equation, where it says which: those alone.
+        """Returns the reduced roles of an equation, or only those that the error names.
 
         Args:
             position: Position of the equation.
-            error: Error that it raised.
+            error: Error of the equation.
         """
         given, made = self._operands.get(position, ()), self.outputs(position)
         if isinstance(error, SizeError) and given and made and made[0] is not None:
@@ -145,7 +145,7 @@ class ResizedProgram:
         return self.roles((*given, *made))
 
     def constant(self, value: Any) -> Any:
-        """A part of an array that the program holds."""
+        """Returns a part of an array constant."""
         tensor = self._constants.get(id(value))
         if tensor is None or not self.analysed.dims.layouts[tensor]:
             return value
@@ -153,7 +153,7 @@ class ResizedProgram:
 
 
 def scale_size(size: int, whole: int, reduced: int | None) -> int:
-    """A size that is or is not the whole of its role, reduced in proportion.
+    """Reduces a size in proportion to that of its role.
 
     >>> scale_size(8, 16, 4), scale_size(16, 16, None)
     (2, 16)
@@ -164,14 +164,14 @@ def scale_size(size: int, whole: int, reduced: int | None) -> int:
 
 
 class _Run:
-    """One run of a resized program: its sizes, and the roles of its values."""
+    """One run of a resized program, with its sizes and roles."""
 
     def __init__(self, program: ResizedProgram, sizes: dict[int, int]) -> None:
         self.program = program
         self.sizes = sizes
 
     def body(self, jaxpr: Any, values: Sequence[Any], position: Position) -> list[Any]:
-        """Runs a jaxpr, whole or inside another."""
+        """Runs a jaxpr, top-level or nested."""
         inner, constants = _compat.open_jaxpr(jaxpr)
         cut = map(self.program.constant, constants)
         env: dict[Any, Any] = dict(zip(inner.constvars, cut, strict=True))
@@ -218,7 +218,7 @@ class _Run:
             ) from error
 
     def _learn(self, position: Position, results: Sequence[Any]) -> None:
-        """Takes sizes as they come out of operations, such as that of a concatenation.
+        """Records sizes that result from operations, such as a concatenation.
 
         Sizes of parameters and of the batch are chosen; others may follow from them.
         """
@@ -265,7 +265,7 @@ class _Run:
         return lambda values: self.body(jaxpr, values, position)
 
     def _length(self, equation: Any, values: Sequence[Any], position: Position) -> int:
-        """Turns of a scan: as many as its stacks have slices now."""
+        """Returns the iterations of a scan: the new number of slices in its stacks."""
         parts = _compat.scan_parts(equation)
         stacks = values[parts.num_consts + parts.num_carries :]
         if stacks:

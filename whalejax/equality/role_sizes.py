@@ -1,9 +1,9 @@
 """Reduced sizes of a model's logical dimensions.
 
-A dimension keeps a few elements for each device that shares it, so that each of its
-parts has neighbours and an inside, and keeps what it cannot be divided by: a vocabulary
-that an axis does not divide stays whole at the reduced size too. Dimensions that are
-one another's size but for an edge (targets are tokens without the first) stay so.
+A dimension keeps a few elements for each device that shards it, so that each shard has
+neighbours and an inside. Indivisibility stays: a vocabulary that an axis does not
+divide is unsharded at the reduced size, too. Dimensions whose sizes differ only by an
+edge (targets are tokens without the first) stay so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from whalejax.planner.plan_entries import RegionTable
 
 
 SMALL: Final = 8
-"""Dimensions of at most so many elements that nothing shards are left as they are."""
+"""Unsharded dimensions up to this size stay unchanged."""
 
 _EDGE: Final = 4
 _EDGES: Final = ("slice", "pad", "concatenate", "dynamic_slice")
@@ -31,29 +31,29 @@ _EDGES: Final = ("slice", "pad", "concatenate", "dynamic_slice")
 
 @dataclass(slots=True)
 class _Divisors:
-    """Divisors of a role: (devices of the plan, devices now) pairs."""
+    """Divisors of a role: pairs of the plan's and the reduced number of devices."""
 
     pairs: set[tuple[int, int]] = field(default_factory=set)
 
     def needed(self, whole: int) -> int:
-        """The least size that all axes divide that divide the whole one."""
+        """Returns the least size with the divisors of the full one."""
         return math.lcm(*(now for full, now in self.pairs if whole % full == 0), 1)
 
     def like(self, size: int, whole: int) -> bool:
-        """Whether the same axes divide both."""
+        """Whether the same axes divide both sizes."""
         return all((size % now == 0) == (whole % full == 0) for full, now in self.pairs)
 
 
 def reduced_sizes(
     plan: Plan, analysed: GraphAnalysis, mesh: MeshReduction, multiple: int
 ) -> dict[int, int]:
-    """Sizes of the roles that are reduced, by index.
+    """Returns the reduced sizes of roles, by index.
 
     Args:
         plan: A runnable plan.
-        analysed: The loss as planned, at the plan's own sizes.
+        analysed: Planned loss at the plan's own sizes.
         mesh: Reduced axes.
-        multiple: Elements of each device along a dimension that is shared.
+        multiple: Elements per device along a sharded dimension.
     """
     graph, dims = analysed.graph, analysed.dims
     divisors = _divisors(plan, analysed, mesh)
@@ -97,7 +97,7 @@ def _divisors(
         for role, axes in _tables(part, analysed.dims):
             pair = (math.prod(full[a] for a in axes), math.prod(now[a] for a in axes))
             divisors[role].pairs.add(pair)
-            if "context" in axes:  # rows of causal attention go in zig-zag order
+            if "context" in axes:  # rows of causal attention are in zig-zag order
                 divisors[role].pairs.add((2 * pair[0], 2 * pair[1]))
         for role, axes in _specs(part, analysed):
             pair = (
@@ -109,14 +109,14 @@ def _divisors(
 
 
 def _parts(plan: Plan) -> Iterator[Plan]:
-    """A plan, and the plans of its stages and pipelines."""
+    """Yields a plan, and the plans of its stages and pipelines."""
     yield plan
     for part in (*plan.stage_plans, *plan.pipelines):
         yield from _parts(part)
 
 
 def _tables(plan: Plan, dims: Dimensions) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(role, axes) of what axes may shard in a table, also several of them at once."""
+    """Yields (role, axes) that a table may shard, also over several axes at once."""
     storage = RegionTable(task_graph="", marks=(), axes=plan.storage)
     for table in (*plan.compute, storage):
         axes_of: dict[int, list[str]] = defaultdict(list)
@@ -135,7 +135,7 @@ def _tables(plan: Plan, dims: Dimensions) -> Iterator[tuple[int, tuple[str, ...]
 def _specs(
     plan: Plan, analysed: GraphAnalysis
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(role, axes) of what shards dimensions of parameters and of the batch."""
+    """Yields (role, axes) for the sharded dimensions of parameters and of the batch."""
     dims, graph = analysed.dims, analysed.graph
     by_path = {t.path: t.id for t in graph.tensors if t.path and t.kind == "param"}
     for leaf in plan.leaves:
@@ -154,11 +154,12 @@ def _specs(
 
 
 def layer_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
-    """Roles that are layers: leading dimensions of weights, cast or not, in a scan.
+    """Returns the roles of layers: leading dimensions of weights, cast or not, in a
+    scan.
 
     Args:
-        graph: The loss.
-        dims: Its dimensions.
+        graph: Graph of the loss.
+        dims: Logical dimensions of the loss.
     """
     weight, roles = graph.weight_tensors(), set[int]()
     for op in graph.ops:
@@ -180,7 +181,9 @@ def _keep_edges(
     multiple: int,
     found: dict[int, int],
 ) -> None:
-    """Gives roles that differ by a few elements, or by none, sizes that do so too."""
+    """Keeps small size differences between roles, also of zero, at the
+    reduced sizes.
+    """
     sizes = {role.index: role.size for role in dims.roles}
     for group in tied_roles(graph, dims):
         alike: dict[int, list[int]] = defaultdict(list)
@@ -207,14 +210,14 @@ def _keep_edges(
 
 
 def tied_roles(graph: Graph, dims: Dimensions) -> Iterator[dict[int, int]]:
-    """Groups of roles whose sizes differ by a few elements or by none.
+    """Yields groups of roles whose sizes differ by at most a few elements.
 
     Args:
-        graph: The loss.
-        dims: Its dimensions.
+        graph: Graph of the loss.
+        dims: Logical dimensions of the loss.
 
     Returns:
-        In each group, by how much each is larger than the first.
+        For each role of a group, by how much it is larger than the first.
     """
     larger: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for one, other, difference in {*_edges(graph, dims), *_cuts(graph, dims)}:
@@ -228,7 +231,7 @@ def tied_roles(graph: Graph, dims: Dimensions) -> Iterator[dict[int, int]]:
 
 
 def _cuts(graph: Graph, dims: Dimensions) -> Iterator[tuple[int, int, int]]:
-    """(role, role, 0) of roles that are one dimension but for how they are sharded.
+    """Yields (role, role, 0) for roles that differ only in their sharding.
 
     A sequence that meets itself in attention is two roles of one size.
     """
@@ -244,7 +247,7 @@ def _cuts(graph: Graph, dims: Dimensions) -> Iterator[tuple[int, int, int]]:
 
 
 def _edges(graph: Graph, dims: Dimensions) -> Iterator[tuple[int, int, int]]:
-    """(role, role, by how much the first is larger)."""
+    """Yields (role, role, difference of their sizes)."""
     for op in graph.ops:
         if op.kind not in _EDGES:
             continue
@@ -262,7 +265,7 @@ def _edges(graph: Graph, dims: Dimensions) -> Iterator[tuple[int, int, int]]:
 def _connected(
     left: set[int], larger: Mapping[int, Sequence[tuple[int, int]]]
 ) -> dict[int, int]:
-    """Roles that are tied to one another, with their sizes relative to the first."""
+    """Returns connected roles, with their sizes relative to the first."""
     first = min(left)
     group, waiting = {first: 0}, [first]
     while waiting:

@@ -1,7 +1,7 @@
-"""Run a plan at reduced sizes and one device beside it, and compare them leaf by leaf.
+"""Runs a plan at reduced sizes and one device, and compares them leaf by leaf.
 
-Runs in the process of ``worker``. For even and odd extents each: the first form of the
-model that the plan's executor takes is run for one step.
+It runs in the process of ``check_worker``. For even and for odd extents, the first form
+of the model that the plan's executor accepts runs one step.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ from whalejax.runtime.train_step import step_of
 
 
 TOLERANCE: Final = 1e-5
-"""Of float32; of 16 bits see ``_tolerance``."""
+"""Relative tolerance in float32; for 16 bits see ``_tolerance``."""
 
 NOISE_FACTOR: Final = 3.0
-"""How often the change that rounding the parameters makes an error may be."""
+"""Largest ratio of an error to the change from rounding the parameters."""
 
 MOST_LIMIT: Final = 0.4
-"""A gradient that is doubled or halved, or lacks a part, differs by more."""
+"""Largest limit; a gradient that is doubled, halved or incomplete differs by more."""
 
 _COPIES: Final = 4
-"""Parameters, gradients, recorded gradients and state of an optimizer."""
+"""Copies of a model's size: parameters, gradients, recorded gradients,
+optimizer state.
+"""
 
 
 def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
@@ -61,7 +63,7 @@ def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
         request: Plan, model and limits of the check.
 
     Returns:
-        What was compared, and why what was not was not.
+        Comparisons, and the reasons for those that were impossible.
 
     Raises:
         PlanError: The plan was made for another model, loss or batch.
@@ -100,9 +102,9 @@ def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
 def _variants(
     plan: Plan, request: CheckRequest
 ) -> Iterator[tuple[Plan, tuple[int, ...]]]:
-    """A plan as it is; one that computes in 16 bits also, and first, in float32.
+    """Yields the plan; a 16-bit plan also in float32, first.
 
-    What 16 bits lose may be more than what a wrong layout changes.
+    Rounding in 16 bits may exceed the change from a wrong layout.
     """
     exact = dataclasses.replace(plan, precision="f32", precisions=())
     yield exact, request.multiples
@@ -128,7 +130,7 @@ def _run(
     sizes: dict[int, int],
     multiple: int,
 ) -> CheckRun:
-    """Checks a plan in the first way in which it runs."""
+    """Checks a plan in the first possible way."""
     reasons: list[str] = []
     for reduced in _ways(plan, model, sizes, mesh, reasons):
         started = time.monotonic()
@@ -136,7 +138,7 @@ def _run(
             _check_memory(request, reduced, mesh)
             small = reduced_plan(plan, model, reduced, mesh)
             result = _compare_step(request, small, reduced)
-        # Whatever fails before there are numbers to compare, another way may run.
+        # If a way fails before the comparison, another way may run.
         except Exception as error:
             text = str(error) or type(error).__name__
             reasons.append(f"{reduced.way}: {text.strip():.600}")
@@ -168,9 +170,11 @@ def _ways(
     mesh: MeshReduction,
     reasons: list[str],
 ) -> Iterator[ReducedModel]:
-    """Forms of a model to be tried, the smallest first; its own sizes come last."""
+    """Yields the forms of a model to try, the smallest first; its own sizes
+    come last.
+    """
     try:
-        # Stages are cut between layers, each of which one of them has to have.
+        # Stages are cut between layers, and every layer must be in one of them.
         skips = plan.stages is None
         yield from reduced_models(model, sizes, mesh.num_micro_batches, skips=skips)
     except CheckError as error:
@@ -261,7 +265,7 @@ def _draw_numbers(request: CheckRequest, reduced: ReducedModel) -> _Numbers:
 
 
 def _compare_step(request: CheckRequest, plan: Plan, reduced: ReducedModel) -> CheckRun:
-    """One step of a plan and of one device."""
+    """Compares one step of a plan with one device."""
     planned, numbers = reduced.planned, _draw_numbers(request, reduced)
     devices = jax.devices()[: plan.num_devices]
     step = step_of(
@@ -314,7 +318,7 @@ def _leaves(
 
 
 def _check_finite(expected: Any) -> None:
-    """Refuses to judge by numbers that are none."""
+    """Refuses to compare non-finite numbers."""
     if not np.isfinite(expected.loss):
         raise CheckError(
             f"on random data the loss is {expected.loss} on one device, too, so "
@@ -336,13 +340,13 @@ def _limits(
     expected: TrueStep,
     recorded: Sequence[np.ndarray],
 ) -> tuple[float, float, float]:
-    """Returns the largest errors of a gradient and of a parameter that pass, and one
+    """Returns the largest accepted errors of a gradient and of a parameter, and one
     device's noise.
 
-    The noise is what changes with parameters that are moved by one unit in the last
-    place of what is computed with. An update is compared with that of the very
-    gradients that the plan's step gave its optimizer, so that it has none; but where
-    every rank has an optimizer of its own, whose gradients are not seen.
+    The noise is the change if parameters move by one unit in the last place of the
+    computing type. An update is compared with that of the gradients that the plan's
+    step gave its optimizer, so it has no noise; except if every rank has its own
+    optimizer, whose gradients are not recorded.
     """
     tolerance, unit = _tolerance(plan, planned)
     chance = np.random.default_rng(1)
@@ -366,7 +370,7 @@ def _largest(got: Sequence[np.ndarray], true: Sequence[np.ndarray]) -> float:
 
 
 def _tolerance(plan: Plan, planned: PlannedModel) -> tuple[float, float]:
-    """The least limit of what is computed with, and its unit in the last place."""
+    """Returns the least limit of the computing type, and its unit in the last place."""
     kinds = {plan.precision, *dict(plan.precisions).values()}
     kinds.update(tensor.dtype for tensor in planned.captured.graph.tensors)
     if kinds & {"bf16", "bfloat16"}:

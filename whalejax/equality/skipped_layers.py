@@ -1,8 +1,8 @@
-"""Equal layers of a Python loop, of which a reduced program runs three.
+"""Equal layers of a Python loop, of which a reduced program runs only three.
 
-Layers in a scan are reduced as any dimension is. Those of a Python loop are equations,
-one layer's behind the other's: where these repeat, the first two layers and the last
-one run, and what reads a value of a layer between them is given the second layer's.
+Layers in a scan are reduced as any dimension is. Those of a Python loop are consecutive
+equations. If these repeat, only the first two layers and the last one run, and readers
+of a skipped layer's value get the second layer's.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from whalejax.planner.model.repeated_layers import layer_starts
 
 
 MOST_LAYERS: Final = 4
-"""Up to so many layers all of them run."""
+"""Number of layers up to which all run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedLayers:
-    """Equations that do not run.
+    """Equations that are skipped.
 
     Attributes:
         position: Position of their jaxpr.
-        first: Equation with which the second layer begins.
-        period: Equations of a layer.
-        start, end: Equations from which and up to which none runs.
+        first: First equation of the second layer.
+        period: Number of equations of a layer.
+        start, end: First skipped equation, and end of the skipped ones.
         layers: Number of layers.
     """
 
@@ -40,17 +40,19 @@ class SkippedLayers:
     layers: int
 
     def source(self, index: int) -> int | None:
-        """The equation whose results stand for those of another; None if it runs."""
+        """Returns the equation whose results replace those of a skipped one,
+        or None.
+        """
         if not self.start <= index < self.end:
             return None
         return self.first + (index - self.first) % self.period
 
 
 def skipped_layers(captured: Captured) -> SkippedLayers | None:
-    """The layers of a traced loss that need not run; None where all have to.
+    """Returns the layers of a traced loss that can be skipped; None if there are none.
 
     Args:
-        captured: The loss.
+        captured: Captured loss.
     """
     graph = captured.graph
     starts = [graph.ops[op].position for op in layer_starts(graph)[:-1]]
@@ -86,7 +88,6 @@ def skipped_layers(captured: Captured) -> SkippedLayers | None:
 
 
 def _body(jaxpr: Any, position: Sequence[int]) -> Any:
-    """The jaxpr that stands at a position."""
     body, _ = _compat.open_jaxpr(jaxpr)
     for index, inner in zip(position[::2], position[1::2], strict=True):
         nested = _compat.inner_jaxprs(body.eqns[index])[inner]
@@ -105,11 +106,11 @@ def _kind(equation: Any) -> tuple[Any, ...]:
 def stand_ins(
     skipped: SkippedLayers | None, position: tuple[int, ...]
 ) -> Mapping[int, int]:
-    """Returns, for each equation of a jaxpr that does not run, the one whose results
-    are read.
+    """Returns, for each skipped equation of a jaxpr, the equation whose results are
+    read instead.
 
     Args:
-        skipped: The layers that do not run, if any.
+        skipped: Skipped layers, if any.
         position: Position of the jaxpr.
     """
     if skipped is None or position != skipped.position:

@@ -1,7 +1,7 @@
 """A step of one device: the loss, the gradients as a plan combines them, the update.
 
-The update is that of the gradients which the plan's own step reports: optimizers such
-as Adam divide by them, so that rounding alone moves a parameter whose gradient is zero.
+The update uses the gradients that the plan's own step reports: optimizers such as Adam
+divide by them, so rounding alone moves a parameter whose gradient is zero.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TrueStep:
 
     Attributes:
         loss: Mean loss.
-        gradients: Flat gradients, as the optimizer is to be given them.
+        gradients: Flat gradients, as passed to the optimizer.
         params: Flat parameters after the update.
     """
 
@@ -49,11 +49,11 @@ def true_step(
 
     Args:
         plan: Plan at reduced sizes.
-        planned: Its model.
-        optimizer: The user's, or None.
+        planned: Planned model.
+        optimizer: Optimizer of the user, or None.
 
     Returns:
-        A function of numbers (``params``, ``rest``, ``batch`` and ``key``) and of the
+        Function of numbers (``params``, ``rest``, ``batch`` and ``key``) and of the
         flat gradients that the plan's own step gave its optimizer.
     """
     adapter = _at_plan_precision(plan, planned)
@@ -102,7 +102,7 @@ def true_step(
 
 
 def _at_plan_precision(plan: Plan, planned: PlannedModel) -> Adapter:
-    """The model as the plan computes it, whole or by TaskGraph."""
+    """Returns the model in the plan's precision, for all or by TaskGraph."""
     adapter = at_precision(planned.adapter, plan.precision)
     if not plan.precisions:
         return adapter
@@ -112,7 +112,7 @@ def _at_plan_precision(plan: Plan, planned: PlannedModel) -> Adapter:
     return ResizedAdapter(**fields, program=program)
 
 
-# Ways to combine what ranks have.
+# Combination of ranks.
 
 
 def _gradients(plan: Plan, planned: PlannedModel, found: Reference) -> list[np.ndarray]:
@@ -140,7 +140,7 @@ def _combine_ranks(
     of_ranks: Sequence[Sequence[Any]],
     weights: Sequence[float],
 ) -> list[np.ndarray]:
-    """Adasum of the means of nodes, each layer of a stack for itself."""
+    """Computes Adasum of the nodes' means, for each layer of a stack separately."""
     size = node_size(plan.axis_sizes, plan.cluster, plan.combine)
     nodes = [
         _means(of_ranks[first : first + size], weights[first : first + size])
@@ -161,7 +161,7 @@ def _combine_ranks(
 
 
 def adasum(tensors: Sequence[np.ndarray]) -> np.ndarray:
-    """Adaptive summation of tensors (Maleki et al., 2021, eq. 5), pair by pair.
+    """Computes adaptive summation (Maleki et al., 2021, eq. 5), pair by pair.
 
     Args:
         tensors: Tensors of one shape, in the order of their ranks.

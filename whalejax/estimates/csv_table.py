@@ -1,7 +1,7 @@
-"""Tables of training runs as CSV files: their columns, and what a cell may hold.
+"""Tables of training runs as CSV files: their columns, and valid cells.
 
-Apart from ``read_table``, which says what a row means: here stands what keeps a damaged
-or invented table from being read at all.
+It is separate from ``read_table``, which interprets rows: this module refuses damaged
+or invented tables.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ COLUMNS = (
     "cp ep micro_batch global_batch remat precision step_time_s tflops_per_device mfu "
     "tokens_per_s_per_device peak_mem_gib"
 ).split()
-"""Columns that are read; others pass through, but for those of ``OPTIONAL``."""
+"""Columns that are read; others are copied, except those of ``OPTIONAL``."""
 
 OPTIONAL = ("notes", "head_dim", "compile", "loss_chunks")
-"""Columns that few tables have: ``notes`` may give a mixed pipeline, ``head_dim`` is
-the width of a head where it is not ``hidden / heads``, ``compile`` says whether the
-step is compiled, and ``loss_chunks`` in how many parts logits are made."""
+"""Columns that few tables have: ``notes`` may describe a mixed pipeline, ``head_dim``
+is the width of a head if it is not ``hidden / heads``, ``compile`` tells whether the
+step is compiled, and ``loss_chunks`` is the number of parts in which logits are
+computed."""
 
 NEEDED = ("layers", "hidden", "seq", "global_batch", "num_devices")
-"""Without one of these nothing can be predicted."""
+"""Columns without which nothing can be predicted."""
 
 _POSITIVE = frozenset(
     (
@@ -54,7 +55,7 @@ _NUMBERS = _POSITIVE | {
 }
 
 REST = frozenset(("dp", "fsdp"))
-"""Columns in which -1 is what the other axes leave, as MaxText writes it."""
+"""Columns in which -1 means the rest of the devices, as in MaxText."""
 
 _READ = frozenset((*COLUMNS, *OPTIONAL))
 
@@ -67,24 +68,24 @@ _MOST: Mapping[str, int] = {
     **{"cp": MAX_DEVICES, "ep": MAX_DEVICES, "micro_batch": 2**24},
     **{"global_batch": 2**36, "loss_chunks": 2**26},
 }
-"""Largest numbers of columns, more than any run has; of others ``_MEASURED``."""
+"""Largest numbers by column, more than any run has; others have ``_MEASURED``."""
 
 _MEASURED = 1e15
-"""Largest number of what a row says it measured."""
+"""Largest number in a measured column."""
 
 _LONGEST_CELL = 4000
-"""Characters of a cell that is read; others pass through at any length."""
+"""Most characters of a cell that is read; others are copied at any length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvTable:
-    """A CSV file: its header, and its rows with the line each stands in.
+    """A CSV file: its header, and its rows with their line numbers.
 
     Attributes:
         header: Names of the columns.
         rows: Column to cell.
         lines: Line number of each row.
-        unread: For each, why it cannot be read; empty where it can.
+        unread: For each row, why it cannot be read; empty if it can.
     """
 
     header: tuple[str, ...]
@@ -98,11 +99,12 @@ def read_table(path: str | Path, *, strict: bool = True) -> CsvTable:
 
     Args:
         path: The file.
-        strict: Refuse it for a row that cannot be read; otherwise ``unread`` says why.
+        strict: Whether to refuse the file for an unreadable row; otherwise ``unread``
+            has the reason.
 
     Raises:
-        WhaleError: No such file, no header; and where strict, rows of another length
-            and cells that are no numbers: all of them, with line and column.
+        WhaleError: No such file or header; if strict, also rows of another length and
+            cells that are no numbers. Lists all of them, with line and column.
     """
     try:
         text = read_text(path)
@@ -155,7 +157,7 @@ def _wrong_cells(row: Mapping[str, str]) -> list[str]:
 
 
 def _wrong(column: str, cell: str) -> str:
-    """Returns what is wrong with a cell; empty where nothing is."""
+    """Returns the problem of a cell; empty if there is none."""
     at = f"column {column}"
     if column in _READ and len(cell) > _LONGEST_CELL:
         return f"{at}: {quoted(cell)}; expected at most {_LONGEST_CELL} characters"

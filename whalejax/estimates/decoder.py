@@ -1,8 +1,8 @@
-"""Builds the graph of a decoder transformer from its sizes alone.
+"""Builds the graph of a decoder transformer from only its sizes.
 
-Tables of published runs give layers, widths and heads, not code. This module writes
+Tables of published runs have layers, widths and heads, but no code. This module builds
 the graph that capture would have traced, so that the same rows, costs and memory terms
-answer for both. Layers are one body with a trip count: depth costs nothing.
+apply to both. Layers are one body with a trip count: depth costs nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from whalejax.planner.model.graph_builder import GraphBuilder
 
 
 REGIONS = ("embed", "residual", "inner", "experts", "final", "head")
-"""TaskGraphs of the graph, in order: the embedding, what stands between the products of
+"""TaskGraphs of the graph, in order: the embedding, operations between the products of
 a layer, attention and the feed-forward products, the experts' products, the last norm,
-and the head with the loss. Only residual, inner and experts run once for each layer."""
+and the head with the loss. Only residual, inner and experts run once per layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,25 +24,25 @@ class DecoderSizes:
     """Sizes of a decoder transformer.
 
     Attributes:
-        layers, hidden, heads, ffn, vocab: The usual.
-        kv_heads: Heads of keys and values; fewer than ``heads`` where several share.
-        head_dim: Size of one head; ``hidden // heads`` unless the model says otherwise.
+        layers, hidden, heads, ffn, vocab: The usual sizes.
+        kv_heads: Heads of keys and values; fewer than ``heads`` if several share one.
+        head_dim: Size of one head; usually ``hidden // heads``.
         seq: Tokens of a sample.
-        gated: The feed-forward has a gate (three products); otherwise two.
-        experts, topk: Feed-forward networks in each layer and how many a token takes;
-            0 where there are none.
-        flash: Attention is one kernel that keeps its scores on chip and skips what the
-            causal mask hides; otherwise scores and their softmax go to memory.
-        eager: Whether operations without a kernel in every library are written one by
-            one: the mask of attention that is no kernel itself, rotary embeddings,
-            RMSNorm and gates.
-        fused_loss: One kernel from logits to loss, in their own type; otherwise they
-            are cast to float32 first.
+        gated: Whether the feed-forward has a gate (three products); otherwise two.
+        experts, topk: Number of feed-forward networks in each layer, and number that a
+            token uses; 0 without experts.
+        flash: Whether attention is one kernel that keeps its scores on chip and skips
+            masked ones; otherwise scores and their softmax go through memory.
+        eager: Whether operations without a kernel in every library run individually:
+            the mask of attention without a kernel, rotary embeddings, RMSNorm and
+            gates.
+        fused_loss: Whether one kernel computes the loss from logits in their own type;
+            otherwise they are cast to float32 first.
         dropout: Whether attention's weights and the inputs of the residual stream have
             dropout.
-        norm_bias: LayerNorm with biases (GPT) rather than RMSNorm.
-        positions: Learned position embeddings.
-        tied: The head uses the embedding's table.
+        norm_bias: Whether norms are LayerNorm with biases (GPT) rather than RMSNorm.
+        positions: Whether it has learned position embeddings.
+        tied: Whether the head uses the embedding's table.
     """
 
     layers: int
@@ -66,7 +66,7 @@ class DecoderSizes:
 
     @property
     def layer_params(self) -> int:
-        """Parameters of one layer."""
+        """Number of parameters of one layer."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         networks = max(1, self.experts)
         return (
@@ -77,29 +77,29 @@ class DecoderSizes:
 
     @property
     def network_params(self) -> int:
-        """Parameters of one feed-forward network."""
+        """Number of parameters of one feed-forward network."""
         return self.hidden * self.ffn * (3 if self.gated else 2)
 
     @property
     def embedding_params(self) -> int:
-        """Parameters of the embedding, with the positions where they are learned."""
+        """Number of parameters of the embedding, including learned positions."""
         return self.hidden * (self.vocab + self.positions * self.seq)
 
     @property
     def head_params(self) -> int:
-        """Parameters of the head, none where it is tied."""
+        """Number of parameters of the head; 0 if it is tied."""
         return 0 if self.tied else self.hidden * self.vocab
 
     @property
     def params(self) -> int:
-        """All parameters, those of every expert included."""
+        """Number of all parameters, including those of every expert."""
         return (
             self.layers * self.layer_params + self.embedding_params + self.head_params
         )
 
     @property
     def active_params(self) -> int:
-        """Parameters that a token meets."""
+        """Number of parameters that a token uses."""
         idle = max(0, self.experts - self.topk) * self.network_params * self.layers
         return self.params - idle
 
@@ -108,12 +108,10 @@ SOFTMAX, DROPOUT = "softmax", "dropout"
 """Kinds of operations whose backward pass reads more than gradients."""
 
 IN_PLACE = "masked_fill"
-"""The kind of an operation that writes into a view of what was computed before."""
+"""Kind of operation that writes into a view of an earlier result."""
 
 
 class _Writer:
-    """Writes the operations of a decoder."""
-
     def __init__(
         self, sizes: DecoderSizes, batch: int, dtype: str, itemsize: int
     ) -> None:
@@ -151,7 +149,7 @@ class _Writer:
         p, s = self.p, self.sizes
         groups, rest = s.kv_heads, s.heads // s.kv_heads
         self.go("inner")
-        # One product for query, key and value, as every framework of the tables has.
+        # One product for query, key and value, as in every framework of the tables.
         w = p.param("layer.qkv", s.hidden, groups, rest + 2, s.head_dim)
         wo = p.param("layer.o", groups, rest, s.head_dim, s.hidden)
         qkv = p.einsum("bse,egrd->bsgrd", x, w)
@@ -166,7 +164,7 @@ class _Writer:
         return self.drop(p.einsum("bsgrd,grde->bse", mixed, wo))
 
     def rotate(self, x: int) -> int:
-        """Rotary embeddings: one kernel, or products with sines and cosines."""
+        """Applies rotary embeddings: one kernel, or products with sines and cosines."""
         p = self.p
         if not self.sizes.eager:
             return p.unary("rotate", x)
@@ -174,7 +172,7 @@ class _Writer:
         return p.add(p.add(x, kind="scale"), turned)
 
     def core(self, q: int, k: int, v: int) -> int:
-        """Scores, their softmax, and what they mix."""
+        """Applies scores, softmax, and the sum of values."""
         p = self.p
         scores = p.einsum("bsgrd,btgd->bgrst", q, k)
         if self.sizes.eager and not self.sizes.flash:
@@ -183,7 +181,7 @@ class _Writer:
             top = p.einsum("bgrst->bgrs", scores)
             shifted = p.add(scores, p.reshape(top, *p.shape(top), 1), kind="sub")
             weights = p.unary("exp", shifted)
-            p.keeps()  # the backward pass reads the result alone
+            p.keeps()  # the backward pass reads only the result
             total = p.einsum("bgrst->bgrs", weights)
             total = p.reshape(total, *p.shape(total), 1)
             even = p.add(weights, total, kind=SOFTMAX)
@@ -193,7 +191,7 @@ class _Writer:
         return p.einsum("bgrst,btgd->bsgrd", even, v)
 
     def drop(self, x: int) -> int:
-        """Dropout where the model has it: its mask is one byte for each element."""
+        """Applies dropout if the model has it; its mask has one byte per element."""
         return self.p.unary(DROPOUT, x) if self.sizes.dropout else x
 
     def feed_forward(self, x: int) -> int:
@@ -205,7 +203,7 @@ class _Writer:
         return self.drop(p.einsum("bsm,me->bse", h, down))
 
     def activate(self, both: int, dim: int) -> int:
-        """The activation, times the gate where there is one."""
+        """Applies the activation, times the gate if there is one."""
         p = self.p
         with p.kernel(fused=not (self.sizes.eager and self.sizes.gated)):
             h = p.unary("tanh", p.part(both, dim))
@@ -251,12 +249,12 @@ class _Writer:
 def decoder_graph(
     sizes: DecoderSizes, batch: int, dtype: str = "bfloat16", itemsize_bytes: int = 2
 ) -> Graph:
-    """The forward loss of a decoder.
+    """Returns the forward loss of a decoder.
 
     Args:
-        sizes: Its sizes.
-        batch: Samples.
-        dtype, itemsize_bytes: Computing type and its bytes.
+        sizes: Sizes of the decoder.
+        batch: Number of samples.
+        dtype, itemsize_bytes: Computing type and bytes per element.
 
     >>> sizes = DecoderSizes(
     ...     layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=512,

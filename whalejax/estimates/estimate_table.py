@@ -1,4 +1,4 @@
-"""``whalejax estimate``: a table of runs in, the same table with predictions out."""
+"""``whalejax estimate``: adds predictions to a table of runs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ ADDED: tuple[str, ...] = (
     "fits",
     "note",
 )
-"""Columns that are appended."""
+"""Added columns."""
 
 GIB = 2**30
 
 
 def estimate_table(table: CsvTable) -> list[dict[str, str]]:
-    """The added cells of every row.
+    """Returns the added cells of every row.
 
-    Rows that nothing can be predicted for have a ``note`` alone.
+    Rows without a prediction have only a ``note``.
 
     Args:
-        table: From ``read_table``.
+        table: Table from ``read_table``.
     """
     read = [
         RowReading(run=None, notes=(f"not read: {why}",)) if why else one
@@ -78,12 +78,12 @@ def estimate_table(table: CsvTable) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Prediction for a row.
+    """Prediction of a row.
 
     Attributes:
         step_seconds: Time of the step.
         peak_bytes: Memory of the fullest device.
-        fits: Whether the memory is no more than the device has.
+        fits: Whether the memory does not exceed that of the device.
     """
 
     step_seconds: float
@@ -92,7 +92,9 @@ class Prediction:
 
 
 def _with_bounds(read: Sequence[RowReading], known: Constants) -> list[RowReading]:
-    """Rows with an unknown policy, with the times and memory that any policy has."""
+    """Replaces the time and memory of rows with unknown policy by bounds over all
+    policies.
+    """
     result = list(read)
     bounds: tuple[Remat, Remat] = ("none", "full")
     for index, one in enumerate(read):
@@ -132,9 +134,9 @@ class TableSummary:
     """Summary of a table's rows.
 
     Attributes:
-        predicted: Have a prediction.
+        predicted: Number of rows with a prediction.
         runs: Number of rows with a run.
-        unread: Could not be read; their note says why.
+        unread: Number of unreadable rows; their note has the reason.
     """
 
     predicted: int
@@ -143,7 +145,7 @@ class TableSummary:
 
 
 def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
-    """``write_estimates``: how many rows have a prediction, and how many there are."""
+    """Runs ``write_estimates``; returns the numbers of predictions and of rows."""
     file = write_estimates(source, target)
     return file.predicted, file.runs
 
@@ -151,12 +153,12 @@ def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
 def write_estimates(
     source: str | Path, target: str | Path, *, strict: bool = False
 ) -> TableSummary:
-    """Reads a table, writes it with predictions; the file appears whole or not at all.
+    """Reads a table and writes it with predictions, atomically.
 
     Args:
-        source: A CSV file with the header of ``published.COLUMNS``.
+        source: CSV file with the header of ``csv_table.COLUMNS``.
         target: Path of the new table.
-        strict: Refuse the table for a row that cannot be read.
+        strict: Whether to refuse the table for an unreadable row.
 
     Raises:
         WhaleError: The table is malformed, or the target cannot be written.

@@ -1,7 +1,7 @@
-"""Fills in what rows of a table leave open, by what fits into a device's memory.
+"""Fills in what rows of a table leave open, by what fits a device's memory.
 
-A row that says neither its micro-batch, nor what is computed again or sharded, was run
-in some way that fitted. The ways are tried from the likeliest on, all rows at once.
+A row without its micro-batch, its rematerialisation or its sharding was run in some way
+that fitted. The possible ways are tried from the likeliest on, for all rows at once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from whalejax.meshes.fitted_constants import constants
 
 
 SLACK = 0.15
-"""Part of a device's memory by which an estimate may exceed it and the row still have
-run: the estimate of activations errs by so much."""
+"""Part of a device's memory by which an estimate may exceed it although the row was
+run: the error of the activations' estimate."""
 
 
 def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
-    """Every row's reading, with what it leaves open as it fits.
+    """Returns every row's reading, with open values chosen to fit.
 
     Args:
-        rows: Column to cell, as ``read_table`` gives them.
+        rows: Column to cell, from ``read_table``.
     """
     result = [read_row(row) for row in rows]
     offers = {i: several for i, one in enumerate(result) if (several := _offers(one))}
@@ -49,11 +49,11 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
 
 
 def _offers(one: RowReading) -> list[RowReading]:
-    """Returns the possible readings of a row, the likeliest first; empty where it
-    leaves nothing open.
+    """Returns the possible readings of a row, the likeliest first; empty if nothing is
+    open.
 
-    A smaller micro-batch costs less time than computing again, and both are likelier
-    than other shards than the framework's usual.
+    A smaller micro-batch costs less time than recomputation, and both are likelier than
+    other shards than the framework's usual ones.
     """
     run = one.run
     if run is None or run.unlike:

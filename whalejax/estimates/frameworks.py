@@ -1,7 +1,7 @@
-"""Habits of the frameworks of published runs, where a table does not name them.
+"""Defaults of the frameworks of published runs, for values that a table omits.
 
-A row of a table may name what it ran. The habits here are those frameworks' documented
-defaults; they are properties of a framework and never of one table, model or row.
+A row of a table may name its own values. The defaults here are documented by the
+frameworks; they depend on the framework, never on one table, model or row.
 """
 
 from __future__ import annotations
@@ -14,56 +14,58 @@ from whalejax.estimates.rematerialization import Remat
 
 
 Convention = Literal["model", "hardware", "causal"]
-"""How FLOP/s are counted: ``model`` counts forward and backward with whole attention
-scores; ``hardware`` adds what rematerialization computes again; ``causal`` is ``model``
-with half of the scores."""
+"""Ways to count FLOP/s: ``model`` counts forward and backward with all attention
+scores; ``hardware`` adds rematerialization; ``causal`` is ``model`` with half of the
+scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """Habits of one framework.
+    """Defaults of one framework.
 
     Attributes:
-        name: For reports.
-        words: Words that mean it where a table uses them; see ``framework``.
-        compiled: One program on the device; otherwise a host launches every operation.
-            Where the row does not say, under ``compile``.
-        xla: Its programs are XLA's, which are compiled whatever a row says.
-        flash: Attention is one kernel that keeps its scores on chip.
-        overlaps_gradients: Their reduction runs beside the backward pass.
-        overlaps_layers: tensor- and context-parallel collectives run beside products,
-            piece by piece.
-        interleaves: Its recipes cut the layers of a stage into chunks of one or two,
-            where the row does not say.
-        sequence_parallel: Beside tensor parallelism, where the row does not say.
-        zero: State that it shards over data-parallel devices, where the row does not
-            say.
-        remat: Recomputation, where the row does not say; None: as much as fits.
-        selective: Meaning of its word "selective".
-        flops: Its way of counting FLOPs.
-        dtype: Type in which its products multiply, where the row does not say.
-        gradient_bytes: Bytes of one parameter's gradient, as it is reduced (XLA reduces
+        name: Name for reports.
+        words: Words that identify it in tables; see ``framework``.
+        compiled: Whether the step is one program on the device, unless the row says
+            otherwise under ``compile``; if not, a host launches every operation.
+        xla: Whether its programs are XLA's, which are always compiled.
+        flash: Whether attention is one kernel that keeps its scores on chip.
+        overlaps_gradients: Whether gradient reduction overlaps with the backward pass.
+        overlaps_layers: Whether tensor- and context-parallel collectives overlap with
+            products, in chunks.
+        interleaves: Whether its recipes divide a stage's layers into chunks of one or
+            two, unless the row says otherwise.
+        sequence_parallel: Whether tensor parallelism shards the sequence, unless the
+            row says otherwise.
+        zero: State that it shards over data-parallel devices, unless the row says
+            otherwise.
+        remat: Remat policy, unless the row says otherwise; None: as much as needed.
+        selective: Meaning of its policy "selective".
+        flops: Way to count FLOPs.
+        dtype: Type of its products, unless the row says otherwise.
+        gradient_bytes: Bytes of one parameter's gradient in the reduction (XLA reduces
             the results of products, in their type).
-        fused_accumulation: Products of weight gradients add to those of the
-            micro-batches before.
-        eager: Masks of attention without a kernel, RMSNorm, rotary embeddings and gates
-            are written operation by operation, and launched so unless compiled.
-        tuned: Its products have an efficiency of their own, fitted apart: Megatron-LM's
-            layers before attention kernels, which multiplied faster than others'
-            for what no other term says.
-        grouped: Its attention has fewer heads of keys than of queries where the model
-            has.
-        fused_loss: The loss is one kernel that reads logits in their own type; where
-            it is compiled, it always is.
+        fused_accumulation: Whether products of weight gradients add to those of earlier
+            micro-batches.
+        eager: Whether masks of attention without a kernel, RMSNorm, rotary embeddings
+            and gates are single operations, launched individually unless compiled.
+        tuned: Whether its products have a separately fitted efficiency: Megatron-LM's
+            layers before attention kernels multiplied faster than others' for no other
+            known reason.
+        grouped: Whether its attention has fewer heads of keys than of queries if the
+            model has.
+        fused_loss: Whether the loss is one kernel that reads logits in their own type;
+            always true if it is compiled.
         pads_vocabulary: Whether it pads the vocabulary to a multiple of 128 for every
-            rank that shards it; otherwise ranks hold the remainder of the division.
-        dropout: Its models drop attention weights and what joins the residual stream.
-        attention_generation: Generation of devices that its attention kernel was
-            written for: 7 is that before Ampere, 8 Ampere's, 9 Hopper's and later.
+            rank that shards it; otherwise ranks have the remainder of the division.
+        dropout: Whether its models drop attention weights and inputs of the residual
+            stream.
+        attention_generation: Generation of devices for which its attention kernel was
+            written: 7 before Ampere, 8 Ampere, 9 Hopper and later.
         flash_anywhere: Whether it has an attention kernel for older devices, too.
-        flash_plain: Models without a gated feed-forward have the kernel, too.
-        kernels_only: Whether the time of kernels was measured alone: no host launches
-            them, and there is no optimizer.
+        flash_plain: Whether models without a gated feed-forward have the kernel, too.
+        kernels_only: Whether only the time of kernels was measured: no host launches,
+            and no optimizer.
     """
 
     name: str
@@ -95,7 +97,7 @@ class Framework:
 
 
 MEGATRON = "megatron"
-"""Word of the one whose years and authors tell apart."""
+"""Word of the framework whose versions differ by year and authors."""
 
 FRAMEWORKS = (
     Framework(
@@ -142,7 +144,7 @@ FRAMEWORKS = (
         dtype="tf32",
     ),
     Framework(
-        # Its scaling was measured with PyTorch's own data parallelism, which overlaps.
+        # Its scaling was measured with PyTorch's data parallelism, which overlaps.
         name="Megatron-LM of 2020",
         words=("megatron-lm-2019", "megatron-lm-2020", "megatron-2020", "shoeybi"),
         tuned=True,
@@ -236,7 +238,7 @@ FRAMEWORKS = (
         flops="causal",
     ),
     Framework(
-        # ZeRO-3 overlaps what it exchanges; its own examples compute in float16.
+        # ZeRO-3 overlaps its exchanges; its own examples compute in float16.
         name="DeepSpeed",
         words=("deep-speed", "zero-infinity", "zero-offload"),
         zero=3,
@@ -289,20 +291,20 @@ FRAMEWORKS = (
         dtype="f16",
     ),
 )
-"""Those that a table may name."""
+"""Frameworks that a table may name."""
 
 UNKNOWN = Framework(
     name="an unnamed framework", words=(), sequence_parallel=True, zero=1
 )
-"""Where the row names none: what today's frameworks have in common."""
+"""Framework of rows that name none: common defaults of today's frameworks."""
 
 
 def with_compilation(found: Framework, compiled: bool) -> Framework:
-    """The habits of a framework whose step is compiled, or launched by a host.
+    """Returns the framework with its step compiled, or launched by a host.
 
     Args:
-        found: The framework.
-        compiled: One program on the device.
+        found: Framework to change.
+        compiled: Whether the step is one program on the device.
 
     >>> with_compilation(framework("torchtitan"), False).eager
     True
@@ -316,16 +318,16 @@ def with_compilation(found: Framework, compiled: bool) -> Framework:
 
 
 def framework(source: str, place: str = "") -> Framework:
-    """The framework that a row means.
+    """Returns the framework of a row.
 
-    Its words may stand anywhere in the text, as words, their hyphens also as blanks,
-    brackets, commas or nothing. Of several, the last counts (``jax-toolbox-maxtext`` is
-    MaxText), of those that end together the longest. Megatron-LM is that of the year or
-    of the authors that stand anywhere beside it.
+    Its words may be anywhere in the text, with blanks, brackets, commas or nothing in
+    place of hyphens. Of several frameworks, the last counts (``jax-toolbox-maxtext`` is
+    MaxText), of those that end together the longest. Megatron-LM is the version of the
+    year or of the authors anywhere in the text.
 
     Args:
-        source: The row's ``source``.
-        place: Source of the row, used where the framework is not named.
+        source: Cell ``source`` of the row.
+        place: Source of the row, used if ``source`` names no framework.
 
     >>> framework("nemo-24.07").name
     'Megatron-LM and NeMo'
@@ -351,7 +353,7 @@ def framework(source: str, place: str = "") -> Framework:
 
 
 def _megatron_variant(text: str) -> Framework | None:
-    """The Megatron whose other words stand in a text that names one."""
+    """Returns the Megatron version whose other words occur in a text."""
     if MEGATRON not in text:
         return None
     for one in FRAMEWORKS:

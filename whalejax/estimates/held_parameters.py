@@ -1,6 +1,6 @@
-"""Parameters as the devices of a run hold them, and the links that they cross.
+"""Parameters on the devices of a run, and the links of their collectives.
 
-``estimate`` prices what is said here; for many runs at once, so that sizes are arrays.
+``step_model`` computes their time, for many runs at once, so sizes are arrays.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ COPIES: Axes = ("context", "fsdp", "data")
 SHARDS: Axes = ("context", "fsdp")
 REPLICAS: Axes = ("data",)
 GROUPS = (COPIES, SHARDS, REPLICAS)
-"""Axes over which parameters are alike, over which ZeRO-3 shards them, and over which
-these shards are alike."""
+"""Axes over which parameters are replicated, over which ZeRO-3 shards them, and over
+which these shards are replicated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameters:
-    """Parameters of one kind on every run's device, as it computes with them.
+    """One kind of parameters on every run's device, as used in computation.
 
     Attributes:
         params: Number of parameters.
-        copies: Devices that compute with the same ones.
+        copies: Number of devices that compute with the same ones.
         shards: Number of ZeRO-3 shards of these.
-        levels: Number of devices that share a node, and of nodes, by axes.
+        levels: Number of devices per node, and of nodes, by axes.
     """
 
     params: Array
@@ -39,7 +39,7 @@ class HeldParameters:
     levels: dict[Axes, Array]
 
     def owners(self, zero: Array) -> Array:
-        """Devices that share what ZeRO shards of one copy."""
+        """Returns the number of devices over which ZeRO shards one copy."""
         whole = np.where(zero >= 1, self.copies, 1.0)
         owners: Array = np.where((zero >= 3) & (self.shards > 1), self.shards, whole)
         return owners
@@ -48,7 +48,7 @@ class HeldParameters:
 def link_waits(
     found: CatalogueEntry,
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(base, hop) seconds inside a node or torus, and between them."""
+    """Returns (base, hop) seconds inside a node or torus, and between them."""
     inner = found.torus.link if found.torus is not None else found.node
     outer = found.network or inner
     assert inner is not None and outer is not None

@@ -1,7 +1,7 @@
-"""Estimates of pipelines whose stages lie on unlike devices.
+"""Estimates of pipelines whose stages are on mixed devices.
 
-Every kind of device that holds a stage is priced as if the whole run were on it; a
-stage then takes as long as its slowest replica, and the schedule's rows say the rest.
+For every kind of device with a stage, the full run is estimated on that kind. A stage
+then takes as long as its slowest replica, and the schedule's rows give the rest.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _after(
     at: Mapping[ReplicaDevices, int],
     constants: Constants,
 ) -> tuple[float, float]:
-    """Gradient reduction and update of the slowest stage."""
+    """Returns the seconds of gradient reduction and update of the slowest stage."""
     s = run.sizes
     network = runs.network * runs.shares(constants, "network")
     moved = runs.shares(constants, "update_bytes")
@@ -99,7 +99,7 @@ def _peaks(
     at: Mapping[ReplicaDevices, int],
     constants: Constants,
 ) -> dict[int, float]:
-    """Memory that each kind of replica needs, on its fullest stage."""
+    """Returns the memory that each kind of replica needs, on its fullest stage."""
     whole = runs.peak_bytes(constants)
     reserve = runs.shares(constants, "reserve_bytes")
     peaks: dict[int, float] = {}

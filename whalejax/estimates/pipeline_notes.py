@@ -1,4 +1,4 @@
-"""Pipelines over unlike devices, as the column ``notes`` of a table gives them."""
+"""Pipelines over mixed devices, from the column ``notes`` of a table."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LAYERS = re.compile(r"profile-layers per stage\s*([\d|\s]+)", re.IGNORECASE)
 
 
 def stages_of(text: str, layers: int) -> tuple[StageSpec, ...]:
-    """Stages of replicas, and the layers of each; none where the text gives none.
+    """Returns the stages with their replicas and layers; empty if the text has none.
 
     Args:
         text: Text of the column ``notes``.
         layers: Number of layers of the model.
 
     Raises:
-        WhaleError: Another number of layers, or a replica that is no ``KINDxTPn``.
+        WhaleError: The number of layers differs, or a replica is no ``KINDxTPn``.
 
     >>> first, last = stages_of(
     ...     "stages [V100-16xTP2] -> [T4xTP1]; profile-layers per stage 20|14", 32)
@@ -49,17 +49,17 @@ def stages_of(text: str, layers: int) -> tuple[StageSpec, ...]:
 
 
 def devices_of(stages: Sequence[StageSpec]) -> int:
-    """Returns the number of devices that the stages name."""
+    """Returns the number of devices of the stages."""
     return sum(replica.tensor for stage in stages for replica in stage.replicas)
 
 
 def notes_of(text: str, stages: Sequence[StageSpec], count: int) -> Iterator[str]:
-    """Yields the notes on stages that were read from a text.
+    """Yields the notes on stages from a text.
 
     Args:
         text: Text of the column ``notes``.
-        stages: Stages that it names.
-        count: Devices that the row has.
+        stages: Stages from the text.
+        count: Number of devices in the row.
     """
     if not stages:
         return

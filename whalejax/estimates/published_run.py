@@ -1,6 +1,6 @@
-"""A training run as a table describes it: a decoder, a machine, and a given layout.
+"""A training run from a table: a decoder, a machine, and a given layout.
 
-The planner searches layouts; here one is given, because somebody measured it.
+The planner searches layouts; here the layout is given, because it was measured.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from whalejax.planner.pipeline.schedules import most_in_flight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDevices:
-    """Devices that hold one copy of a pipeline stage.
+    """Devices of one copy of a pipeline stage.
 
     Attributes:
         device: Kind of the devices.
-        tensor: Number of devices that share every tensor.
+        tensor: Number of tensor-parallel devices.
     """
 
     device: CatalogueEntry
@@ -31,10 +31,10 @@ class ReplicaDevices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """One stage of a pipeline over unlike devices.
+    """One stage of a pipeline over mixed devices.
 
     Attributes:
-        replicas: Its data-parallel copies.
+        replicas: Data-parallel copies of the stage.
         layers: Number of layers of the decoder.
     """
 
@@ -47,13 +47,13 @@ class PublishedRun:
     """One training run.
 
     Attributes:
-        sizes: The model.
-        framework: Framework that ran it.
-        device: Kind of the devices; the slowest where they are mixed.
-        num_devices, devices_per_node: Number of devices, and of those that share a node
-            or slice.
+        sizes: Sizes of the model.
+        framework: Framework of the run.
+        device: Kind of the devices; the slowest if they are mixed.
+        num_devices, devices_per_node: Total number of devices, and number per node or
+            slice.
         data, fsdp, tensor, stages, context, expert: Sizes of the mesh axes. ``expert``
-            divides the others' devices, it adds none.
+            divides the devices of the others and adds none.
         chunks: Parts of the model on each pipeline stage.
         zero: ZeRO stage over the data-parallel devices (0 to 3).
         sequence_parallel: Whether values between tensor-parallel products are sharded
@@ -61,14 +61,13 @@ class PublishedRun:
         micro_batch: Samples of one data-parallel rank.
         global_batch: Samples of a step.
         remat: Recomputation policy of the backward pass.
-        dtype: Type in which products multiply: ``bf16``, ``f16``, ``f32``, ``tf32``,
-            ``f8``.
-        unlike: The stages where devices are mixed, or empty.
+        dtype: Type of products: ``bf16``, ``f16``, ``f32``, ``tf32``, ``f8``.
+        unlike: Stages if devices are mixed, or empty.
         offloaded: Whether the saved values are offloaded to host memory.
-        frozen: Parameters stay as they are, and small adapters beside them are trained.
-        autocast: Parameters are float32, and every micro-batch brings them to 16 bits;
-            the residual stream stays in float32.
-        loss_chunks: Parts of a micro-batch whose logits are in memory one at a time.
+        frozen: Whether parameters are fixed, and only small adapters are trained.
+        autocast: Whether parameters are float32 and every micro-batch casts them to 16
+            bits; the residual stream stays in float32.
+        loss_chunks: Parts of a micro-batch whose logits are in memory in turn.
     """
 
     sizes: DecoderSizes
@@ -97,61 +96,63 @@ class PublishedRun:
 
     @property
     def multiplied(self) -> str:
-        """The type that products run in on this device; see ``multiplies_in``."""
+        """Type in which products run on this device; see ``multiplies_in``."""
         return self.device.kind.multiplies_in(self.dtype, exact=True)
 
     @property
     def itemsize_bytes(self) -> int:
-        """Returns the bytes of an activation; products in 8 bits take their operands
-        from 16.
-        """
+        """Bytes of an activation; products in 8 bits read 16-bit operands."""
         return 4 if self.dtype in ("f32", "tf32") else 2
 
     @property
     def speed(self) -> str:
-        """The efficiency of products that counts: see ``fitted_constants``."""
+        """Type of the products' efficiency: see ``fitted_constants``."""
         width = width_of(self.multiplied)
         return TUNED if width == "bf16" and self.framework.tuned else width
 
     @property
     def ranks(self) -> int:
-        """Devices along the batch."""
+        """Number of devices along the batch."""
         return self.data * self.fsdp
 
     @property
     def weight_ranks(self) -> int:
-        """Devices that compute with the same parameters: along batch and sequence."""
+        """Number of devices that compute with the same parameters: along batch and
+        sequence.
+        """
         return self.ranks * self.context
 
     @property
     def shards(self) -> int:
-        """Returns the number of shards in which a parameter is stored (ZeRO-3)."""
+        """Number of shards in which a parameter is stored (ZeRO-3)."""
         return self.fsdp * self.context if self.zero >= 3 else 1
 
     @property
     def num_micro_batches(self) -> int:
-        """Returns the number of micro-batches of one rank in a step."""
+        """Number of micro-batches of one rank in a step."""
         return max(1, self.global_batch // (self.ranks * self.micro_batch))
 
     @property
     def in_flight(self) -> float:
-        """Stages' worth of activations on the first stage, which holds most."""
+        """Activations of the first stage, which has most, in units of one stage's."""
         name = "interleaved" if self.chunks > 1 else "1f1b"
         counts = self.num_micro_batches, self.chunks
         return float(most_in_flight(name, self.stages, 0, *counts)) / self.chunks
 
     @property
     def layers_per_stage(self) -> int:
-        """Layers of the fullest stage."""
+        """Number of layers of the fullest stage."""
         return math.ceil(self.sizes.layers / self.stages)
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens in a step."""
+        """Number of tokens in a step."""
         return self.global_batch * self.sizes.seq
 
     def model_flops(self) -> float:
-        """FLOPs of a step as the framework counts them; see ``Framework.flops``."""
+        """Returns the FLOPs of a step as the framework counts them; see
+        ``Framework.flops``.
+        """
         s, convention = self.sizes, self.framework.flops
         seen = 0.5 if convention == "causal" else 1.0
         scores = 4.0 * s.layers * s.heads * s.head_dim * s.seq * seen

@@ -1,10 +1,10 @@
-"""Rows of a table of training runs, read into runs that can be estimated.
+"""Reads rows of a table of training runs into runs that can be estimated.
 
-The header is that of the tables people publish: an architecture, a device, a layout,
-and what was measured. What a row leaves out is filled in by the rules below, and every
-rule that was used is named beside the row.
+The header is that of published tables: an architecture, a device, a layout, and
+measurements. Missing values follow from the rules below, and every applied rule is
+noted in the row.
 
-The module is long because it has all of these rules, each beside the columns it fills.
+The module is long because it has all of these rules, next to the columns they fill.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from whalejax.planner.sharding.layout import largest_divisor
 
 
 NARROW = 4
-"""Times the width: a feed-forward of less has a third product, its gate, to make up."""
+"""Ratio to the width below which a feed-forward has a third product, its gate."""
 
 NEAR = 0.05
-"""By how much the parameters of a row may differ from those that its sizes make."""
+"""Relative difference that a row's parameters may have from those of its sizes."""
 
 MOST_ROWS = 10**6
-"""Of a pipeline's schedule; the largest that anybody published has some 10,000."""
+"""Most rows of a pipeline's schedule; the largest published one has some 10,000."""
 
 LARGEST_TOKENS = 16384
-"""Of a micro-batch that is inferred where there is no pipeline."""
+"""Most tokens of an inferred micro-batch without a pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +51,16 @@ class RowReading:
     """Reading of a row.
 
     Attributes:
-        run: Run that it describes, or None where something needed is missing.
-        notes: Notes on values that were inferred or mapped, or the reason why there is
-            no run.
-        policies: Possible recomputation policies, the likeliest first; several where
-            neither the row nor the framework says it, or the row's name for it is
-            unknown.
-        unknown_policy: The row's name for it is unknown.
-        unknown_memory: Nothing says how much memory the row's device has.
-        open_micro_batch, open_zero: The row does not give the micro-batch, or what is
-            sharded.
-        taken: Whether it counts as fitting, though the estimate of its memory is a
-            little too large.
+        run: Described run, or None if something required is missing.
+        notes: Notes on inferred or mapped values, or the reason why there is no run.
+        policies: Possible remat policies, the likeliest first; several if neither the
+            row nor the framework names one, or the row's name is unknown.
+        unknown_policy: Whether the row's name for its policy is unknown.
+        unknown_memory: Whether the memory of the row's device is unknown.
+        open_micro_batch, open_zero: Whether the row omits the micro-batch, or the
+            sharded state.
+        taken: Whether it counts as fitting, though its estimated memory is slightly too
+            large.
     """
 
     run: PublishedRun | None
@@ -76,16 +74,18 @@ class RowReading:
 
     @property
     def confirmed(self) -> bool:
-        """Whether a measured run confirmed memory under its policy, on its device."""
+        """Whether measured runs confirmed the memory model for its policy and
+        device.
+        """
         guessed = self.unknown_policy or self.unknown_memory
         return self.run is None or not (guessed or self.run.remat in UNCONFIRMED)
 
 
 def read_row(row: Mapping[str, str]) -> RowReading:
-    """The run that a row describes, with what was inferred.
+    """Returns the run of a row, with its inferred values.
 
     Args:
-        row: Column to cell, as ``read_table`` gives them.
+        row: Column to cell, from ``read_table``.
     """
     cells = Cells(row)
     missing = [name for name in NEEDED if cells.whole(name) is None]
@@ -101,7 +101,7 @@ def read_row(row: Mapping[str, str]) -> RowReading:
     if not cells.text("remat") and run.framework.remat is None:
         policies = ("none", "selective", "full")
     elif unknown and not run.offloaded:
-        # A policy by a name of its own keeps something, at most what fits.
+        # A policy with a custom name saves something, at most what fits.
         policies = ("dots", "full")
     return RowReading(
         run=run,
@@ -115,7 +115,7 @@ def read_row(row: Mapping[str, str]) -> RowReading:
 
 
 def _run(cells: Cells) -> tuple[PublishedRun, bool]:
-    """The run, and whether its name for what it computes again is unknown."""
+    """Returns the run, and whether its name for the remat policy is unknown."""
     source = framework(cells.text("source"), cells.text("url_or_repo_path"))
     device = read_device(cells.text("device"), guess=True)
     cells.notes += device.notes
@@ -176,7 +176,7 @@ def _run(cells: Cells) -> tuple[PublishedRun, bool]:
 
 
 def _with_compilation(cells: Cells, source: Framework) -> Framework:
-    """The framework with its step compiled or not, as the row says."""
+    """Returns the framework with its step compiled or not, as the row says."""
     text = cells.text("compile")
     if not text:
         if not source.xla:
@@ -197,7 +197,7 @@ def _with_compilation(cells: Cells, source: Framework) -> Framework:
 
 
 def _loss_chunks(cells: Cells, tokens: int) -> int:
-    """Parts in which a device makes the logits of its tokens of a micro-batch."""
+    """Returns the number of parts in which a device computes a micro-batch's logits."""
     given = cells.whole("loss_chunks") or 1
     if given > tokens:
         raise WhaleError(
@@ -210,7 +210,7 @@ def _loss_chunks(cells: Cells, tokens: int) -> int:
 def _data(
     cells: Cells, count: int, fsdp: int, tensor: int, stages: int, context: int
 ) -> int:
-    """Replicas: what is left of the devices."""
+    """Returns the number of replicas: the remaining devices."""
     inner = fsdp * tensor * stages * context
     if count % inner:
         raise WhaleError(
@@ -225,7 +225,7 @@ def _data(
 
 
 def _padded(cells: Cells, seq: int, context: int) -> int:
-    """Tokens of a sample until ranks divide them."""
+    """Returns the tokens of a sample, padded so that ranks divide them."""
     result = math.ceil(seq / context) * context
     if result != seq:
         cells.notes.append(f"seq {result} (cp {context} does not divide {seq})")
@@ -254,7 +254,7 @@ def _topk(cells: Cells, experts: int) -> int:
 
 
 def _expert(cells: Cells, sizes: DecoderSizes, ranks: int) -> int:
-    """Ranks that share the experts; each has as many, and they are among the others."""
+    """Returns the ranks that share the experts equally; they are among the others."""
     if not sizes.experts:
         return 1
     given = cells.or_else("ep", 1, "none given")
@@ -271,8 +271,8 @@ def _expert(cells: Cells, sizes: DecoderSizes, ranks: int) -> int:
 def _frozen(cells: Cells, sizes: DecoderSizes) -> bool:
     """Whether only adapters are trained.
 
-    A row says so, or counts fewer FLOPs for a token than the six of each parameter that
-    a forward and two backward products take.
+    A row says so, or counts fewer FLOPs per token than the six per parameter of one
+    forward and two backward products.
     """
     text = " ".join(cells.text(name) for name in ("model", "url_or_repo_path", "notes"))
     said = [word for word in vocabulary.ADAPTERS if vocabulary.has(text.lower(), word)]
@@ -292,11 +292,13 @@ def _frozen(cells: Cells, sizes: DecoderSizes) -> bool:
 
 
 FEWER = 0.8
-"""Of a training step's products, below which parameters are not trained."""
+"""Fraction of a training step's products below which parameters are not trained."""
 
 
 def _whole_stages(cells: Cells, source: Framework) -> tuple[int, int]:
-    """ZeRO level and fsdp of stages on devices of their own, which shard nothing."""
+    """Returns ZeRO level and fsdp of stages on their own devices, which shard
+    nothing.
+    """
     for column in ("fsdp", "zero_stage", "cp"):
         given = cells.whole(column) or 1
         if given > 1:
@@ -312,7 +314,7 @@ def _whole_stages(cells: Cells, source: Framework) -> tuple[int, int]:
 def _sharding(
     cells: Cells, source: Framework, ranks: int, stages: int
 ) -> tuple[int, int]:
-    """ZeRO level and the size of the fsdp axis."""
+    """Returns the ZeRO level and the size of the fsdp axis."""
     fsdp = _rest_of(cells, ranks)
     zero = cells.whole("zero_stage")
     if zero is None:
@@ -332,7 +334,7 @@ def _sharding(
 
 
 def _rest_of(cells: Cells, ranks: int) -> int | None:
-    """The size of the fsdp axis, where -1 is what ``dp`` leaves of the data ranks."""
+    """Returns the fsdp axis size if -1 means the data ranks that ``dp`` leaves."""
     if cells.number("fsdp") != -1:
         return cells.whole("fsdp")
     data = cells.whole("dp") or 1
@@ -393,9 +395,9 @@ def _sizes(
 
 
 def _usual_width(hidden: int, *, gated: bool) -> int:
-    """Width of a feed-forward whose row says none.
+    """Returns the width of a feed-forward if its row has none.
 
-    Llama's three matrices at 8/3 of the hidden size, rounded up to 256, hold as many
+    Llama's three matrices at 8/3 of the hidden size, rounded up to 256, have as many
     parameters as two at four times it (Touvron et al. 2023, section 2.2).
     """
     return 256 * math.ceil(8 * hidden / 3 / 256) if gated else 4 * hidden
@@ -404,7 +406,7 @@ def _usual_width(hidden: int, *, gated: bool) -> int:
 def _gated(
     cells: Cells, plain: DecoderSizes, llama: DecoderSizes, *, by_name: bool
 ) -> bool:
-    """Whether the feed-forward has a gate: by name, by parameters, by width."""
+    """Whether the feed-forward has a gate: by name, by parameters, or by width."""
     if cells.whole("ffn") is None:
         how = (
             "8/3 × hidden, rounded up to 256, with a gate"
@@ -431,7 +433,7 @@ def _gated(
 
 
 def _sharded_vocabulary(vocab: int, tensor: int, source: Framework) -> int:
-    """The vocabulary as ranks share it."""
+    """Returns the vocabulary as sharded by ranks."""
     if not source.pads_vocabulary:
         return max(1, vocab // tensor) * tensor
     return math.ceil(vocab / (128 * tensor)) * 128 * tensor
@@ -440,13 +442,13 @@ def _sharded_vocabulary(vocab: int, tensor: int, source: Framework) -> int:
 def _micro_batch(
     cells: Cells, per_rank: int, stages: int, seq: int, together: int
 ) -> int:
-    """Samples of a rank; ones that are not whole are those of each device.
+    """Returns the samples per rank; fractions count per device.
 
     Args:
-        cells: The row.
-        per_rank: Samples of a rank in a step.
+        cells: Cells of the row.
+        per_rank: Samples per rank in a step.
         stages, seq: Number of stages and sequence length of the run.
-        together: Devices of a stage that share a sample.
+        together: Number of devices of a stage that share a sample.
     """
     given = cells.whole("micro_batch")
     stated = cells.number("micro_batch") or 1.0
@@ -478,7 +480,7 @@ def _micro_batch(
 MOST_ZERO = 3
 
 ROUND = 0.75
-"""Of a micro-batch that does not divide: one that does and has so much is taken."""
+"""Smallest ratio of a divisor to a given micro-batch that does not divide."""
 
 
 def _chunks(
@@ -489,7 +491,9 @@ def _chunks(
     parts: int,
     unlike: bool,
 ) -> int:
-    """Chunks of a stage; a schedule that interleaves takes rounds of the stages."""
+    """Returns the chunks of a stage; interleaved schedules need multiples of the
+    stages.
+    """
     given = cells.whole("vpp")
     if unlike and (given or 1) > 1:
         cells.notes.append(f"vpp 1 (the row says {given}; unlike stages have one part)")
@@ -502,7 +506,7 @@ def _chunks(
                 f"vpp {most} (the row says {given}; a stage has no more)"
             )
         return min(given, most)
-    # Where they do not divide, the embedding and the head count as layers.
+    # If they do not divide, the embedding and the head count as layers.
     places = sizes.layers if sizes.layers % stages == 0 else sizes.layers + 2
     layers, over = divmod(places, stages)
     chunks = 1
@@ -525,7 +529,7 @@ def _sequence_parallel(cells: Cells, source: Framework, tensor: int) -> bool:
 
 
 def _context(cells: Cells, tensor: int) -> int:
-    """Ranks that share a sequence; a number of those without tensor ranks is that."""
+    """Returns the ranks that share a sequence, possibly given without tensor ranks."""
     each = cells.number("micro_batch") or 1.0
     if cells.whole("cp") is None and each * tensor < 1:
         context = max(1, round(1 / (each * tensor)))
@@ -539,9 +543,7 @@ def _context(cells: Cells, tensor: int) -> int:
 
 
 def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat, bool]:
-    """Returns the recomputation policy, and whether the row's name for it is
-    unknown.
-    """
+    """Returns the remat policy, and whether the row's name for it is unknown."""
     text = cells.text("remat").lower()
     if not text:
         if source.remat is None:
@@ -566,7 +568,7 @@ def _precision(cells: Cells, source: Framework, device: CatalogueEntry) -> str:
     rates = dict(device.kind.flops_per_second)
     precision = vocabulary.precision(text) if text else source.dtype
     if not text and precision == "bf16" and device.kind.widens_bfloat16:
-        # Whoever trains in 16 bits on a device without bfloat16 takes the other.
+        # Training in 16 bits on a device without bfloat16 uses float16.
         precision = "f16" if "f16" in rates else precision
     if not text:
         cells.notes.append(f"precision {precision} ({source.name}'s default)")
@@ -586,7 +588,7 @@ def _precision(cells: Cells, source: Framework, device: CatalogueEntry) -> str:
 def _note_mix(
     cells: Cells, device: AliasedDevice, unlike: tuple[StageSpec, ...], count: int
 ) -> None:
-    """A mix whose stages the row does not give is taken for its slowest part."""
+    """Replaces a mix whose stages the row omits by its slowest part."""
     cells.notes += notes_of(cells.text("notes"), unlike, count)
     if device.others and not unlike:
         cells.notes.append(
@@ -612,13 +614,13 @@ def _per_node(cells: Cells, device: CatalogueEntry, count: int) -> int:
     return min(given, count)
 
 
-# What was measured.
+# Measurements.
 
 
 def measured_seconds(row: Mapping[str, str], run: PublishedRun) -> float | None:
-    """Step time that a row states: itself, or from tokens, or from FLOP/s.
+    """Returns a row's step time: stated, from tokens, or from FLOP/s.
 
-    FLOP/s are read in the convention of the framework.
+    FLOP/s are counted as the framework does.
     """
     cells = Cells(row)
 

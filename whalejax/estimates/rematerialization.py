@@ -1,7 +1,7 @@
-"""Policies of rematerialization: which products of a layer the backward pass repeats.
+"""Rematerialization policies: which products of a layer the backward pass repeats.
 
-Apart from ``frameworks``, which says who uses which: time and memory both read what is
-here, so that a policy is one line.
+It is separate from ``frameworks``, which has their defaults: both time and memory read
+this module, so that a policy is one line.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ Remat = Literal[
     "save_out_proj",
     "full",
 ]
-"""What the backward pass computes again: nothing, the scores of attention, all but
-matrix products, those and every second product, all but the products of a name, or
-everything."""
+"""Recomputation in the backward pass: nothing, attention scores, all but matrix
+products, those and every second product, all but the named products, or everything."""
 
 PRODUCTS = ("qkv", "attention", "out", "up", "down")
-"""Products of a layer, in the order in which it computes them."""
+"""Products of a layer, in order of computation."""
 
 SAVED_BY_NAME: Mapping[Remat, tuple[str, ...]] = {
     "dots": ("qkv", "attention", "out", "up"),
@@ -39,24 +38,24 @@ SAVED_BY_NAME: Mapping[Remat, tuple[str, ...]] = {
     "save_qkv_proj": ("qkv",),
     "save_out_proj": ("out",),
 }
-"""Products whose results are kept. Below the first, as MaxText's ``remat_policy`` names
-them (``get_remat_policy`` of its decoders); nothing reads the result of ``down``, which
-joins the residual stream, so that keeping it changes nothing."""
+"""Products whose results are saved. After the first, the names are MaxText's values of
+``remat_policy`` (``get_remat_policy`` of its decoders). Nothing reads the result of
+``down``, which joins the residual stream, so saving it changes nothing."""
 
 UNCONFIRMED: frozenset[Remat] = frozenset(SAVED_BY_NAME) - {"dots"}
-"""Policies whose memory was held against no measured run."""
+"""Policies whose memory was compared with no measured run."""
 
 
 def saved_shares(remat: Remat, sizes: DecoderSizes) -> dict[str, float]:
-    """Share of each product's result that is kept for the backward pass.
+    """Returns the share of each product's result that is saved for the backward pass.
 
-    ``alternate_dots`` is TorchTitan's selective checkpointing of operations: it keeps
-    attention, and of the other products in their order every second one it does not
-    (key, output and the second up-projection of a gated layer). Grouped products of
-    experts are none that it keeps.
+    ``alternate_dots`` is TorchTitan's selective checkpointing of operations: it saves
+    attention, and drops every second one of the other products in their order (key,
+    output and the second up-projection of a gated layer). It never saves grouped
+    products of experts.
 
     Args:
-        remat: ``dots``, or one that keeps fewer products.
+        remat: ``dots``, or a policy that saves fewer products.
         sizes: Sizes of the decoder.
 
     >>> sizes = DecoderSizes(
@@ -77,10 +76,10 @@ def saved_shares(remat: Remat, sizes: DecoderSizes) -> dict[str, float]:
 
 
 def recomputed_shares(remat: Remat, sizes: DecoderSizes) -> tuple[float, ...]:
-    """Share of each of ``PRODUCTS`` that the backward pass computes again.
+    """Returns the share of each of ``PRODUCTS`` that the backward pass recomputes.
 
     Args:
-        remat: The policy.
+        remat: Remat policy.
         sizes: Sizes of the decoder.
     """
     if remat in ("none", "selective"):

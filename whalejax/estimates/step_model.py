@@ -1,9 +1,9 @@
-"""Step time and memory of runs whose layout is given, many at once.
+"""Step time and memory of many runs at once, with given layouts.
 
-Everything is an array over the runs, so that a table takes one pass and a fit of the
-constants evaluates the very formulas that users get. What the runs do comes from
-``workload``; what devices deliver comes from ``meshes.fitted_constants``; how stages
-wait for each other comes from the schedule's rows.
+Everything is an array over the runs, so that a table needs one pass, and a fit of the
+constants evaluates the same formulas as users get. The work of the runs comes from
+``workload``, the speed of devices from ``meshes.fitted_constants``, and the stages'
+waits from the schedule's rows.
 
 The module is long because all terms of one step are computed from the same arrays.
 """
@@ -51,24 +51,26 @@ from whalejax.planner.pipeline.simulate import STEADY_AFTER, simulate
 
 Array = np.ndarray
 ALIGNED = 8
-"""Elements of 16 bits by which sizes of a product divide where it is fastest."""
+"""Number of 16-bit elements that should divide a product's sizes for full speed."""
 
 STATE_BYTES = 12
-"""Of a parameter in mixed precision: the master copy and Adam's moments, float32."""
+"""Bytes of a parameter in mixed precision: the master copy and Adam's
+moments, float32.
+"""
 
 CAST_AHEAD, CAST_BEHIND = 4, 8
-"""Moved for a parameter that is brought to 16 bits in every micro-batch, and for its
-gradient that is brought back, beside what products read and write: the float32 sides
-of both, one of which is added to."""
+"""Bytes moved when a parameter is cast to 16 bits in every micro-batch, and when its
+gradient is cast back, in addition to the products' operands: the float32 sides of both,
+one of which is added to."""
 
 CAST_BYTES = 2
-"""Written for an operand in 8 bits: as it is and transposed, by the kernel before."""
+"""Bytes written for an 8-bit operand, plain and transposed, by the kernel before."""
 
 WEIGHT_BYTES = 2
-"""Of a parameter as computed with, and as gathered."""
+"""Bytes of a parameter in computation and in gathers."""
 
 MASTER_BYTES = 4
-"""Of a parameter that every micro-batch brings to 16 bits by itself."""
+"""Bytes of a parameter that every micro-batch casts to 16 bits itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +78,12 @@ class Estimate:
     """Predictions, one entry for each run.
 
     Attributes:
-        step_seconds: The whole step.
+        step_seconds: Time of the step.
         compute_seconds: Products, memory traffic and tensor-parallel collectives of all
             micro-batches on the slowest stage.
         bubble_seconds: Waits of stages for each other.
-        exposed_seconds: Data-parallel collectives that nothing hides.
-        update_seconds: The optimizer.
+        exposed_seconds: Data-parallel collectives that nothing overlaps.
+        update_seconds: The optimizer's update.
         layer_seconds: Duration of one layer and micro-batch, forward and backward.
         peak_bytes: Memory of the fullest device.
     """
@@ -96,11 +98,11 @@ class Estimate:
 
 
 class Runs:
-    """The work of many runs, ready to be priced.
+    """The work of many runs, ready to be evaluated.
 
     Attributes:
-        runs: Runs to price.
-        stretch: For each run, its pipeline's time over that of the slowest stage alone.
+        runs: Runs to evaluate.
+        stretch: For each run, its pipeline's time over that of only the slowest stage.
     """
 
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
@@ -119,7 +121,9 @@ class Runs:
         self._parameters()
 
     def _like(self) -> Array:
-        """First run, for each run, whose micro-batches are the same in every layer."""
+        """Returns, for each run, the first run with equal micro-batches in
+        every layer.
+        """
         result: dict[PublishedRun, int] = {}
         first = []
         for i, run in enumerate(self.runs):
@@ -188,7 +192,7 @@ class Runs:
         )
 
     def _traffic(self) -> None:
-        """Bytes and latency of activations: (place, forward, level, run)."""
+        """Computes bytes and steps of activations: (place, forward, level, run)."""
         count = len(self.runs)
         self.wire = np.zeros((3, 2, 2, count))
         self.beside = np.zeros((3, 2, 2, count))
@@ -260,7 +264,7 @@ class Runs:
         self.mean_layers = self._column(r.sizes.layers / r.stages for r in self.runs)
         self.fused = np.array([r.framework.fused_accumulation for r in self.runs])
         self.remat = np.array([r.remat for r in self.runs])
-        # The last entry is that of products which are none of a layer's.
+        # The last entry is for products outside layers.
         self.recomputed = np.array(
             [(*recomputed_shares(r.remat, r.sizes), 0.0) for r in self.runs]
         )
@@ -270,19 +274,19 @@ class Runs:
         found: Callable[[PublishedRun, tuple[str, ...]], tuple[int, int]],
         axes: Axes,
     ) -> Array:
-        """Ranks of some axes inside a node, and over how many nodes they lie."""
+        """Returns the ranks of some axes inside a node, and their number of nodes."""
         return np.array([found(r, axes) for r in self.runs], dtype=float).T
 
-    # Pricing.
+    # Evaluation.
 
     def shares(self, constants: Constants, name: str) -> Array:
-        """One constant of every run's platform."""
+        """Returns one constant of every run's platform."""
         known = [getattr(constants.platforms[p], name) for p in self._platforms]
         shares: Array = np.array(known, dtype=float)[self._platform]
         return shares
 
     def _efficiency(self, constants: Constants, dtype: str = "") -> Array:
-        """Largest share of the peak in every run's type, or in another."""
+        """Returns the largest share of the peak in every run's type, or in another."""
         known = [
             constants.efficiency_of(kind, dtype or speed).share
             for kind, speed in self._types
@@ -291,28 +295,30 @@ class Runs:
         return efficiency
 
     def _bandwidth(self, constants: Constants) -> Array:
-        """Bytes per second that every run's memory delivers."""
+        """Returns the bytes per second that every run's memory reaches."""
         known = [constants.memory_of(kind) for kind, _ in self._types]
         bandwidth: Array = self.memory * np.array(known)[self._type]
         return bandwidth
 
     def _node(self, constants: Constants) -> Array:
-        """Bytes per second of the links in every run's node."""
+        """Returns the bytes per second of the links in every run's node."""
         kinds = [(e.kind.family, e.kind.platform) for e in self.entries]
         known = {key: constants.node_of(*key) for key in set(kinds)}
         node: Array = self.node * np.array([known[key] for key in kinds])
         return node
 
     def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
-        """Forward and backward of each kernel, all its repetitions."""
+        """Returns the forward and backward seconds of each kernel, over all
+        repetitions.
+        """
         k, run = self.kernels, self.kernels["run"]
         whole = self._efficiency(constants)
         half = self._efficiency(constants, "bf16")
-        # Attention's products stay in 16 bits where the rest multiplies in 8.
+        # Attention's products stay in 16 bits if the others run in 8.
         eight = self.eight[run]
         inside = k["product"] & k["scores"] & eight
         peak = np.where(inside, self.half_peak[run], self.peak[run])
-        # An attention kernel's speed is a share of the peak itself.
+        # An attention kernel's speed is relative to the peak itself.
         most = np.where(inside, half[run], whole[run])
         rate = peak * np.where(k["attention"], 1.0, most)
         get = {name: self.shares(constants, name)[run] for name in Achieved.__slots__}
@@ -326,7 +332,7 @@ class Runs:
         forward_share = forward_share * aligned
         backward_share = 0.5 * (left + right) * aligned
         longest = np.maximum(k["m"], k["n"])
-        # A device that has too little power for its products has no more for these.
+        # A device with too little power for its products has no more for these.
         kernel = (
             np.minimum(get["attention"], most)
             * get["attention_before"] ** self.behind[run]
@@ -351,7 +357,7 @@ class Runs:
             gradients * np.maximum(flops / rate / behind, backward / passes),
             backward,
         )
-        # Parameters are brought to 8 bits once a step, activations and gradients here.
+        # Parameters are cast to 8 bits once per step, activations and gradients here.
         narrow = np.where(k["product"] & eight & ~inside, CAST_BYTES / bandwidth, 0.0)
         forward = forward + narrow * k["m"] * k["k"] * k["batch"]
         backward = backward + narrow * k["m"] * k["n"] * k["batch"]
@@ -360,7 +366,7 @@ class Runs:
         return forward * k["count"], backward * k["count"]
 
     def places(self, constants: Constants) -> tuple[Array, Array]:
-        """Forward and backward seconds of one micro-batch: (place, run)."""
+        """Returns forward and backward seconds of one micro-batch: (place, run)."""
         k, run = self.kernels, self.kernels["run"]
         forward, backward = self._kernel_seconds(constants)
         again = self._recomputed_shares()
@@ -376,13 +382,13 @@ class Runs:
         ahead[LAYER] += cast * CAST_AHEAD
         behind[LAYER] += cast * CAST_BEHIND
         self._dispatch(ahead, behind, again, constants)
-        # Ranks meet when the slowest host has come, so that what they exchange adds to
-        # the host's time as it does to the device's.
+        # Ranks wait for the slowest host, so exchanges add to the host's time as to the
+        # device's.
         sent = self._wires(constants)
         return ahead + sent[0], behind + sent[1]
 
     def _recomputed_shares(self) -> Array:
-        """Part of each kernel that the backward pass computes again."""
+        """Returns the part of each kernel that the backward pass recomputes."""
         k, run = self.kernels, self.kernels["run"]
         remat = self.remat[run]
         scores = (k["scores"] & ~k["attention"]).astype(float)
@@ -394,7 +400,7 @@ class Runs:
         return result
 
     def _wires(self, constants: Constants) -> tuple[Array, Array]:
-        """Forward and backward seconds of collectives inside a micro-batch."""
+        """Returns forward and backward seconds of collectives inside a micro-batch."""
         network = self.network * self.shares(constants, "network")
         links = (self._node(constants), network)
         exposed = 1.0 - self.shares(constants, "overlap_layers")
@@ -409,12 +415,12 @@ class Runs:
     def _dispatch(
         self, ahead: Array, behind: Array, again: Array, constants: Constants
     ) -> None:
-        """Raises a layer's time to its launches, where a host launches one by one."""
+        """Raises a layer's time to its launch time, if a host launches operations."""
         k, run = self.kernels, self.kernels["run"]
         here = k["place"] == LAYER
         launches = (1.0 + k["gradients"] + again) * k["count"] * here
         number = np.bincount(run, weights=launches, minlength=len(self.runs))[self.like]
-        # Where it is the hosts that take longest, ranks wait for the slowest of them.
+        # If the hosts are the bottleneck, ranks wait for the slowest of them.
         host = number * self.shares(constants, "dispatch_seconds")
         late = self.shares(constants, "jitter_seconds") * self.meetings[self.like]
         host = np.where(self.compiled | ~self.gpu | self.profiled, 0.0, host + late)
@@ -429,8 +435,8 @@ class Runs:
 
         Args:
             constants: Rates that devices deliver.
-            settle: Work the pipelines' waiting out anew; otherwise that of the last
-                time stands, which a fit uses between its rounds.
+            settle: Whether to recompute the pipelines' waits; otherwise the previous
+                ones stay, which a fit uses between its rounds.
         """
         ahead, behind = self.places(constants)
         layers = self.mean_layers
@@ -464,7 +470,9 @@ class Runs:
         )
 
     def _accumulated(self, constants: Constants) -> Array:
-        """Seconds in which a micro-batch's gradients are added to those before it."""
+        """Returns the seconds in which a micro-batch's gradients are added to earlier
+        ones.
+        """
         nbytes = (self.dense + self.expert) * (WEIGHT_BYTES + 2 * self.gradient)
         nbytes = nbytes * ((self.parts > 1) & ~self.fused & ~self.frozen)
         result: Array = nbytes / self._bandwidth(constants)
@@ -493,18 +501,18 @@ class Runs:
             self.stretch[i] = step / (run.num_micro_batches * slowest[i])
 
     def _exposed(self, compute: Array, constants: Constants) -> Array:
-        """Data-parallel collectives that computation does not hide."""
+        """Returns the data-parallel collectives that computation does not overlap."""
         node = self._node(constants)
         network = self.network * self.shares(constants, "network")
         hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)
 
         def once(each_bytes: float | Array, axes: Axes, *, sharded: bool) -> Array:
-            """Seconds in which parameters are gathered, or gradients scattered, once.
+            """Returns the seconds of one gather of parameters, or scatter of gradients.
 
             Args:
                 each_bytes: Bytes of one parameter.
-                axes: Over which.
-                sharded: Each device has a shard to begin with.
+                axes: Axes of the collective.
+                sharded: Whether each device begins with a shard.
             """
             total = np.zeros(len(self.runs))
             for one in self.held:
@@ -525,13 +533,13 @@ class Runs:
         hidden = np.where(
             self.overlaps, self.shares(constants, "overlap_gradients"), 0.0
         )
-        # Reduced behind the last micro-batch's backward, gathered behind the first's
+        # Reduced after the last micro-batch's backward and gathered before the first's
         # forward: together one micro-batch's computation.
         room = compute / self.parts * hidden
         exposed = np.maximum(gradients * (1 - hidden), gradients - room)
         exposed = np.where((self.ranks > 1) & ~self.frozen, exposed, 0.0)
-        # Parameters in shards are gathered twice and reduced once in a micro-batch;
-        # between replicas of the shards, once in a step.
+        # Sharded parameters are gathered twice and reduced once per micro-batch;
+        # between replicas of the shards, once per step.
         each = 2 * once(self.weights, SHARDS, sharded=False)
         each = each + once(self.gradient, SHARDS, sharded=False)
         rounds = np.where(self.frozen, 2.0, 3.0)
@@ -544,18 +552,18 @@ class Runs:
         return result
 
     def peak_bytes(self, constants: Constants) -> Array:
-        """Memory of the fullest device."""
+        """Returns the memory of the fullest device."""
         total: Array = self._used_bytes + self.shares(constants, "reserve_bytes")
         return total
 
     @functools.cached_property
     def _used_bytes(self) -> Array:
-        """Returns the bytes of it that the program takes."""
+        """Memory of the fullest device that the program uses, in bytes."""
         result = []
         owners = [(one.params, one.owners(self.zero)) for one in self.held]
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
             params = self.dense[i] + self.expert[i]
-            # XLA's programs bring gradients to the type of the masters, float32.
+            # XLA's programs cast gradients to the type of the masters, float32.
             least = 4 if run.framework.xla else WEIGHT_BYTES
             gradient = max(least, run.framework.gradient_bytes)
             trained = not run.frozen
@@ -575,14 +583,14 @@ class Runs:
                 width = MASTER_BYTES if run.autocast else WEIGHT_BYTES
                 working += 2 * width * params / run.layers_per_stage
                 if run.stages == 1 and not run.framework.xla:
-                    # What no layer owns stays gathered, and gets its gradient whole.
+                    # Parameters outside layers stay gathered, with unsharded gradients.
                     head += (1 + trained) * width * self.ends[i]
             result.append(static + saved + max(working, head))
         return np.array(result)
 
 
 def _along(counts: Sequence[int], places: Array) -> list[float]:
-    """Seconds of each part of a pipeline."""
+    """Returns the seconds of each part of a pipeline."""
     along = [count * float(places[LAYER]) for count in counts]
     along[0] += float(places[EMBED])
     along[-1] += float(places[HEAD])
@@ -595,21 +603,20 @@ def pipeline_seconds(
     backward: Sequence[float],
     transfer: float,
 ) -> float:
-    """A step's time in a pipeline, by its schedule's rows.
+    """Returns a step's time in a pipeline, by its schedule's rows.
 
-    Once as many micro-batches are on their way as there are stages, each further one
-    takes the slowest stage's time; so that no more rows are simulated than it takes to
-    come there.
+    Once as many micro-batches are in flight as there are stages, each further one takes
+    the slowest stage's time; so only the rows up to that point are simulated.
 
     Args:
-        run: Schedule, stages and micro-batches.
+        run: Run with its schedule, stages and micro-batches.
         forward, backward: Seconds of one micro-batch in each part of the model.
         transfer: Seconds from one part to the next.
     """
     parts, chunks = run.num_micro_batches, run.chunks
     few = min(parts, STEADY_AFTER * run.stages)
     if chunks > 1:
-        # Chunks take turns in rounds of the stages.
+        # Chunks alternate in rounds of the stages.
         few = few // run.stages * run.stages
     if few == 0:
         forward, backward = (

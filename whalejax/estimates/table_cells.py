@@ -1,4 +1,4 @@
-"""Cells of one row of a table, and what is noted while they are read."""
+"""Cells of one row of a table, with the notes of reading them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Cells:
-    """One row on its way to a run.
+    """One row that is being read.
 
     Attributes:
         row: Column to cell.
@@ -19,21 +19,23 @@ class Cells:
     notes: list[str] = field(default_factory=list)
 
     def text(self, column: str) -> str:
-        """The cell without blanks around it; empty where there is none."""
+        """Returns the cell without blanks around it; empty if there is none."""
         return (self.row.get(column) or "").strip()
 
     def whole(self, column: str) -> int | None:
-        """The number of the cell, or None where it is empty or -1, the rest."""
+        """Returns the integer of the cell; None if it is empty or -1, which means the
+        rest.
+        """
         whole = self.number(column)
         return None if whole is None or whole < 0 else int(whole)
 
     def number(self, column: str) -> float | None:
-        """The number of the cell, whole or not, or None where it is empty."""
+        """Returns the number of the cell, or None if it is empty."""
         text = self.text(column)
         return float(text) if text else None
 
     def or_else(self, column: str, value: int, why: str) -> int:
-        """The cell, or a value that is noted."""
+        """Returns the cell, or a default that is noted."""
         or_else = self.whole(column)
         if or_else is not None:
             return or_else

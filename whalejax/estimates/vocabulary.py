@@ -1,6 +1,6 @@
-"""Words of tables for what runs compute again, in which type, and how they shard.
+"""Words of tables for remat policies, types and sharding.
 
-People write the same in many ways; what none of these is stays the table's own name.
+People write the same in many ways; other words stay the table's own names.
 """
 
 from __future__ import annotations
@@ -12,55 +12,55 @@ from whalejax.estimates.rematerialization import SAVED_BY_NAME, Remat
 
 
 NO = frozenset("none no false off 0 0.0 disabled n/a - na".split())
-"""Words for not."""
+"""Words for no."""
 
 YES = frozenset("yes true on 1 1.0 enabled".split())
-"""Words for what is done in full."""
+"""Words for yes."""
 
 GATED = (
     "llama vicuna fuji internlm mistral mixtral gemma qwen deepseek yi- grok dbrx olmo "
     "palm maxtext-gps baichuan chatglm granite minicpm gpt-oss kimi"
 ).split()
-"""Words in a model's name that mean a gated feed-forward, RMSNorm and untied ends."""
+"""Words in a model's name that imply a gated feed-forward, RMSNorm and untied ends."""
 
 ADAPTERS = ("lora", "qlora", "peft", "adapter")
-"""Words of a row that mean that the model's own parameters are not trained."""
+"""Words of a row which imply that the model's own parameters are not trained."""
 
 DOTS = (
     "dots minimal minimal_with_context minimal_flash minimal_offloaded dots_saveable "
     "checkpoint_dots offload_dots_saveable offload_dots"
 ).split()
-"""Names under which JAX and MaxText keep the results of matrix products."""
+"""Names for saving the results of matrix products in JAX and MaxText."""
 
 POLICIES: Mapping[str, Remat] = {
     **{name: name for name in (*SAVED_BY_NAME, "alternate_dots")},
     **dict.fromkeys(DOTS, "dots"),
 }
-"""Names of policies that say which products are kept."""
+"""Names of policies for the saved products."""
 
 KNOWN_REMATS = ("none", "selective", "full", *POLICIES)
-"""Names of policies, for whoever wrote another."""
+"""Known names of policies, for errors."""
 
 _BESIDE = frozenset("flash remat policy offload offloaded with".split()) | {""}
-"""Words that may stand beside the name of a policy."""
+"""Words that may accompany the name of a policy."""
 
 _BY_LAYER = re.compile(r"selective\W*(layer\W*)?\d")
 
 _COMPILED = frozenset("compiled compile torch.compile inductor xla jit".split())
-"""Words for a step that is one program on the device."""
+"""Words for a compiled step."""
 
 EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8", "mxfp8", "mxfp6")
-"""Words of a precision in 8 bits; scales of blocks, as MXFP8 has, cost no time."""
+"""Words for a precision in 8 bits; block scales, as in MXFP8, cost no time."""
 
 FOUR = ("nvfp4", "mxfp4", "fp4", "float4", "e2m1")
-"""Words of a precision in 4 bits."""
+"""Words for a precision in 4 bits."""
 
 SIXTEEN = ("fp16", "f16", "float16", "half")
-"""Words of the precision in 16 bits that is no bfloat16."""
+"""Words for float16."""
 
 
 def has(text: str, word: str) -> bool:
-    """Whether a word stands in a text, with no letters beside it.
+    """Whether a word occurs in a text without adjacent letters.
 
     >>> has("llama2_70b_lora", "lora"), has("model exploration", "lora")
     (True, False)
@@ -69,7 +69,7 @@ def has(text: str, word: str) -> bool:
 
 
 def degree(text: str) -> int:
-    """The whole number of a cell, 1 where it is none."""
+    """Returns the integer of a cell, or 1."""
     try:
         return max(1, int(float(text)))
     except (ValueError, OverflowError):
@@ -77,7 +77,7 @@ def degree(text: str) -> int:
 
 
 def yes(text: str) -> bool:
-    """Whether a cell says that something is done; 1 of something is none of it.
+    """Whether a cell means yes; a degree of 1 does not.
 
     >>> [yes(text) for text in ("on", "8", "True", "none", "1.0", "-")]
     [True, True, True, False, False, False]
@@ -100,7 +100,7 @@ def remat(text: str, selective: Remat) -> Remat | None:
     """Returns the recomputation policy that a name means, or None for unknown names.
 
     Args:
-        text: Text of the cell, in small letters.
+        text: Text of the cell, in lower case.
         selective: Meaning of "selective" in the framework.
 
     >>> remat("full recompute", "selective"), remat("save_qkv_proj", "selective")
@@ -114,7 +114,7 @@ def remat(text: str, selective: Remat) -> Remat | None:
     if len(words) == 1 and (policy := POLICIES.get(*words)) is not None:
         return policy
     if "selective" in text:
-        # A number beside it is TorchTitan's: of the layers, every second or third.
+        # A number next to it is TorchTitan's: every second or third layer.
         return None if _BY_LAYER.search(text) else selective
     if text in YES or has(text, "full") or "checkpointing" in text:
         return "full"
@@ -122,7 +122,7 @@ def remat(text: str, selective: Remat) -> Remat | None:
 
 
 def compiled(text: str) -> bool | None:
-    """Whether a step is compiled, or None where the words say neither.
+    """Returns whether a step is compiled; None if the words tell neither.
 
     >>> [compiled(text) for text in ("compiled", "torch.compile", "eager", "no", "x")]
     [True, True, False, False, None]
@@ -134,7 +134,7 @@ def compiled(text: str) -> bool | None:
 
 
 def precision(text: str) -> str:
-    """The type that products multiply in.
+    """Returns the type of products.
 
     >>> [precision(text) for text in ("amp_bf16", "float16", "fp8 rowwise", "float32")]
     ['bf16', 'f16', 'f8', 'f32']

@@ -1,9 +1,9 @@
 """Work of one device in one micro-batch of a run: FLOPs and bytes, not seconds.
 
-The rows and flows of the decoder's graph, under the tables that the run's layout
-means, become kernels (sizes and bytes on one device) and traffic (bytes on the wire by
-link). No constant of any hardware is in here, so that work is computed once and priced
-as often as a fit asks.
+The rows and flows of the decoder's graph, under the tables of the run's layout, become
+kernels (sizes and bytes on one device) and traffic (bytes on the wire by link). This
+module has no hardware constants, so the work is computed once and evaluated as often as
+a fit needs.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from whalejax.planner.sharding.operation_rows import OperationRows, Row
 
 
 EMBED, LAYER, HEAD = 0, 1, 2
-"""Places of a decoder: before its layers, one of them, and behind them."""
+"""Places of a decoder: before its layers, one of them, and after them."""
 
 VIEW_PASSES = 5
-"""Reads and writes of a gradient behind a view that was written into, in PyTorch: it is
-copied to the base's layout, the view's part cloned, filled in a copy of its own (two),
+"""Reads and writes of a gradient of a view that was written into, in PyTorch: it is
+copied to the base's layout, the view's part cloned, filled in a separate copy (two),
 and copied back."""
 
 UNFUSED_LOGIT_BYTES = 20
-"""Held of a logit where the loss is no kernel of its own, in float32: the logits, a
-copy that is shifted by a token, their logarithms of probabilities, the cotangent of
-these, and that of the copy."""
+"""Bytes of a float32 logit if the loss is no kernel of its own: the logits, a copy
+shifted by a token, their log-probabilities, and the cotangents of these and of the
+copy."""
 
 _PLACE_OF = {"embed": EMBED, "residual": LAYER, "inner": LAYER}
 _PLACE_OF |= {"experts": LAYER, "final": HEAD, "head": HEAD}
@@ -71,12 +71,12 @@ class Kernel:
     """Equal operations on one device in one micro-batch.
 
     Attributes:
-        place: ``EMBED``, ``LAYER`` or ``HEAD``; of a layer for one layer.
-        m, k, n, batch: Sizes of the product, all 1 where it is none.
+        place: ``EMBED``, ``LAYER`` or ``HEAD``; for one layer.
+        m, k, n, batch: Sizes of the product; 1 without one.
         product: Whether the operations are products.
-        share: Part of it that is done.
-        forward_bytes, backward_bytes: Through memory.
-        gradients: Number of products, or passes, of its backward.
+        share: Part of the product that is computed.
+        forward_bytes, backward_bytes: Memory traffic of each pass.
+        gradients: Number of products, or passes, of the backward pass.
         count: Number of equal operations.
         attention: Whether it is in a fused attention kernel.
         scores: Whether it belongs to attention's scores, without weights.
@@ -103,7 +103,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Equal collectives of one micro-batch, but for those on parameters."""
+    """Equal collectives of one micro-batch, except those on parameters."""
 
     place: int
     forward: bool
@@ -118,8 +118,8 @@ class MicroBatchWork:
     """One micro-batch on one device.
 
     Attributes:
-        kernels, traffic: See there.
-        saved_bytes: For each rematerialization, activations that one layer keeps.
+        kernels, traffic: Kernels and collectives of the micro-batch.
+        saved_bytes: Saved activations of one layer, by rematerialization.
         head_bytes: Largest temporaries around the loss.
     """
 
@@ -151,9 +151,9 @@ def _analyse_decoder(
 
 @functools.cache
 def _profile() -> Cluster:
-    """Returns a machine whose compiler merges and scatters: frameworks do it by hand.
+    """Returns a cluster whose compiler merges and scatters: frameworks do it by hand.
 
-    Which operations are one kernel a decoder's graph says itself.
+    The graph of a decoder itself determines which operations form one kernel.
     """
     result = cluster("h100:8")
     apart = dataclasses.replace(result.compiler, fuses_normalizations=False)
@@ -161,8 +161,8 @@ def _profile() -> Cluster:
 
 
 def work_of(run: PublishedRun) -> MicroBatchWork:
-    """The work of a run."""
-    # Layers are alike, so that those of two say all; the trip count is divided out.
+    """Returns the work of a run."""
+    # Layers are equal, so two suffice; the trip count is divided out.
     sizes = dataclasses.replace(run.sizes, layers=2)
     return _work(
         sizes,
@@ -235,8 +235,8 @@ def _work(
 def _gathered_behind(
     one: Collective, others: Sequence[Collective], s: CostSetting
 ) -> float:
-    """Returns the number of shards in which frameworks exchange what a compiler would
-    gather before.
+    """Returns the number of shards in which frameworks exchange values that a compiler
+    would gather first.
     """
     if one.kind != "all-to-all":
         return 1.0
@@ -263,13 +263,13 @@ def _tables(
     batch = tuple(r.index for r in dims.batch)
     sequence = role("tokens", 1)
     vocabulary = role("embed.table", 0)
-    # Behind the router, the places at the experts are what the sequence was.
+    # After the router, the places at the experts replace the sequence.
     sent = [op.results[0] for op in found.graph.ops if op.kind == "dispatch"]
     places = dims.layouts[sent[0]][2][:1] if sent else ()
     base: dict[str, tuple[int, ...]] = {"context": sequence + places, "expert": batch}
     heads = role("layer.qkv", 1)
     wide = role("layer.down", 1 if sizes.experts else 0)
-    # Ranks that share the sequence send what they have of it to the experts.
+    # Ranks that share the sequence send their parts to the experts.
     shared = sequence + places if sequence_parallel else ()
     between: Table = {**base, "tensor": shared}
     by_region: dict[str, Table] = {
@@ -291,9 +291,9 @@ def _tables(
 
 
 def _with_parts(rows: Sequence[Row]) -> Iterator[tuple[Row, int]]:
-    """Rows, and which of ``PRODUCTS`` each is; -1 where it is none of them."""
+    """Yields rows with their index in ``PRODUCTS``, or -1."""
     inner = [REGIONS.index(name) for name in ("inner", "experts")]
-    # Products of a layer with weights stand in their order; attention has none.
+    # A layer's products with weights are in their order; attention has none.
     names = iter(name for name in PRODUCTS if name != "attention")
     for row in rows:
         if row.product is None or row.task_graph not in inner:
@@ -312,10 +312,10 @@ def _kernel(
     if row.kind == IN_PLACE:
         backward = forward * VIEW_PASSES
     elif row.kind == SOFTMAX:
-        # Gradients are made of what it gave, which is read again.
+        # Gradients are computed from its results, which are read again.
         backward += forward
     elif row.kind == DROPOUT:
-        # What is dropped is a byte for each element, written and read.
+        # A dropout mask is a byte per element, written and read.
         mask = forward / 2 / row.results[0].itemsize_bytes
         forward, backward = forward + mask, backward + mask
     product = row.product
@@ -352,16 +352,16 @@ def _saved(
     sample_bytes: int,
     widened: int,
 ) -> dict[Remat, float]:
-    """Activations that a layer keeps under each policy.
+    """Returns the saved activations of a layer under each policy.
 
     Args:
-        found, tables, s, sizes: The decoder and its layout.
+        found, tables, s, sizes: Decoder and its layout.
         sample_bytes: Bytes of one element of all samples of a micro-batch.
         widened: Factor by which elements of the residual stream are wider.
     """
     residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
     stream_like = ((), (sizes.seq,), (sizes.hidden,))
-    # What products read of the stream is kept as it lies there, and gathered again.
+    # Operands from the stream are saved in its layout, and gathered again.
     kept = [
         dataclasses.replace(e, task_graph=residual)
         if e.task_graph in inner and _as_single(e.sizes) == stream_like
@@ -369,7 +369,7 @@ def _saved(
         for e in found.residents.saved
         if e.task_graph in (residual, *inner)
     ]
-    # What the stream's own operations read of it is as wide as it is.
+    # Operands of the stream's own operations have its width.
     wide = [
         widened
         if e.task_graph == residual and _as_single(e.sizes) == stream_like
@@ -398,7 +398,7 @@ def _saved(
 def _logit_bytes(
     s: CostSetting, sizes: DecoderSizes, micro_batch: int, itemsize: int
 ) -> float:
-    """The largest temporaries around the loss, on one device."""
+    """Returns the largest temporaries around the loss, on one device."""
     shards = s.mesh["tensor"] * s.mesh["context"]
     logits = micro_batch * sizes.seq * sizes.vocab / shards
     # One kernel has the logits, twice their bytes, and their cotangent.
@@ -409,16 +409,16 @@ def _logit_bytes(
 def _eager_bytes(
     s: CostSetting, sizes: DecoderSizes, micro_batch: int, itemsize: int, shared: bool
 ) -> float:
-    """Returns the further saved bytes of a gated layer on one device, where no kernel
-    fuses it.
+    """Returns the additional saved bytes of a gated layer on one device without a fused
+    kernel.
 
-    Two RMSNorms keep four bytes more of each element (their input in float32 instead of
-    16 bits, and the input divided by its size), and a gate two of its four values,
-    which a kernel makes again.
+    Two RMSNorms save four more bytes per element (their input in float32 instead of 16
+    bits, and the normalized input), and a gate two of its four values, which a kernel
+    recomputes.
 
     Args:
-        s, sizes, micro_batch, itemsize: The decoder and its layout.
-        shared: Tensor ranks share the sequence between products.
+        s, sizes, micro_batch, itemsize: Decoder and its layout.
+        shared: Whether tensor ranks share the sequence between products.
     """
     if not (sizes.eager and sizes.gated):
         return 0.0
@@ -431,7 +431,7 @@ def _eager_bytes(
 def _result_bytes(
     s: CostSetting, sizes: DecoderSizes, sample_bytes: int, stream_bytes: float
 ) -> dict[str, float]:
-    """Bytes of what each of ``PRODUCTS`` gives, on one device."""
+    """Returns the bytes of each of ``PRODUCTS``' results, on one device."""
     each = sample_bytes * sizes.seq / (s.mesh["tensor"] * s.mesh["context"])
     heads = each * sizes.head_dim
     return {
@@ -444,24 +444,24 @@ def _result_bytes(
 
 
 def _as_single(sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Sizes as those of one sample."""
+    """Returns sizes without the dimension of samples."""
     return ((), *sizes[1:])
 
 
 def _is_scores(sizes: tuple[tuple[int, ...], ...]) -> bool:
-    """Sample, group, head, query, key: the last two are the sequence."""
+    """Whether sizes are sample, group, head, query, key, with equal last two."""
     return len(sizes) == 5 and sizes[3] == sizes[4] != ()
 
 
 def wires(
     kind: CollectiveKind, payload_bytes: float, sizes: tuple[int, int]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Bytes on the wire and steps of one collective, inside a node and between nodes.
+    """Returns bytes and steps of one collective, inside a node and between nodes.
 
     Args:
-        kind: The collective.
+        kind: Kind of collective.
         payload_bytes: Bytes of the payload, as in ``collectives``.
-        sizes: Devices that take part inside a node, and nodes.
+        sizes: Number of participating devices inside a node, and of nodes.
 
     Returns:
         (bytes, steps) for the two levels.
@@ -479,8 +479,8 @@ def wires(
 
 
 def levels_of(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
-    """Returns how many devices of some axes share a node, and over how many nodes they
-    extend.
+    """Returns the number of devices of some axes in a node, and the number of their
+    nodes.
 
     Tensor ranks are neighbours, then context ranks, then data ranks (experts are some
     of these), then pipeline stages.
@@ -502,20 +502,20 @@ def levels_of(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
 
 
 def copies_of_experts(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
-    """The same of those devices along some axes that hold the same experts.
+    """Returns ``levels_of`` for the devices along some axes with the same experts.
 
     Args:
         run: The run.
-        axes: Some of ``context``, ``fsdp`` and ``data``, as for the other parameters.
+        axes: Some of ``context``, ``fsdp`` and ``data``, as for other parameters.
     """
     inside, nodes = levels_of(run, axes)
-    # Ranks with unlike experts lie between them: those along fsdp first, then others.
+    # Ranks with other experts are between them: those along fsdp first, then others.
     unlike = run.expert if "fsdp" in axes else max(1, run.expert // run.fsdp)
     return _split(max(1, inside * nodes // unlike), -(-inside // unlike))
 
 
 def _split(total: int, fits: int) -> tuple[int, int]:
-    """Devices into equal nodes, of which each has room for so many."""
+    """Divides devices into equal nodes with limited room."""
     inside = min(total, max(1, fits))
     while total % inside:
         inside -= 1
@@ -523,7 +523,9 @@ def _split(total: int, fits: int) -> tuple[int, int]:
 
 
 def arrays(kernels: list[tuple[int, Kernel]]) -> dict[str, np.ndarray]:
-    """Kernels of many runs as columns; ``run`` is the index of each one's."""
+    """Returns kernels of many runs as columns; ``run`` is the index of each
+    one's run.
+    """
     names = [f.name for f in dataclasses.fields(Kernel)]
     result = {"run": np.array([i for i, _ in kernels], dtype=int)}
     for name in names:

@@ -1,10 +1,9 @@
 """Reads the work of a compiled program from its HLO text.
 
-``read`` takes the text apart, ``executions`` multiplies loops out, and on that
+``read`` parses the text, ``executions`` multiplies loops out; with these,
 ``collectives`` counts what devices send each other and ``product_flops`` what they
-multiply. Text is the one form of a compiled program that every backend gives. What is
-not understood is refused by name, because a count that left something out would look
-like any other.
+multiply. Text is the only form of a compiled program that every backend gives. Unknown
+constructs are refused by name, because an incomplete count would look like any other.
 """
 
 from whalejax.hlo.hlo_collectives import KINDS, Collectives, Instruction, collectives

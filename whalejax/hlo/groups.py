@@ -1,7 +1,7 @@
-"""Finds the devices that a collective joins, and their mesh axes.
+"""Finds the devices of a collective, and their mesh axes.
 
-Programs write the groups in four ways; all become lists of device numbers, which count
-devices in the order of the mesh, its last axis first.
+Programs write the groups in four ways; all are converted to lists of device numbers,
+which count devices in the order of the mesh, last axis fastest.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def groups_of(text: str, num_devices: int) -> Groups:
-    """The groups of a collective, as device numbers; empty where the text has none.
+    """Returns the groups of a collective, as device numbers; empty if the text has
+    none.
 
     Args:
-        text: Its attributes.
+        text: Attributes of the collective.
         num_devices: Number of devices of the program; an empty list of groups means all
             of them.
 
     Raises:
-        HloError: Groups in a form that is not known.
+        HloError: The groups have an unknown form.
 
     >>> groups_of("replica_groups=[4,2]<=[2,4]T(1,0)", 8)
     ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -82,7 +83,7 @@ def _mesh_groups(axes: str, dims: str | None, order: str | None, over: str) -> G
     if dims:
         ids = ids.reshape(_numbers(dims))
         ids = ids.transpose(_numbers(order)) if order else ids
-    # An axis of which a part is joined becomes what is before it, it, and after it.
+    # An axis that is joined in part becomes three: before, joined, and after.
     shape: list[int] = []
     joined: list[int] = []
     wanted = {m[1]: (m[3], m[4]) for m in _AXIS.finditer(over)}
@@ -101,7 +102,7 @@ def _mesh_groups(axes: str, dims: str | None, order: str | None, over: str) -> G
 
 
 def pairs_of(text: str) -> Groups:
-    """(source, target) of each transfer of a collective-permute.
+    """Returns (source, target) of each transfer of a collective-permute.
 
     >>> pairs_of("source_target_pairs={{0,1},{1,0}}")
     ((0, 1), (1, 0))
@@ -113,11 +114,11 @@ def pairs_of(text: str) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes that groups join, outermost first; None where they are no axes.
+    """Returns the mesh axes of groups, outermost first; None if they are no axes.
 
     Args:
         groups: Device numbers.
-        mesh: Axes and sizes, outermost first.
+        mesh: Mesh axes and sizes, outermost first.
 
     >>> axes_of(((0, 4), (1, 5), (2, 6), (3, 7)), {"data": 2, "tensor": 4})
     ('data',)
@@ -140,7 +141,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
 def axes_between(
     pairs: Sequence[tuple[int, ...]], mesh: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """The mesh axes along which transfers go, outermost first.
+    """Returns the mesh axes of transfers, outermost first.
 
     >>> axes_between(((0, 1), (1, 0)), {"data": 1, "tensor": 2})
     ('tensor',)

@@ -1,7 +1,7 @@
 """The collectives of a compiled program: kind, bytes, executions and mesh axes.
 
-What devices send is stated as the planner states it: the bytes of the whole array on
-one device, that is what an all-gather gives and what a reduce-scatter is given.
+Payloads are in the planner's convention: bytes of the unsharded array on one device,
+that is the result of an all-gather and the operand of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from whalejax.hlo.loops import Branch, Execution, executions, largest_branches
 KINDS = tuple(sorted(COLLECTIVES))
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CHAIN = re.compile(r'chain_id="(\d+)"')
-"""Fusions that carry one asynchronous collective on, as TPU programs write it."""
+"""Attribute of fusions that continue one asynchronous collective, in TPU programs."""
 
 _START = 'custom_call_target="AsyncCollectiveStart"'
-"""What the first of them gives: all that the others need to carry it on."""
+"""Marker of the first of these fusions, whose result the others need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +39,16 @@ class Instruction:
     """A collective of the program.
 
     Attributes:
-        kind: Kind of ``KINDS``.
-        shapes: (dtype, shape) of its results on one device.
-        nbytes: Bytes of its results on one device.
+        kind: One of ``KINDS``.
+        shapes: (dtype, shape) of the results on one device.
+        nbytes: Bytes of the results on one device.
         count: Number of executions in one execution of the program.
-        group_size: Devices that it joins; 0 where the text does not say, and for a
+        group_size: Number of joined devices; 0 if the text does not have it, and for a
             collective-permute.
-        groups: These devices; of a collective-permute the (source, target) pairs.
-        name: Name stack of the operation behind it, if the compiler kept it.
-        places: Lines of the source behind it, innermost first.
-        instruction: Name of the instruction in the program, as profiles have it.
+        groups: Joined devices; for a collective-permute, the (source, target) pairs.
+        name: Name stack of the source operation, if the compiler kept it.
+        places: Source lines, innermost first.
+        instruction: Name of the instruction in the program, as in profiles.
     """
 
     kind: str
@@ -63,15 +63,15 @@ class Instruction:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes on one device as the planner counts them: of the whole array."""
+        """Bytes on one device in the planner's convention: of the unsharded array."""
         whole = self.kind == "reduce-scatter"
         return self.nbytes * (max(1, self.group_size) if whole else 1)
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-        """The mesh axes it runs over; None where its groups are no axes.
+        """Returns the mesh axes that it runs over; None if its groups are no axes.
 
         Args:
-            mesh: Axes and sizes, outermost first.
+            mesh: Mesh axes and sizes, outermost first.
         """
         if self.kind == "collective-permute":
             return axes_between(self.groups, mesh) if self.groups else None
@@ -86,7 +86,7 @@ class Collectives:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Executions by kind."""
+        """Number of executions by kind."""
         counts: Counter[str] = Counter()
         for i in self.instructions:
             counts[i.kind] += i.count
@@ -94,34 +94,33 @@ class Collectives:
 
     @property
     def nbytes(self) -> Mapping[str, int]:
-        """Result bytes on one device by kind, executions multiplied."""
+        """Result bytes on one device by kind, over all executions."""
         nbytes: Counter[str] = Counter()
         for i in self.instructions:
             nbytes[i.kind] += i.count * i.nbytes
         return nbytes
 
     def of(self, kind: str) -> tuple[Instruction, ...]:
-        """The collectives of one kind."""
+        """Returns the collectives of one kind."""
         return tuple(i for i in self.instructions if i.kind == kind)
 
 
 def collectives(program: str | Module) -> Collectives:
-    """The collectives of a compiled program.
+    """Returns the collectives of a compiled program.
 
-    An asynchronous one counts once: where it starts, or, where a chain of fusions
-    carries it on, in the first of them. A loop may carry on one that began before it,
-    beside what it computes: that is still one. Of a conditional the branch counts
-    that sends most bytes.
+    An asynchronous collective counts once: at its start, or in the first of a chain of
+    fusions. A loop may continue one that began before it while it computes: that still
+    counts once. Of a conditional, the branch that sends most bytes counts.
 
     Args:
-        program: ``compiled.as_text()``, or what ``read`` made of it.
+        program: ``compiled.as_text()``, or the result of ``read``.
 
     Returns:
-        Those that the entry computation reaches, in the order of the text.
+        Collectives that the entry computation reaches, in the order of the text.
 
     Raises:
-        HloError: A loop that holds a collective has no known trip count, or the
-            program is not understood.
+        HloError: A loop with a collective has no known trip count, or the program has
+            an unknown construct.
 
     >>> found = collectives(
     ...     "ENTRY %main (x: f32[4]) -> f32[8] {\\n"
@@ -158,13 +157,13 @@ def collectives(program: str | Module) -> Collectives:
 
 
 class _Chains:
-    """Tells where asynchronous collectives begin from where fusions carry them on."""
+    """Distinguishes starts of asynchronous collectives from their continuations."""
 
     def __init__(self) -> None:
         self.begun: set[tuple[str, str, str, tuple[int, ...]]] = set()
 
     def begins(self, kind: str, execution: Execution) -> bool:
-        """Whether a collective is sent, and no part of one that is counted already."""
+        """Whether a collective is sent, and not part of one that is already counted."""
         chain = _CHAIN.search(execution.line.rest)
         if chain is None:
             return True
@@ -176,7 +175,7 @@ class _Chains:
         )
         if here in self.begun:
             return False
-        # A loop carries on what began before it, unless it begins another by itself.
+        # A loop continues what began before it, unless it begins another itself.
         if not _starts(execution) and self.begun.intersection(around):
             return False
         self.begun.add(here)
@@ -189,7 +188,7 @@ def _starts(execution: Execution) -> bool:
 
 
 def _refuse(line: Line) -> None:
-    """Raises for what sends and is not counted."""
+    """Raises for instructions that send but are not counted."""
     sends = line.opcode in ("send", "recv") and "is_host_transfer=true" not in line.rest
     if sends or line.opcode == "collective-broadcast":
         raise HloError(f"the {line.opcode} {line.name} sends, and is not counted")
@@ -221,9 +220,9 @@ def _instruction(module: Module, kind: str, execution: Execution) -> Instruction
 
 
 def _cut(execution: Execution, kind: str, size: int) -> tuple[Shape, ...] | None:
-    """Returns the shapes left of an all-reduce where a fusion keeps this device's part.
+    """Returns the shapes left of an all-reduce if a fusion keeps this device's part.
 
-    That is how TPU programs write a reduce-scatter.
+    TPU programs write a reduce-scatter in this way.
     """
     fused = execution.computation.name != execution.caller
     if kind != "all-reduce" or not fused or size < 2:
@@ -236,10 +235,10 @@ def _cut(execution: Execution, kind: str, size: int) -> tuple[Shape, ...] | None
 
 
 def _result(kind: str, line: Line) -> str:
-    """The shape of what a collective gives, without what an asynchronous one holds.
+    """Returns the shape of a collective's result, without operands and context.
 
-    Where one starts, its type is a tuple of operands, results and context; only an
-    all-reduce names its results alone.
+    At an asynchronous start, the type is a tuple of operands, results and context; only
+    an all-reduce names its results alone.
     """
     if line.opcode == kind or kind == "all-reduce":
         return line.result

@@ -1,7 +1,7 @@
-"""The text of a compiled program, taken apart into computations and instructions.
+"""Parses the text of a compiled program into computations and instructions.
 
-Every line of a computation must be an instruction with a known opcode; anything else
-is refused, so that no later count can miss what was dropped here.
+Every line of a computation must be an instruction with a known opcode; anything else is
+refused, so that no later count is incomplete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 class HloError(WhaleError):
-    """A compiled program, or a part of one, that this reader does not understand."""
+    """A compiled program has a construct that this reader does not know."""
 
 
 Shape = tuple[str, tuple[int, ...]]
@@ -30,7 +30,7 @@ COLLECTIVES = frozenset(
         "collective-permute",
     }
 )
-"""Kinds of collectives that are counted."""
+"""Kinds of collectives to count."""
 
 _ASYNC = ("-start", "-update", "-done")
 
@@ -79,11 +79,11 @@ class Line:
 
     Attributes:
         name, opcode: Name and opcode of the instruction.
-        result: Its type, as text.
-        operands: Names of what it reads, in order.
+        result: Type of the result, as text.
+        operands: Names of the operands, in order.
         inside: The text between its parentheses.
-        rest: Text after them: attributes, metadata and the backend's own.
-        root: Whether its result is the computation's.
+        rest: Text after them: attributes, metadata and backend data.
+        root: Whether its result is that of the computation.
     """
 
     name: str
@@ -96,20 +96,20 @@ class Line:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Type and dimensions of each array it gives, nested tuples flattened."""
+        """Type and dimensions of each resulting array, with nested tuples flattened."""
         return shapes_of(self.result)
 
     @property
     def op_name(self) -> str:
-        """The name stack of the operation behind it, or empty."""
+        """Name stack of the source operation, or empty."""
         match = OP_NAME.search(self.rest)
         return match[1] if match else ""
 
     def computation(self, key: str) -> str:
-        """The computation that an attribute names.
+        """Returns the name of the computation in an attribute.
 
         Raises:
-            HloError: It names none.
+            HloError: The attribute names none.
         """
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
         if match is None:
@@ -123,7 +123,7 @@ class Computation:
 
     Attributes:
         name: Name of the computation.
-        lines: Its instructions, by name.
+        lines: Instructions, by name.
     """
 
     name: str
@@ -143,8 +143,8 @@ class Module:
 
     Attributes:
         computations: Computations by name.
-        entry: Name of the one that runs.
-        num_devices: Partitions times replicas.
+        entry: Name of the entry computation.
+        num_devices: Product of partitions and replicas.
         tables: Rows of the file, location and frame tables, by number.
     """
 
@@ -154,10 +154,10 @@ class Module:
     tables: Mapping[str, Mapping[int, str]]
 
     def computation(self, name: str) -> Computation:
-        """A computation by its name.
+        """Returns a computation by name.
 
         Raises:
-            HloError: There is none.
+            HloError: No computation has that name.
         """
         computation = self.computations.get(name)
         if computation is None:
@@ -165,9 +165,9 @@ class Module:
         return computation
 
     def places(self, line: Line) -> tuple[str, ...]:
-        """Lines of the source behind an instruction, as ``file:line``.
+        """Returns the source lines of an instruction, as ``file:line``.
 
-        Innermost first; empty where the compiler kept none.
+        Innermost first; empty if the compiler kept none.
         """
         plain = SOURCE_LINE.search(line.rest)
         if plain is not None:
@@ -187,7 +187,7 @@ class Module:
 
     @property
     def _offset(self) -> int:
-        """Some compilers print parents one too high: the first frame as its own."""
+        """Offset of parents: some compilers print them one too high."""
         first = _numbers(self.tables["StackFrames"].get(1, ""))
         return int(first.get("parent_frame_id") == 1)
 
@@ -202,13 +202,13 @@ def _numbers(text: str) -> dict[str, int]:
 
 
 def read(text: str) -> Module:
-    """Takes the text of a compiled program apart.
+    """Parses the text of a compiled program.
 
     Args:
         text: ``compiled.as_text()``.
 
     Raises:
-        HloError: A line or an opcode that is not known, or no entry computation.
+        HloError: A line or an opcode is unknown, or there is no entry computation.
 
     >>> module = read(
     ...     "ENTRY %main (x: f32[4]) -> f32[4] {\\n"
@@ -294,7 +294,7 @@ def _split_operands(tail: str) -> tuple[str, str]:
 
 
 def shapes_of(text: str) -> tuple[Shape, ...]:
-    """Element types and dimensions in the text of a type.
+    """Returns element types and dimensions in the text of a type.
 
     >>> shapes_of("(f32[8]{0}, bf16[4,3]{1,0}, f32[])")
     (('f32', (8,)), ('bf16', (4, 3)), ('f32', ()))
@@ -306,10 +306,10 @@ def shapes_of(text: str) -> tuple[Shape, ...]:
 
 
 def nbytes_of(shapes: tuple[Shape, ...]) -> int:
-    """Bytes of some arrays, without padding.
+    """Returns the bytes of some arrays, without padding.
 
     Raises:
-        HloError: An element type that is not known.
+        HloError: An element type is unknown.
 
     >>> nbytes_of((("bf16", (4, 3)), ("pred", ())))
     25

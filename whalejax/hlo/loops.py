@@ -1,8 +1,8 @@
-"""Counts the executions of each instruction: loops multiplied out.
+"""Counts the executions of each instruction, with loops multiplied out.
 
-Some compilers write a loop's trip count beside it. Others, TPU's among them, do not:
-there the counter is followed through the loop's condition and body, from its start, by
-its step, to its bound.
+Some compilers write a loop's trip count. Others, such as TPU's, do not: then the
+counter is followed through the loop's condition and body, from its start, by its step,
+to its bound.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _DIRECTION = re.compile(r"direction=(\w+)")
 _INDEX = re.compile(r"index=(\d+)")
 _WHOLE = re.compile(r"^-?\d+$")
 _FOLLOWED = re.compile(r"^(?:\(|(?:[su]\d+|pred)\[\])")
-"""Types of what can be followed: tuples, whole numbers and truth values."""
+"""Types that can be followed: tuples, integers and booleans."""
 
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _SAME = frozenset(
     {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"}
     | {"optimization-barrier", "opt-barrier"}
 )
-"""Opcodes that hand a scalar on unchanged."""
+"""Opcodes that return a scalar unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CarryElement:
-    """An element of the loop's state, and what was added to it."""
+    """An element of the loop's state, and the number added to it."""
 
     index: int
     plus: int = 0
 
 
 class _State:
-    """The loop's state as a whole."""
+    """The full state of a loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +52,24 @@ class _Comparison:
 
 
 Branch = tuple[tuple[int, int], ...]
-"""The branches around an instruction, outermost first: numbers of the conditional, one
-for each time that it is entered, and of its branch."""
+"""The branches around an instruction, outermost first: number of the conditional,
+unique for each entry, and number of its branch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """An instruction, how often it runs, and where.
+    """An instruction with its number of executions and its place.
 
     Attributes:
         line: The instruction.
-        computation: The one it stands in.
-        count: Executions in one run of the program; 0 where a loop around it has an
-            unknown trip count.
-        caller: The innermost computation around it that is no fusion.
-        visits: A number for each computation entered around it, outermost first;
-            another number each time.
-        loop: The loop whose trip count is not known, or empty.
-        branch: The branches of conditionals that it stands in.
+        computation: Computation of the instruction.
+        count: Number of executions in one run of the program; 0 if a loop around it has
+            an unknown trip count.
+        caller: Innermost enclosing computation that is no fusion.
+        visits: Unique number for each entry of an enclosing computation, outermost
+            first.
+        loop: Loop with an unknown trip count, or empty.
+        branch: Enclosing branches of conditionals.
     """
 
     line: Line
@@ -82,28 +82,28 @@ class Execution:
 
 
 def executions(module: Module) -> Iterator[Execution]:
-    """Every instruction that the entry computation reaches, with its executions.
+    """Yields every instruction that the entry computation reaches, with its executions.
 
-    All branches of a conditional are given, although one of them runs; see
-    ``largest_branches``. What reductions, sorts and scatters apply to scalars is left
-    out.
+    All branches of a conditional are included, although only one runs; see
+    ``largest_branches``. Scalar computations of reductions, sorts and scatters are
+    omitted.
 
     Args:
-        module: From ``read``.
+        module: Module from ``read``.
     """
     start = module.computation(module.entry)
     yield from _Visits(module).of(start, 1, "", (start.name, (0,)))
 
 
 def largest_branches(work: Mapping[Branch, float]) -> set[Branch]:
-    """Returns the branch of each conditional that does most: no run does more than
+    """Returns the branch of each conditional with most work: no run does more than
     these.
 
     Args:
         work: Work directly in each branch, in any unit.
 
     Returns:
-        Those that count, with ``()`` for what stands in none.
+        Branches that count, with ``()`` for instructions outside branches.
 
     >>> one, other = ((1, 0),), ((1, 1),)
     >>> largest_branches({(): 5.0, one: 2.0, other: 3.0}) == {(), other}
@@ -127,11 +127,11 @@ def largest_branches(work: Mapping[Branch, float]) -> set[Branch]:
 
 
 _Caller = tuple[str, tuple[int, ...]]
-"""The innermost computation that is no fusion, and the visits down to it."""
+"""Innermost computation that is no fusion, and the visits down to it."""
 
 
 class _Visits:
-    """Walks through computations as often as they are entered."""
+    """Visits computations as often as they are entered."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -145,7 +145,7 @@ class _Visits:
         caller: _Caller,
         branch: Branch = (),
     ) -> Iterator[Execution]:
-        """The instructions of one, and of those that it calls."""
+        """Yields the instructions of one computation, and of those that it calls."""
         module = self.module
         for line in computation.lines.values():
             yield Execution(
@@ -201,12 +201,12 @@ def _names(text: str) -> list[str]:
 
 
 def trips(module: Module, computation: Computation, loop: Line) -> int | None:
-    """Returns the executions of a loop's body, or None where the number is unknown.
+    """Returns the executions of a loop's body, or None if the number is unknown.
 
     Args:
         module: The program.
-        computation: The one that the loop stands in.
-        loop: Its ``while`` instruction.
+        computation: Computation of the loop.
+        loop: ``while`` instruction of the loop.
     """
     stated = _TRIP.search(loop.rest)
     if stated is not None:
@@ -254,7 +254,7 @@ def _solved(
     elif direction not in ("LT", "GT", "NE"):
         return None
     if direction in ("LT", "LE") and step < 0 or direction in ("GT", "GE") and step > 0:
-        return None  # it would run for ever, or not at all
+        return None  # infinite, or never entered
     if direction == "NE" and (distance % step or distance * step < 0):
         return None
     return max(0, -(-distance // step))
@@ -269,12 +269,12 @@ def _plus(value: Any, number: int) -> Any:
 
 
 class _Values:
-    """Follows whole numbers and carried values through a computation; None elsewhere.
+    """Follows integers and carried values through a computation; other values are None.
 
     Args:
         module: The program.
         computation: Computation to follow them through.
-        arguments: Values of its parameters.
+        arguments: Values of the computation's parameters.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class _Values:
         return self.of(self.computation.root().name)
 
     def of(self, name: str) -> Any:
-        """The value of an instruction."""
+        """Returns the value of an instruction."""
         if name not in self.known:
             line = self.computation.lines.get(name)
             followed = line is not None and _FOLLOWED.match(line.result)

@@ -1,9 +1,9 @@
-"""Floating-point operations of the products that a compiled program makes.
+"""Floating-point operations of the products in a compiled program.
 
 Products are ``dot`` on some backends, convolutions on TPU (batch dimensions become
-spatial ones, with a window that meets each input once) and library calls on GPU. Each
-multiplication counts with its addition as two; what falls on padding or into the holes
-of a dilated input is not counted.
+spatial ones, with a window that meets each input once) and library calls on GPU. A
+multiplication with its addition counts as two; products with padding or with the holes
+of a dilated input are not counted.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ _PRODUCTS = re.compile(r"^__cublas\$(?:gemm|lt\$matmul)|^__triton_nested_gemm_fu
 """Library calls that are one product, described in their backend configuration."""
 
 _RAGGED = re.compile(r'ragged_dot_tiling="')
-"""Attribute of a TPU's product of rows by group; its last operands are the factors."""
+"""Attribute of a TPU's product of rows by group, whose last operands are the
+factors.
+"""
 
 _RAGGED_PLACES = re.compile(r"ragged-dot-metadata")
-"""What numbers the tiles of such a product."""
+"""Calls that number the tiles of such a product."""
 
 _CUDNN = re.compile(
     r"^__cudnn\$conv(Forward|BiasActivationForward|BackwardInput|BackwardFilter)$"
 )
-"""Library calls that are one convolution or a gradient of one; their dimensions and
-windows are those of the convolution itself."""
+"""Library calls that are one convolution or a gradient of one, with the dimensions and
+windows of the convolution itself."""
 
 _NO_PRODUCT = re.compile(
     r"^(?:AllocateBuffer|Assume\w+|AsyncCollective(?:Start|Done)|ConcatBitcast"
@@ -53,16 +55,15 @@ _NO_PRODUCT = re.compile(
 
 
 def product_flops(module: Module) -> int:
-    """FLOPs of all products on one device, loops multiplied out.
+    """Returns the FLOPs of all products on one device, with loops multiplied out.
 
-    Of a conditional the branch with most of them counts.
+    Of a conditional, the branch with most of them counts.
 
     Args:
-        module: From ``read``.
+        module: Module from ``read``.
 
     Raises:
-        HloError: A product whose sizes, or a call or loop whose work, is not
-            understood.
+        HloError: The sizes of a product, or the work of a call or loop, are unknown.
 
     >>> from whalejax.hlo.hlo_text import read
     >>> product_flops(
@@ -104,7 +105,7 @@ def _flops(execution: Execution) -> int:
 
 
 def _operand(execution: Execution, index: int) -> Shape:
-    """Shape of an operand, wherever the text says it."""
+    """Returns the shape of an operand, wherever the text has it."""
     line = execution.line
     made = execution.computation.lines.get(line.operands[index])
     if made is None or not made.shapes:
@@ -173,7 +174,9 @@ def _convolution(execution: Execution) -> int:
 
 
 def _library_convolution(execution: Execution, what: str) -> int:
-    """A gradient takes as many FLOPs as the convolution: each pair meets once."""
+    """Returns FLOPs; a gradient takes as many as the convolution: each pair
+    meets once.
+    """
     made = execution.line.shapes[0][1]
     first, second = (_operand(execution, index)[1] for index in (0, 1))
     inputs, kernel, result = {
@@ -204,7 +207,7 @@ def _convolved(
 def _windows(
     line: Line, left: str, kernel: tuple[int, ...], right: str
 ) -> list[tuple[int, int, int, int, int]]:
-    """Size, stride, low padding and the dilations of each spatial dimension."""
+    """Returns size, stride, low padding and dilations of each spatial dimension."""
     spatial = sum(label.isdigit() for label in left)
     text = _WINDOW.search(line.rest)
     parts = dict(

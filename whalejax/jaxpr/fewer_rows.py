@@ -1,8 +1,8 @@
-"""Runs some equations of a program on fewer rows than they were traced with.
+"""Runs some equations of a program on fewer rows than traced.
 
-What treats each row of a batch by itself, or sorts rows and brings them back, gives
-for some of the samples what it gives for these among all. It is run equation by
-equation; only parameters that spell out a shape are changed.
+Equations that treat each row of a batch separately, or sort rows and restore their
+order, give the same results for some of the samples alone as among all. The program
+runs equation by equation; only parameters that contain a shape are changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whalejax.jaxpr.positions import Position
 
 
 RowDims = tuple[int | None, ...]
-"""Of several values the dimension along which rows of the batch lie; None for none."""
+"""Dimension of the batch's rows in each of several values, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,12 @@ class BatchRows:
     sizes: frozenset[int]
 
     def shape(self, shape: Sequence[int], dim: int | None, parts: int) -> list[int]:
-        """The shape of a part of a value.
+        """Returns the shape of a part of a value.
 
         Args:
             shape: Shape of the value.
-            dim: Along which its rows lie.
-            parts: Into how many the samples are cut.
+            dim: Dimension of its rows.
+            parts: Number of parts of the samples.
         """
         return [n // parts if d == dim else n for d, n in enumerate(shape)]
 
@@ -59,18 +59,18 @@ def run_fewer(
     at: Position = (),
     given: RowDims | None = None,
 ) -> list[Any]:
-    """A program on the rows of some samples.
+    """Runs a program on the rows of some samples.
 
     Args:
-        jaxpr: The program, or what one of its equations calls.
-        values: Inputs, of the samples of one part.
+        jaxpr: Program, or the body of one of its equations.
+        values: Inputs for the samples of one part.
         rows: Positions of the rows.
-        parts: Into how many the samples are cut.
+        parts: Number of parts of the samples.
         at: Position of the jaxpr in the program.
-        given: Row dimension of each input; None for the inputs of the program.
+        given: Row dimension of each input; None for the inputs of the full program.
 
     Raises:
-        ValueError: An equation gives another shape than that of its part.
+        ValueError: An equation's result has another shape than that of its part.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
     known = dict(zip(body.constvars, constants, strict=True))
@@ -97,7 +97,7 @@ def run_fewer(
 
 
 def _operand_dims(equation: Any, dims: Mapping[Any, int | None]) -> RowDims:
-    """Row dimension of each operand of an equation."""
+    """Returns the row dimension of each operand of an equation."""
     return tuple(
         None if _compat.is_literal(a) else dims.get(a) for a in equation.invars
     )
@@ -125,13 +125,13 @@ def _results(
 
 
 _SHAPES: Final = ("shape", "new_sizes")
-"""Parameters that spell out the shape of a result."""
+"""Parameters that contain the shape of a result."""
 
 
 def _sized(
     equation: Any, shape: tuple[int, ...], operands: Sequence[Any]
 ) -> dict[str, Any]:
-    """Parameters of an equation whose result has another shape."""
+    """Returns the parameters of an equation whose result has another shape."""
     params = equation.params
     changed: dict[str, Any] = {name: shape for name in _SHAPES if name in params}
     if equation.primitive.name == "slice":
@@ -142,7 +142,7 @@ def _sized(
 
 
 def _bounds(equation: Any, operands: Sequence[Any], name: str) -> tuple[int, ...]:
-    """Ends of slices, of the operand's own shape where they took all of it."""
+    """Returns the ends of slices; full slices take the operand's new shape."""
     before, now = equation.invars[0].aval.shape, operands[0].shape
     ends = zip(equation.params[name], before, now, strict=True)
     return tuple(n if end == size else end for end, size, n in ends)
@@ -156,7 +156,7 @@ def _ruled(
     parts: int,
     place: Position,
 ) -> list[Any]:
-    """A call with a rule of its own for tangents, on fewer rows too."""
+    """Runs a call with a custom JVP rule on fewer rows."""
     (inner,) = _compat.inner_jaxprs(equation)
     avals = [v.aval for v in equation.invars]
 
@@ -182,7 +182,7 @@ def _ruled(
 
 
 def takes_fewer(equation: Any) -> bool:
-    """Whether an equation can be run on fewer rows at all."""
+    """Whether an equation can run on fewer rows at all."""
     kind = _compat.recursion(equation)
     if kind == "opaque":
         floats = all(_compat.is_inexact(v.aval.dtype) for v in equation.invars)
@@ -197,7 +197,7 @@ def takes_fewer(equation: Any) -> bool:
 
 
 def infer_rows(jaxpr: Any, given: RowDims, rows: BatchRows) -> BatchRows:
-    """Infers the row dimensions of a program that treats each row by itself.
+    """Infers the row dimensions of a program that treats each row separately.
 
     Args:
         jaxpr: Program to infer them for.
@@ -205,7 +205,7 @@ def infer_rows(jaxpr: Any, given: RowDims, rows: BatchRows) -> BatchRows:
         rows: Row dimensions of the program around it.
 
     Raises:
-        ValueError: They cannot be told; see ``add_inferred_rows``.
+        ValueError: They are unknown; see ``add_inferred_rows``.
     """
     results: dict[Position, RowDims] = {}
     outputs = add_inferred_rows(jaxpr, given, rows.sizes, (), results)
@@ -221,24 +221,24 @@ def add_inferred_rows(
 ) -> RowDims:
     """Infers the row dimensions of a program and of all programs that it calls.
 
-    What is made of operands without rows has none. Among the dimensions of all else,
-    also of what is made of nothing, the first whose length is a number of rows holds
-    them; where that is not so, shapes disagree once the program is run on fewer.
+    Results of operands without rows have none. In all other values, also those without
+    operands, the first dimension whose length is a number of rows has them; if that is
+    wrong, shapes disagree when the program runs on fewer rows.
 
     Args:
         jaxpr: Program to infer them for.
         given: Row dimension of each input; None for an input without rows.
-        sizes: Numbers of rows that there may be.
+        sizes: Possible numbers of rows.
         at: Position of the program.
-        results: Mapping that row dimensions are added to, by position.
+        results: Mapping that receives row dimensions, by position.
 
     Returns:
         Row dimension of each output.
 
     Raises:
-        ValueError: Rows are lost on the way, or what is made of nothing and as long is
-            used as more than one value for each. Then it may be no row at all, such as
-            a sum over a constant.
+        ValueError: Rows disappear, or a value without operands and of that length is
+            used as more than one value per row. Then it may have no rows, such as a sum
+            over a constant.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
     known: dict[Any, int | None] = dict(zip(body.invars, given, strict=True))
@@ -268,7 +268,7 @@ def add_inferred_rows(
 
 
 def _keeps_elements(equation: Any, operand: Any) -> bool:
-    """Whether results have an operand's elements, each for itself or repeated."""
+    """Whether results have an operand's elements, separately or repeated."""
     if equation.primitive.name == "broadcast_in_dim":
         return True
     return all(v.aval.shape == operand.aval.shape for v in equation.outvars)
@@ -282,15 +282,15 @@ def _dims(variables: Sequence[Any], sizes: frozenset[int]) -> RowDims:
 
 
 def carried_over(rows: BatchRows, before: Any, after: Any) -> BatchRows | None:
-    """Returns the positions of rows in a program that was traced again, with casts
-    between equations.
+    """Returns the positions of rows in a program that was traced again with additional
+    casts.
 
     Args:
-        rows: Positions of the rows before.
-        before, after: The program.
+        rows: Positions of the rows in the earlier program.
+        before, after: Program in both traces.
 
     Returns:
-        None where more than casts was added.
+        Positions; None if more than casts was added.
     """
     inputs = _compat.open_jaxpr(after)[0].invars
     known = dict(zip(inputs, rows.inputs, strict=True))
@@ -309,12 +309,12 @@ def _carry(
     known: dict[Any, int | None],
     results: dict[Position, RowDims],
 ) -> bool:
-    """The same of what one of its equations calls.
+    """Carries rows over in the body of an equation.
 
     Args:
         rows, before, after: Arguments of ``carried_over``, unchanged.
-        old, new: Positions of the jaxpr, then and now.
-        known: Row dimensions of its variables.
+        old, new: Positions of the jaxpr in both traces.
+        known: Row dimensions of the variables.
         results: Dictionary that receives the row dimensions of results.
     """
     earlier, later = (_compat.open_jaxpr(x)[0].eqns for x in (before, after))

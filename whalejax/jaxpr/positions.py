@@ -1,4 +1,4 @@
-"""Equations of a program by their position, through the programs inside others."""
+"""Equations of a program by position, through nested programs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from whalejax import _compat
 
 
 Position = tuple[int, ...]
-"""Numbers of an equation, of a program inside it, of an equation in that, and so on."""
+"""Indices of an equation, of a program inside it, of an equation in that, and so on."""
 
 
 def program_at(program: Any, position: Position) -> Any:
-    """The open jaxpr in which an equation stands.
+    """Returns the open jaxpr of an equation.
 
     Args:
         program: Complete program, closed or open.
@@ -25,5 +25,5 @@ def program_at(program: Any, position: Position) -> Any:
 
 
 def equation_at(program: Any, position: Position) -> Any:
-    """The equation at a position of a program."""
+    """Returns the equation at a position of a program."""
     return program_at(program, position).eqns[position[-1]]

@@ -1,8 +1,8 @@
 """Loops, branches and checkpointed regions of a traced program, around other bodies.
 
-Whoever runs a jaxpr equation by equation and changes something inside has to build
-these anew. The lowering does, to constrain layouts; so does what takes fused
-dimensions apart.
+Code that runs a jaxpr equation by equation and changes something inside has to rebuild
+these. The lowering does, to constrain layouts, and so does the division of fused
+dimensions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from whalejax import _compat
 
 
 Body = Callable[[Sequence[Any]], Sequence[Any]]
-"""From the inputs of an inner jaxpr to its outputs."""
+"""Function from the inputs of an inner jaxpr to its outputs."""
 
 
 Each = Callable[[Any, Sequence[Any]], Sequence[Any]]
-"""From an equation and its operands to its results."""
+"""Function from an equation and its operands to its results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class EquationReplacement:
 
     Attributes:
         inputs, outputs: Variables of the program.
-        function: From values of the inputs to values of the outputs.
-        equation: Equation whose scopes it runs in; None where it opens them itself.
+        function: Function from values of the inputs to values of the outputs.
+        equation: Equation whose scopes it runs in; None if it opens them itself.
     """
 
     inputs: tuple[Any, ...]
@@ -49,15 +49,15 @@ def run(
     items: Sequence[Any] | None = None,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """A program, equation by equation, every one in the scopes that it was traced in.
+    """Runs a program, every equation in the scopes of its trace.
 
     Args:
-        jaxpr: Open or closed.
-        values: Its inputs.
-        each: Runs one equation.
+        jaxpr: Open or closed jaxpr.
+        values: Inputs of the program.
+        each: Function that runs one equation.
         items: Equations and ``EquationReplacement``s, in order, that run in place of
             all equations.
-        constant: Function that replaces an array that the program holds.
+        constant: Function that replaces an array constant of the program.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(
@@ -85,10 +85,10 @@ def run(
 def compute(
     equations: Sequence[Any], known: Mapping[Any, Any], wanted: Sequence[Any]
 ) -> list[Any]:
-    """Values of some variables, by equations outside the scopes of their program.
+    """Computes some variables by equations outside the scopes of their program.
 
     Args:
-        equations: Equations in an order in which they can run.
+        equations: Equations in a possible order of execution.
         known: Values of the variables that they read and do not make.
         wanted: Variables that they make, or that are known.
     """
@@ -99,23 +99,23 @@ def compute(
 
 
 def results_of(equation: Any, known: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Computes an equation's results, by variable, from the values that it reads."""
+    """Computes an equation's results, by variable, from known operands."""
     operands = [a.val if _compat.is_literal(a) else known[a] for a in equation.invars]
     return dict(zip(equation.outvars, _compat.bind(equation, operands), strict=True))
 
 
 def arranged(jaxpr: Any, calls: Sequence[EquationReplacement]) -> list[Any]:
-    """The equations of a program that are needed beside some calls, and the calls.
+    """Returns some calls and the remaining equations that a program needs, in order.
 
     Args:
-        jaxpr: Open.
+        jaxpr: Open jaxpr.
         calls: Calls that replace equations.
 
     Returns:
-        All in an order in which they can run.
+        Equations and calls in a possible order of execution.
 
     Raises:
-        ValueError: There is none, since calls need what each other give.
+        ValueError: No order exists, since calls need each other's results.
     """
     made_by = {v: e for e in jaxpr.eqns for v in e.outvars}
     made_by.update((v, call) for call in calls for v in call.outputs)
@@ -162,11 +162,11 @@ def arranged(jaxpr: Any, calls: Sequence[EquationReplacement]) -> list[Any]:
 
 
 def around(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:
-    """A loop or a checkpointed region with its own policy, around another body.
+    """Rebuilds a loop, or a checkpointed region with its own policy, around a body.
 
     Args:
-        equation: A scan or a checkpointed region as traced.
-        values: Its operands.
+        equation: Traced scan or checkpointed region.
+        values: Operands of the equation.
         body: Function that runs inside.
     """
     if _compat.recursion(equation) == "scan":
@@ -175,11 +175,11 @@ def around(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:
 
 
 def remat(equation: Any, values: Sequence[Any], body: Body, policy: Any) -> list[Any]:
-    """A checkpointed region.
+    """Rebuilds a checkpointed region.
 
     Args:
-        equation: The region as traced.
-        values: Its operands.
+        equation: Traced region.
+        values: Operands of the region.
         body: Function that runs inside.
         policy: Policy of the values that are saved for the backward pass.
     """
@@ -196,13 +196,13 @@ def remat(equation: Any, values: Sequence[Any], body: Body, policy: Any) -> list
 def scan(
     equation: Any, values: Sequence[Any], body: Body, length: int | None = None
 ) -> list[Any]:
-    """A scan.
+    """Rebuilds a scan.
 
     Args:
-        equation: The loop as traced.
-        values: Its operands: constants, carries, stacks.
-        body: One turn, from constants, carries and slices to carries and slices.
-        length: Number of iterations, where the stacks are shorter than as traced.
+        equation: Traced loop.
+        values: Operands: constants, carries, stacks.
+        body: One iteration, from constants, carries and slices to carries and slices.
+        length: Number of iterations, if the stacks are shorter than traced.
     """
     parts = _compat.scan_parts(equation)
     first, second = parts.num_consts, parts.num_consts + parts.num_carries
@@ -224,14 +224,14 @@ def scan(
 
 
 def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
-    """A choice among branches.
+    """Rebuilds a conditional.
 
-    What goes in and comes out is held by a barrier: a layout may be said of either
-    inside, and the compiler takes no branches that end, forwards or backwards, in
-    layouts of their own.
+    A barrier holds its inputs and outputs: a layout may be constrained inside, and the
+    compiler accepts no branches whose results, forward or backward, have different
+    layouts.
 
     Args:
-        values: Its operands, of which the first is the number of the branch.
+        values: Operands, of which the first is the index of the branch.
         branches: Function of each branch.
     """
     index, *operands = values
@@ -247,10 +247,10 @@ def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
 
 @jax.custom_jvp
 def _with_barrier(*values: Any) -> tuple[Any, ...]:
-    """Values behind a barrier, forwards and backwards.
+    """Puts values behind a barrier, forward and backward.
 
-    Unlike JAX's own barrier it makes no tangent of what has none: a function that is
-    called in a branch may close over that, and have no derivative for it.
+    Unlike JAX's own barrier, it makes no tangent for values without one: a function
+    called in a branch may close over them, without a derivative for them.
     """
     barrier: tuple[Any, ...] = jax.lax.optimization_barrier(values)
     return barrier

@@ -1,8 +1,8 @@
-"""A program put together from the equations of another, which are not traced anew.
+"""A program assembled from the equations of another, without a new trace.
 
-To run a traced program equation by equation, only to trace it again, takes about as
-long as the first trace did. Here equations are taken as they are, and only what
-computes otherwise is traced and put in between.
+Running a traced program equation by equation, only to trace it again, takes about as
+long as the first trace. Here equations are reused unchanged, and only changed
+computations are traced and inserted.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from whalejax.jaxpr.rebuild import EquationReplacement
 
 
 Scope = _compat.Scope | None
-"""Scopes of the calls around an equation; None outside of all calls."""
+"""Scopes of the calls around an equation; None outside all calls."""
 
 
 Each = Callable[[Any, Scope], None]
-"""Puts one equation of a program, or what stands for it, into a splice."""
+"""Function that puts one equation of a program, or its replacement, into a splice."""
 
 
 Constant = Callable[[Any], Callable[[], Any] | None]
-"""What makes a value that stands for an array which a program holds, if anything."""
+"""Function that returns how to make a replacement of an array constant, or None."""
 
 
 def _itself(value: Any) -> None:
@@ -32,11 +32,11 @@ def _itself(value: Any) -> None:
 
 
 class Splice:
-    """A program while it is put together.
+    """A program under construction.
 
     Args:
-        jaxpr: Program whose inputs and results the new one has, open or closed.
-        constant: Function that replaces an array that a program holds.
+        jaxpr: Open or closed program with the inputs and results of the new one.
+        constant: Function that replaces an array constant of a program.
 
     Attributes:
         equations: Equations so far.
@@ -53,7 +53,7 @@ class Splice:
         self._hold(jaxpr)
 
     def program(self) -> Any:
-        """The program; it holds the arrays that it reads, in order of first use."""
+        """Returns the program, with the arrays that it reads, in order of first use."""
         body, _ = _compat.open_jaxpr(self._jaxpr)
         results = [self._read(atom) for atom in body.outvars]
         held: dict[Any, Any] = {}
@@ -64,11 +64,11 @@ class Splice:
         return _compat.with_equations(self._jaxpr, self.equations, results, held)
 
     def run(self, items: Sequence[Any], each: Each, scope: Scope = None) -> None:
-        """Puts equations and ``EquationReplacement``s in, one after the other.
+        """Inserts equations and ``EquationReplacement``s in order.
 
         Args:
-            items: Equations and calls in an order in which they can run.
-            each: Puts an equation in.
+            items: Equations and calls in a possible order of execution.
+            each: Function that inserts an equation.
             scope: Scopes of the calls around them.
         """
         for item in items:
@@ -79,10 +79,10 @@ class Splice:
                 each(item, scope)
 
     def keep(self, equation: Any, scope: Scope = None) -> None:
-        """Puts an equation in as it was traced.
+        """Inserts an equation as traced.
 
         Args:
-            equation: The equation.
+            equation: Equation to insert.
             scope: Scopes of the calls around it.
         """
         operands = [self._read(atom) for atom in equation.invars]
@@ -93,7 +93,7 @@ class Splice:
             self._keep_literals(equation, operands, scope)
             return
         if scope is not None:
-            # What is called several times has variables of its own each time.
+            # A program that is called several times gets new variables each time.
             fresh = [_compat.variable_like(v) for v in equation.outvars]
             self._atoms.update(zip(equation.outvars, fresh, strict=True))
             moved = _compat.moved_equation(equation, operands, fresh, scope)
@@ -106,7 +106,7 @@ class Splice:
     def _keep_literals(
         self, equation: Any, operands: Sequence[Any], scope: Scope
     ) -> None:
-        """Puts in what only reads numbers of a call's text, which JAX may fold."""
+        """Inserts an equation that reads only a call's literals, which JAX may fold."""
         given = tuple(map(_compat.literal_key, operands))
         if (equation, given) not in self._folded:
 
@@ -119,10 +119,10 @@ class Splice:
 
     @contextlib.contextmanager
     def call(self, equation: Any, scope: Scope = None) -> Iterator[Scope]:
-        """Stands in a call, whose equations are put in meanwhile; gives their scope.
+        """Enters a call, whose equations are inserted meanwhile; yields their scope.
 
         Args:
-            equation: The call.
+            equation: Call to enter.
             scope: Scopes of the calls around the call.
         """
         (inner,) = _compat.inner_jaxprs(equation)
@@ -142,13 +142,13 @@ class Splice:
         equation: Any = None,
         scope: Scope = None,
     ) -> None:
-        """Puts in what a function computes.
+        """Inserts the computation of a function.
 
         Args:
-            function: From values of the inputs to values of the outputs.
-            inputs: Atoms of the programs that are put in.
-            outputs: Variables that it stands for.
-            equation: Equation in whose scopes it runs; None for none.
+            function: Function from values of the inputs to values of the outputs.
+            inputs: Atoms of the inserted programs.
+            outputs: Variables that it replaces.
+            equation: Equation in whose scopes it runs, or None.
             scope: Scopes of the calls around it.
         """
         avals = [self._read(atom).aval for atom in inputs]
@@ -163,7 +163,7 @@ class Splice:
         equation: Any,
         scope: Scope,
     ) -> None:
-        """Puts in what was traced; see ``trace``."""
+        """Inserts a traced program; see ``trace``."""
         if equation is not None:
             scope = _compat.scope_inside(equation, scope)
         body, _ = _compat.open_jaxpr(traced)
@@ -176,7 +176,7 @@ class Splice:
         self._atoms.update(zip(outputs, results, strict=True))
 
     def _hold(self, jaxpr: Any, *, replaced: bool = True) -> None:
-        """Takes up the arrays that a program holds, each once."""
+        """Adopts the array constants of a program, each once."""
         body, constants = _compat.open_jaxpr(jaxpr)
         for variable, value in zip(body.constvars, constants, strict=True):
             make = self._constant(value) if replaced else None
@@ -198,16 +198,16 @@ def spliced(
     items: Sequence[Any] | None = None,
     constant: Constant = _itself,
 ) -> Any:
-    """A program some of whose equations are others.
+    """Returns a program with some equations replaced.
 
     Args:
-        jaxpr: The program.
+        jaxpr: Original program.
         change: Function from an equation to ``"inline"`` for a call whose equations
-            replace it, a function that computes its results from its operands instead,
-            or None where it stays.
-        items: Equations and ``EquationReplacement``s, in order, that stand for all
+            replace it, a function that computes its results from its operands, or None
+            if it stays.
+        items: Equations and ``EquationReplacement``s, in order, in place of all
             equations.
-        constant: Function that replaces an array that the program holds.
+        constant: Function that replaces an array constant of the program.
     """
     splice = Splice(jaxpr, constant)
 

@@ -1,9 +1,9 @@
-"""Traced programs as one list of steps, of which any part can be run.
+"""Traced programs as one list of steps, of which any part can run.
 
 A pipeline runs a model, its backward pass and its optimizer in pieces, at different
-times and on different devices. A piece is what some values need, computed from others:
-this finds it and runs it. Nothing is rewritten; calls are inlined so that the list is
-as fine as it can be, and everything with a rule of its own stays one step.
+times and on different devices. A piece is the computation of some values from others;
+this module finds it and runs it. Nothing is rewritten; calls are inlined so that the
+list is as fine as possible, and every call with a custom rule stays one step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from whalejax.planner.memory.saved_tensors import CHEAP
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedValue:
-    """A value that the program itself holds."""
+    """An array constant of the program."""
 
     value: Any
 
 
 Operand = int | FixedValue
-"""A value by number, or one that the program holds."""
+"""A value by number, or a constant of the program."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -36,9 +36,9 @@ class Step:
     """One operation.
 
     Attributes:
-        equation: Equation as it was traced.
-        reads: Its operands.
-        writes: Numbers of its results.
+        equation: Traced equation.
+        reads: Operands of the equation.
+        writes: Numbers of the results.
     """
 
     equation: Any
@@ -53,12 +53,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Steps:
-    """A program: its steps in order, and what goes in and comes out, by number.
+    """A program as a list of steps, with inputs and outputs by number.
 
     Attributes:
-        steps: The operations.
-        inputs: Numbers of its inputs.
-        outputs: Its results.
+        steps: Operations, in order.
+        inputs: Numbers of the inputs.
+        outputs: Results of the program.
         avals: Shape and dtype of every value.
     """
 
@@ -69,7 +69,7 @@ class Steps:
     _makers: dict[int, Step] = field(default_factory=dict)
 
     def aval_of(self, operand: Operand) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a value, or of one that the program holds."""
+        """Returns shape and dtype of a value or constant."""
         if isinstance(operand, FixedValue):
             value = jnp.asarray(operand.value)
             return jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -82,24 +82,24 @@ class Steps:
 
     @classmethod
     def of(cls, jaxpr: Any) -> Steps:
-        """Writes down a program.
+        """Converts a program to steps.
 
         Args:
-            jaxpr: Open or closed.
+            jaxpr: Open or closed jaxpr.
         """
         return _Writer().write(jaxpr)
 
     def nbytes(self, number: int) -> int:
-        """Bytes of a value."""
+        """Returns the bytes of a value."""
         aval = self.avals[number]
         return _compat.aval_bytes(aval)
 
     def maker(self, number: int) -> Step | None:
-        """The step that makes a value; None for an input."""
+        """Returns the step that makes a value; None for an input."""
         return self._makers.get(number)
 
     def depending(self, numbers: Collection[int]) -> set[int]:
-        """All values that are made of some, those among them."""
+        """Returns all values that depend on some, including those."""
         depending = set(numbers)
         for step in self.steps:
             if not depending.isdisjoint(step.sources):
@@ -112,16 +112,16 @@ class Steps:
         given: Collection[int],
         also: Collection[Step] = (),
     ) -> tuple[list[Step], list[int]]:
-        """The steps that make some values out of others.
+        """Returns the steps that compute some values from others.
 
         Args:
             wanted: Operands to compute.
             given: Numbers of the available values.
-            also: Steps that run in any case.
+            also: Steps that always run.
 
         Returns:
-            The steps in order, and the numbers among the given, and among the inputs,
-            that they and the wanted read.
+            Steps in order, and the given values and inputs that they and the wanted
+            operands read.
         """
         open_ = {x for x in wanted if not isinstance(x, FixedValue)}
         chosen, read = [], set[int]()
@@ -142,12 +142,12 @@ class Steps:
         values: Mapping[int, Any],
         also: Collection[Step] = (),
     ) -> list[Any]:
-        """Makes some values out of others.
+        """Computes some values from others.
 
         Args:
             wanted: Operands to compute.
             values: Available values, by number.
-            also: Steps that run in any case.
+            also: Steps that always run.
         """
         known = dict(values)
         steps, _ = self.needed(wanted, values.keys(), also)
@@ -167,12 +167,12 @@ class Steps:
     ) -> list[int]:
         """Returns the values that one part of a program must save for another.
 
-        What cheap operations make is made again where that keeps fewer bytes, as
-        compilers do where both parts are one program.
+        Results of cheap operations are recomputed if that reduces the saved bytes, as
+        compilers do if both parts are one program.
 
         Args:
             wanted: Operands that the other part computes.
-            later: Values that only the other part can make, or is given.
+            later: Values that only the other part can make, or receives.
             given: Numbers of the inputs of both, whose own sources may be gone.
         """
         inputs = {*self.inputs}
@@ -193,7 +193,9 @@ class Steps:
     def _behind(
         self, number: int, inputs: Collection[int], given: Collection[int]
     ) -> frozenset[int]:
-        """The values from which cheap operations make one; itself if none do."""
+        """Returns the values from which cheap operations make one; itself if
+        none do.
+        """
         behind, seen, open_ = set[int](), set[int](), [number]
         while open_:
             n = open_.pop()
@@ -208,7 +210,7 @@ class Steps:
         return frozenset(behind)
 
     def _cheap(self, step: Step, number: int) -> bool:
-        """A step is cheap, and reads no more numbers than it gives."""
+        """Whether a step is cheap and has no operand larger than its result."""
         cheap = step.equation.primitive.name in AGAIN
         size = math.prod(self.avals[number].shape)
         return cheap and all(
@@ -218,7 +220,7 @@ class Steps:
     def _is_recomputable(
         self, step: Step, there: Collection[int], inputs: Collection[int]
     ) -> bool:
-        """A step is cheap, and all that it reads is there."""
+        """Whether a step is cheap and all its operands are available."""
         return step.equation.primitive.name in AGAIN and all(
             n in there or n in inputs for n in step.sources
         )
@@ -226,13 +228,13 @@ class Steps:
 
 AGAIN = CHEAP | {
     *("reshape", "squeeze", "expand_dims", "transpose", "name"),
-    *("div", "exp"),  # Of a softmax the products' result stays.
+    *("div", "exp"),  # Of a softmax, the product's result is saved.
 }
-"""Operations that are done again rather than that their result is kept."""
+"""Operations that are recomputed instead of saving their results."""
 
 
 def _group_by_shared_sources(behind: Mapping[int, frozenset[int]]) -> list[list[int]]:
-    """Values in groups that share some of what is behind them."""
+    """Groups values that share some of their sources."""
     groups: list[tuple[set[int], list[int]]] = []
     for number, sources in behind.items():
         mine, members = set(sources), [number]
@@ -252,8 +254,6 @@ def _read(operand: Operand, known: Mapping[int, Any]) -> Any:
 
 
 class _Writer:
-    """Writes down a program."""
-
     def __init__(self) -> None:
         self.avals: dict[int, Any] = {}
         self.steps: list[Step] = []

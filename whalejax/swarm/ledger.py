@@ -299,7 +299,7 @@ class Ledger:
         it.
 
         Args:
-            stage: Its number.
+            stage: Number of the stage.
             added: Numbers and attempts of the micro-batches in each peer's sum, as
                 reported.
         """

@@ -147,7 +147,6 @@ class Simulator(SimulatedCalls):
 
     @property
     def _committed_micro_batches(self) -> int:
-        """Number of micro-batches of committed steps."""
         return self.setting.micro_batches * self._committed
 
     @property
@@ -240,7 +239,7 @@ class Simulator(SimulatedCalls):
             self._at(self.now + self.setting.notice_seconds, self._on_death, peer)
 
     def _on_death(self, peer: SimulatedPeer) -> None:
-        """Trainers notice the death: the peer's results are recomputed."""
+        """Handles a noticed death: the peer's results are recomputed."""
         self._rebalancer.arrived(peer.name, is_gone=True)
         peer.coming = None
         if self._peers.get(peer.name) is peer:
@@ -283,7 +282,6 @@ class Simulator(SimulatedCalls):
     # New peers.
 
     def _compiles(self, peer: SimulatedPeer) -> None:
-        """Compiles the programs of a peer's stage."""
         if self.setting.oracle:
             self._serves(peer)
             return

@@ -77,7 +77,7 @@ class SwarmStepCommit:
 
     @property
     def sum_error(self) -> float | None:
-        """Returns the relative error that the wire format adds to the summed gradients.
+        """Relative error that the wire format adds to the summed gradients.
 
         It is the root of the sum of squares of each peer's loss; None if gradients are
         sent uncoded.

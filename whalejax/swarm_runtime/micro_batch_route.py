@@ -122,7 +122,7 @@ class StepContext:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def at(self) -> dict[str, Any]:
-        """Run, generation and step, as every question has them."""
+        """Returns run, generation and step, as every question has them."""
         return {"run": self.run, "generation": self.generation, "step": self.step}
 
     def lose(self, member: PeerRecord, why: str) -> None:
@@ -331,7 +331,7 @@ class MicroBatchRoute:
 
     @property
     def wire_error(self) -> float:
-        """Returns the relative error that the wire format adds to tensors.
+        """Relative error that the wire format adds to tensors.
 
         It is the root mean square over all borders, forward and backward.
         """

@@ -68,7 +68,7 @@ class Worker(SumHolder):
 
     @property
     def handlers(self) -> Handlers:
-        """Returns the handler of each kind of request."""
+        """Handler of each kind of request."""
         return {
             Ping: lambda _: Pong(name=self.name),
             Forward: self._forward,

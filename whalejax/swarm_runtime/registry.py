@@ -200,7 +200,7 @@ class Registry:
             return announce
 
     def members(self, now: float) -> list[PeerRecord]:
-        """Returns the peers whose leases hold, by name."""
+        """Returns the peers with valid leases, by name."""
         with self._lock:
             self._expire(now)
             return sorted(self._members.values(), key=lambda m: m.name)

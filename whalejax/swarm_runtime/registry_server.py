@@ -142,7 +142,6 @@ class RegistryServer:
 
     @property
     def _handlers(self) -> Handlers:
-        """Returns the handler of each kind of request."""
         return {
             Ping: lambda _: Pong(name="registry"),
             Batch: self.trainer.give_batch,
@@ -204,7 +203,7 @@ class RegistryServer:
         self._service.close()
         self._caller.close()
 
-    # What peers ask.
+    # Requests of peers.
 
     def _reach(self, address: Address) -> str:
         why = self._ping(address)
@@ -217,7 +216,7 @@ class RegistryServer:
         return why
 
     def _ping(self, address: Address) -> str:
-        """Returns the reason why a process does not answer; empty where it does."""
+        """Returns the reason why a process does not answer; empty if it does."""
         try:
             self._caller.ask(address, Ping(), seconds=REACH_SECONDS)
         except (UnreachableProcessError, RefusedRequestError) as error:
@@ -304,7 +303,6 @@ class RegistryServer:
         return AnnouncementReceived(known=announce is not None, free=False)
 
     def _enlist(self, asked: EnlistTrainer) -> TrainerEnlisted:
-        """Adds a secondary trainer."""
         name, (host, port) = asked.name, asked.address
         self.registry.check(f"trainer {name}", asked.facts)
         if why := self._ping((host, port)):

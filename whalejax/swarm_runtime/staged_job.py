@@ -356,7 +356,9 @@ class StagedJob:
         )
 
     def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
-        """Splits a stage's bytes into its arrays; None where the length differs."""
+        """Splits a stage's bytes into its arrays; returns None if the length
+        differs.
+        """
         result, place = [], 0
         for shape, dtype in self.raw_avals(stage):
             end = place + math.prod(shape) * dtype.itemsize

@@ -1,1 +1,1 @@
-"""Parts of users' own code: marks, losses, attention, and the mesh around it."""
+"""Features for users' own code: marks, losses, attention, and the ambient mesh."""

@@ -1,9 +1,9 @@
 """The mesh that a user has set around our calls with ``jax.set_mesh``.
 
-A plan has a mesh of its own, and JAX takes no array of one mesh into an operation that
-it traces under another. So what we trace and run knows of no mesh around it. Only a
-loss that needs one, for the axes that it names, is traced under it, with its axes left
-to the compiler.
+A plan has its own mesh, and JAX accepts no array of one mesh in an operation that is
+traced under another. So our traced code runs without an ambient mesh. Only a loss that
+needs one, for the axes that it names, is traced under it, with its axes left to the
+compiler.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _OUTSIDE: ContextVar[Mesh | None] = ContextVar("outside", default=None)
-"""The mesh that was set around our calls."""
+"""Mesh that was set around our calls."""
 
 
 def without_mesh(
     function: Callable[Arguments, Result],
 ) -> Callable[Arguments, Result]:
-    """The same function, which sees no mesh around it."""
+    """Returns the function, run without an ambient mesh."""
 
     @functools.wraps(function)
     def alone(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -41,7 +41,7 @@ def without_mesh(
 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
-    """A context in which no mesh is set; what was set is remembered."""
+    """Runs its block without a mesh, and stores the mesh that was set."""
     if jax.sharding.get_abstract_mesh().empty:
         yield
         return
@@ -54,11 +54,10 @@ def no_mesh() -> Iterator[None]:
 
 
 def tracing(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A function that traces what a user wrote, with no mesh, or else with the user's.
+    """Returns a function that traces user code without a mesh, or else with the user's.
 
     Args:
-        function: Function to trace; it is called once more, with the mesh set, where it
-            fails without.
+        function: Function to trace; if it fails, it is called again with the mesh set.
     """
 
     def trace(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -68,7 +67,7 @@ def tracing(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
                 return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
-            except Exception:  # whatever JAX says of an axis that it does not know
+            except Exception:  # any JAX error on an unknown axis
                 kinds = (AxisType.Auto,) * len(mesh.axis_names)
                 automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
                 with jax.set_mesh(automatic):

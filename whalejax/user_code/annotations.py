@@ -1,12 +1,12 @@
 """The four primitives: ``replicate``, ``split``, ``stage`` and ``pipeline``.
 
-An annotation opens a ``jax.named_scope`` whose *name* carries its arguments, always and
-everywhere, so that a trace which JAX cached long before planning still holds the mark.
-It has no effect on numbers. A context variable keeps the marks that are open in this
-thread, only to refuse forbidden nesting at the line that wrote it, to number stages and
-to tell capture which marks were entered.
+An annotation opens a ``jax.named_scope`` whose *name* contains its arguments, always
+and everywhere, so that a trace cached by JAX long before planning still has the mark.
+It has no effect on numbers. A context variable has this thread's open marks, only to
+refuse forbidden nesting at the user's line, to number stages and to tell capture the
+entered marks.
 
-It is a module of its own because models import it: importing it starts no JAX.
+It is a separate module because models import it: importing it starts no JAX.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class _OpenMark:
 
 @dataclass(slots=True)
 class Recording:
-    """The marks that were entered while it was open, each once, in order."""
+    """The distinct marks that were entered while it was open, in order."""
 
     entered: dict[Mark, None] = field(default_factory=dict)
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """The marks, in the order of their first entry."""
+        """Marks, in the order of their first entry."""
         return tuple(self.entered)
 
 
@@ -67,10 +67,10 @@ _recording: ContextVar[Recording | None] = ContextVar(
 
 
 class Annotation:
-    """One annotation: a context manager and a decorator, any number of times.
+    """One annotation: a reusable context manager and decorator.
 
     Attributes:
-        mark: The primitive and its arguments, as plain data.
+        mark: Primitive with its arguments, as plain data.
     """
 
     __slots__ = ("mark",)
@@ -84,7 +84,7 @@ class Annotation:
         if problem is not None:
             raise WhaleError(problem)
         mark = _numbered(self.mark, outer)
-        import jax  # here, so that importing a model's annotations stays light
+        import jax  # imported here so that importing annotations stays light
 
         scope: Any = jax.named_scope(scope_name(mark))
         scope.__enter__()
@@ -105,7 +105,7 @@ class Annotation:
         mine.scope.__exit__(kind, error, trace)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The function with its body inside this annotation."""
+        """Returns the function with its body inside this annotation."""
         if inspect.isclass(function):
             raise WhaleError(
                 f"{self.mark} decorates the class {function.__name__}; an annotation "
@@ -145,7 +145,7 @@ def replicate(devices: int | None = None) -> Annotation:
             default: the planner's choice.
 
     Returns:
-        A context manager that is also a decorator.
+        Context manager that is also a decorator.
 
     Raises:
         WhaleError: ``devices`` is not a positive integer.
@@ -160,15 +160,15 @@ def replicate(devices: int | None = None) -> Annotation:
 def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     """Marks a region whose tensors are sharded over devices.
 
-    Which dimension is sharded is the planner's choice, by least cost.
+    The planner chooses the sharded dimension, by least cost.
 
     Args:
-        devices: Into how many parts; chosen by the planner where left out.
-        axis: The logical dimension to shard, by its name in the model's metadata, or as
-            a leaf's path and dimension: ``"head.kernel.1"``.
+        devices: Number of parts; default: the planner's choice.
+        axis: Logical dimension to shard, by its name in the model's metadata, or by a
+            leaf's path and dimension: ``"head.kernel.1"``.
 
     Returns:
-        A context manager that is also a decorator.
+        Context manager that is also a decorator.
 
     Raises:
         WhaleError: ``devices`` is not a positive integer or ``axis`` is no name.
@@ -190,15 +190,15 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
 
 @names_arguments("wh.stage")
 def stage(devices: int | None = None) -> Annotation:
-    """Marks a region as one pipeline stage, on devices of its own.
+    """Marks a region as one pipeline stage, on its own devices.
 
-    It stands inside a ``pipeline``.
+    It must be inside a ``pipeline``.
 
     Args:
         devices: Number of devices of the stage inside one copy of the model.
 
     Returns:
-        A context manager that is also a decorator.
+        Context manager that is also a decorator.
 
     Raises:
         WhaleError: ``devices`` is not a positive integer.
@@ -218,17 +218,17 @@ def pipeline(
     """Marks a region whose stages are scheduled as a pipeline.
 
     Args:
-        num_stages: Number of stages to find where none is marked inside.
-        num_micro_batches: Into how many parts the batch is cut.
-        schedule: ``"auto"`` leaves it to the planner. ``"gpipe"`` does all forwards
-            first, ``"1f1b"`` alternates and holds fewer activations, ``"1f1b-ahead"``
-            holds one more and hides transfers, ``"interleaved"`` puts several parts of
-            the model on each stage, ``"zb-h1"`` splits the backward (estimates do not
-            weigh it). One program for all stages runs the first two; the others take
-            stages with programs of their own.
+        num_stages: Number of stages to find, if none is marked inside.
+        num_micro_batches: Number of parts of the batch.
+        schedule: ``"auto"`` leaves it to the planner. ``"gpipe"`` runs all forwards
+            first, ``"1f1b"`` alternates and stores fewer activations, ``"1f1b-ahead"``
+            stores one more and overlaps transfers, ``"interleaved"`` puts several parts
+            of the model on each stage, ``"zb-h1"`` splits the backward pass (estimates
+            do not include it). One program for all stages runs the first two; the
+            others need stage programs.
 
     Returns:
-        A context manager that is also a decorator.
+        Context manager that is also a decorator.
 
     Raises:
         WhaleError: A count is not a positive integer or the schedule is unknown.
@@ -252,12 +252,11 @@ def pipeline(
 
 
 def nesting_problem(outer: tuple[Mark, ...], inner: Mark) -> str | None:
-    """Returns the reason why ``inner`` may not be inside ``outer``, or None where it
-    may.
+    """Returns the reason why ``inner`` may not be inside ``outer``, or None if it may.
 
     Args:
-        outer: The open marks, outermost first.
-        inner: The mark to be opened.
+        outer: Open marks, outermost first.
+        inner: Mark to open.
 
     >>> nesting_problem((), Mark(kind="split")) is None
     True
@@ -286,7 +285,7 @@ def nesting_problem(outer: tuple[Mark, ...], inner: Mark) -> str | None:
 
 
 def scope_name(mark: Mark) -> str:
-    """The name of the scope that an annotation opens.
+    """Returns the name of the scope that an annotation opens.
 
     >>> scope_name(Mark(kind="split", attributes=(("axis", "mlp"),)))
     'wh.split[axis=mlp]'
@@ -296,7 +295,7 @@ def scope_name(mark: Mark) -> str:
 
 
 def parse_scope(text: str) -> Mark | None:
-    """The mark in one component of a name stack, or None where it holds none.
+    """Returns the mark in one component of a name stack, or None.
 
     JAX wraps the names of transformed code, as in ``jvp(wh.split[])``.
 
@@ -318,7 +317,7 @@ def parse_scope(text: str) -> Mark | None:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
-    """Collects the marks that are entered in this thread while it is open."""
+    """Collects the marks that this thread enters while it is open."""
     record = Recording()
     token = _recording.set(record)
     try:
@@ -361,7 +360,9 @@ def _positive(kind: str, name: str, value: int | None) -> int | None:
 
 
 def _numbered(mark: Mark, outer: tuple[_OpenMark, ...]) -> Mark:
-    """A stage with its place inside the enclosing pipeline; other marks unchanged."""
+    """Returns a stage with its index inside the enclosing pipeline; other marks
+    unchanged.
+    """
     if mark.kind != "stage":
         return mark
     inside = next(o for o in reversed(outer) if o.mark.kind == "pipeline")

@@ -1,7 +1,7 @@
-"""Checks of what several public functions are given: optimizers and functions.
+"""Checks of arguments of several public functions: optimizers and functions.
 
-Those that belong to one function alone stand beside it. Models import what imports
-this, so that importing it starts no JAX.
+Checks for a single function are next to it. Models import modules that import this one,
+so importing it starts no JAX.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from whalejax.meshes.errors import WhaleError
 
 
 def check_optimizer(problems: Arguments, optimizer: Any) -> None:
-    """Records an optimizer that is none of optax's kind.
+    """Records an optimizer that is no optax transformation.
 
     Args:
         problems: Collector of the errors.
-        optimizer: Anything with the functions ``init`` and ``update``, or None.
+        optimizer: Object with the functions ``init`` and ``update``, or None.
     """
     parts = (getattr(optimizer, name, None) for name in ("init", "update"))
     if optimizer is None or (all(map(callable, parts)) and not _is_class(optimizer)):
@@ -35,7 +35,7 @@ def check_optimizer(problems: Arguments, optimizer: Any) -> None:
 
 
 def refuse_bad_optimizer(optimizer: Any) -> None:
-    """Raises for an optimizer that is none of optax's kind.
+    """Raises for an optimizer that is no optax transformation.
 
     Raises:
         WhaleError: It is none.
@@ -47,16 +47,16 @@ def refuse_bad_optimizer(optimizer: Any) -> None:
 
 
 def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
-    """Refuses a loss, a model and a batch that stand in each other's places.
+    """Refuses a loss, a model and a batch in the wrong order.
 
     Args:
-        name: Arguments of the public function that was called, in their order.
-        loss_fn: Argument in the place of the loss.
-        model: Argument in the place of the model.
-        batch: Argument in the place of the batch.
+        name: Names of the called function's arguments, in order.
+        loss_fn: Argument for the loss.
+        model: Argument for the model.
+        batch: Argument for the batch.
 
     Raises:
-        WhaleError: What is where, and what goes there.
+        WhaleError: Names the arguments and their correct places.
     """
     result = []
     if _is_plain_function(model):
@@ -71,14 +71,14 @@ def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
 
 
 def _is_plain_function(value: Any) -> bool:
-    """A function, or one with some arguments bound; not a module, which is one too."""
+    """Whether it is a function, possibly partial; a callable module is none."""
     if isinstance(value, functools.partial):
         return type(value) is functools.partial
     return inspect.isfunction(value) or inspect.ismethod(value)
 
 
 def is_module(value: Any) -> bool:
-    """Whether it is an instance of a network's module, of whichever library."""
+    """Whether it is an instance of a network module of any library."""
     return any(
         base.__name__ == "Module" and base.__module__.partition(".")[0] != "builtins"
         for base in type(value).__mro__
@@ -90,14 +90,14 @@ def _name(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """Describes a value: its class, or the function that it is."""
+    """Describes a value: its class, or its name if it is a function."""
     if _is_plain_function(value):
         return f"the function {_name(value)}"
     return f"a {type(value).__name__}"
 
 
 def is_function(value: Any) -> bool:
-    """Whether it can be called and is no class."""
+    """Whether it is callable and no class."""
     return callable(value) and not _is_class(value)
 
 

@@ -1,7 +1,7 @@
-"""Attention that is sure to be recognised, for models that write their own.
+"""Attention that is always recognised, for models that write their own.
 
-Whatever computes a softmax between two products is recognised; a kernel of the user's
-own, or one of another library, is not. This is the function to call in its place.
+Any softmax between two products is recognised; a custom kernel, or one of another
+library, is not. Call this function in its place.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> jax.Array:
-    """Softmax attention, ``jax.nn.dot_product_attention`` in terms that can be planned.
+    """Computes softmax attention: ``jax.nn.dot_product_attention`` in plannable form.
 
-    On one device, and where a plan does not say otherwise, it is that function. A plan
-    with ring attention computes it in blocks of scores; where the sequence is sharded,
-    keys and values then go from device to device. A row whose keys are all masked gives
-    the mean of all values, whatever the plan; keep such rows out of the loss.
+    On one device, and unless a plan says otherwise, it is that function. A plan with
+    ring attention computes it in blocks of scores; if the sequence is sharded, keys and
+    values go from device to device. A row whose keys are all masked gives the mean of
+    all values, whatever the plan; exclude such rows from the loss.
 
     Args:
-        query: ``[batch, rows, heads, head_dim]``.
-        key: ``[batch, columns, key_heads, head_dim]``; ``key_heads`` divides ``heads``
-            (grouped-query attention).
-        value: ``[batch, columns, key_heads, head_dim]``.
-        bias: Added to the scores; broadcasts to ``[batch, heads, rows, columns]``. If
-            it is trained, keys and values are gathered: its gradient cannot go round.
-        mask: Boolean, of such a shape; False hides a score.
-        is_causal: No row sees a later column.
+        query: Array ``[batch, rows, heads, head_dim]``.
+        key: Array ``[batch, columns, key_heads, head_dim]``; ``key_heads`` divides
+            ``heads`` (grouped-query attention).
+        value: Array ``[batch, columns, key_heads, head_dim]``.
+        bias: Bias of the scores; broadcasts to ``[batch, heads, rows, columns]``. If it
+            is trained, keys and values are gathered: its gradient cannot go round the
+            ring.
+        mask: Boolean array of the bias's shape; False hides a score.
+        is_causal: Whether no row sees a later column.
         scale: Scale of the scores; default: ``head_dim ** -0.5``.
 
     Returns:
-        ``[batch, rows, heads, head_dim]``.
+        Array ``[batch, rows, heads, head_dim]``.
 
     Raises:
-        WhaleError: The shapes do not fit together; every problem is listed.
+        WhaleError: The shapes are incompatible; lists every problem.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((2, 8, 4, 16))
@@ -63,7 +64,7 @@ def attention(
         problems.number("scale", scale, none=True)
     problems.raise_if_any()
     if isinstance(scale, int):
-        scale = float(scale)  # JAX takes no whole number of more than 64 bits
+        scale = float(scale)  # JAX accepts only integers of up to 64 bits
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -130,5 +131,4 @@ def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
 
 
 def _is_floating(array: Any) -> bool:
-    """Whether it is an array of floating-point numbers."""
     return is_array(array) and jnp.issubdtype(array.dtype, np.floating)

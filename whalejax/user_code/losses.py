@@ -1,8 +1,8 @@
-"""Return values of loss functions, and the job that the command line runs.
+"""Return values of loss functions, and the job of the command line.
 
-``normalise`` turns every allowed return value into one shape, so that no executor has
-to know more than "a total, a weight, metrics, updated variables". It is a module of
-its own because models import it: importing it starts no JAX.
+``normalise`` converts every allowed return value to one form, so that executors handle
+only "a total, a weight, metrics, updated variables". It is a separate module because
+models import it: importing it starts no JAX.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WeightedLoss:
-    """A loss that is ``total / weight``, such as a mean over valid tokens.
+    """A loss of the form ``total / weight``, such as a mean over valid tokens.
 
-    Every executor adds the totals and the weights of all micro-batches and devices
-    and divides the sums.
+    Every executor sums the totals and the weights of all micro-batches and devices and
+    divides the sums.
 
     Attributes:
-        total: Scalar sum of the losses. A regulariser in it is multiplied by the
+        total: Scalar sum of the losses. A regulariser in it must be multiplied by the
             weight.
-        weight: Scalar, how many terms the sum has; a constant to the gradient. A plain
-            sum, without a maximum: a micro-batch of weight 0 counts for nothing, and
-            only where that of the whole batch is 0, the loss is NaN.
+        weight: Scalar number of terms in the sum; constant for the gradient. A plain
+            sum, without a maximum: a micro-batch of weight 0 has no effect, and only if
+            the full batch has weight 0 the loss is NaN.
 
     >>> (WeightedLoss(3.0, 2.0) + WeightedLoss(1.0, 2.0)).mean
     1.0
@@ -57,9 +57,9 @@ class WeightedLoss:
 
     @property
     def mean(self) -> Any:
-        """The loss itself: total over weight.
+        """Loss value: total over weight.
 
-        A weight of 0 gives what arrays give: NaN where the total is 0 too, else inf.
+        With weight 0 it is what arrays give: NaN if the total is also 0, else inf.
 
         >>> WeightedLoss(0.0, 0).mean
         nan
@@ -75,19 +75,19 @@ class WeightedLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aux:
-    """Values that a loss function returns beside the loss, as ``(loss, Aux(...))``.
+    """Additional return values of a loss function, as ``(loss, Aux(...))``.
 
     Attributes:
-        metrics: Values to report, by name. With several micro-batches those with a
-            batch dimension are put together in the order of the global batch; means
-            over the samples are averaged, sums and counts added up, of maxima and
-            minima the largest and the least is taken, and what depends on no sample
-            stays as it is. Other floating-point scalars are averaged, which the plan
-            notes, and all else is refused.
-        means: Values that are averaged, whatever their shape.
-        sums: Values that are summed over the micro-batches, whatever their type.
-        samples: Values with a row for each sample, which are put together in the order
-            of the global batch.
+        metrics: Values to report, by name. With several micro-batches, values with a
+            batch dimension are concatenated in the order of the global batch; means
+            over the samples are averaged, sums and counts added, maxima and minima
+            combined, and values independent of the samples stay unchanged. Other
+            floating-point scalars are averaged, with a note in the plan, and all else
+            is refused.
+        means: Values to average, whatever their shape.
+        sums: Values to sum over the micro-batches, whatever their type.
+        samples: Values with one row per sample, which are concatenated in the order of
+            the global batch.
         variables: Updated Linen collections such as ``{"batch_stats": ...}``.
     """
 
@@ -109,18 +109,18 @@ class Aux:
 
 @dataclass(frozen=True, slots=True)
 class ReportedValue:
-    """Reported value of several micro-batches, with its combination.
+    """A reported value of several micro-batches, with its combination.
 
     Attributes:
         value: Value of one micro-batch, or of several.
         how: ``"mean"``, by the loss's weights; ``"average"`` over the samples;
-            ``"sum"``; ``"max"`` or ``"min"``; ``"same"`` of all; ``"concat"`` along the
-            samples, as the user says; or ``"rows"``, where the program shows it.
-        axis: The dimension with the samples.
+            ``"sum"``; ``"max"`` or ``"min"``; ``"same"`` for all; ``"concat"`` along
+            the samples, if the user says so; or ``"rows"``, if the program shows it.
+        axis: Dimension of the samples.
         outer: Number of repeats of all samples in the dimension.
         inner: Number of consecutive elements of one sample.
         truths: Whether each leaf of the value is boolean, which executors sum as
-            numbers; empty where none is.
+            numbers; empty if none is.
     """
 
     value: Any
@@ -135,21 +135,21 @@ class ReportedValue:
 
 
 def is_merged(value: Any) -> bool:
-    """Whether a value among metrics is a ``ReportedValue``, to be taken as one leaf."""
+    """Whether a metric is a ``ReportedValue``, to be treated as one leaf."""
     return isinstance(value, ReportedValue)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossResult:
-    """A loss function's return value in its one normal shape.
+    """The normalised return value of a loss function.
 
     Attributes:
         total: Real floating-point scalar.
-        weight: Real scalar; 1.0 where the loss is a plain mean over samples.
-        weighted: The user gave the weight.
-        metrics: Values to report, by name; ``ReportedValue`` where they are no means.
-        variables: Updated collections; empty where none were returned.
-        rest: The model's untrained leaves after the call; set by the adapter.
+        weight: Real scalar; 1.0 if the loss is a plain mean over samples.
+        weighted: Whether the user gave the weight.
+        metrics: Values to report, by name; ``ReportedValue`` if they are no means.
+        variables: Updated collections; empty if none were returned.
+        rest: Non-trainable leaves of the model after the call; set by the adapter.
     """
 
     total: Any
@@ -162,22 +162,22 @@ class LossResult:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything that ``whalejax train file.py:function`` needs.
+    """All inputs of ``whalejax train file.py:function``.
 
     Attributes:
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
-        make_model: Builds the model; takes a key or nothing.
-        batch: ``batch(step, size)`` giving a global batch, or a pytree of arrays whose
-            dimension 0 is walked through, over and over; shapes without values are
-            enough to plan. A run that is resumed with another size takes the function
-            to give samples ``step * size`` to ``(step + 1) * size - 1``.
-        optimizer: An optax gradient transformation.
-        batch_size: Samples in a global batch, unless the command line says otherwise.
+        make_model: Function that builds the model from a key or nothing.
+        batch: Function ``batch(step, size)`` that returns a global batch, or a pytree
+            of arrays whose dimension 0 is cycled through; shapes without values suffice
+            to plan. If a run is resumed with another size, the function must return
+            samples ``step * size`` to ``(step + 1) * size - 1``.
+        optimizer: Optax gradient transformation.
+        batch_size: Samples in a global batch; the command line may override it.
         name: Name of the job in reports.
         group_size, per_micro_batch: Arguments of ``wh.plan``, for every plan of this
             job.
-        eval_batches: A sequence of batches to evaluate on, or a function that gives
-            them anew; None where there is no evaluation.
+        eval_batches: Sequence of batches for evaluation, or a function that returns
+            them anew; None without evaluation.
     """
 
     loss_fn: Callable[..., Any]
@@ -219,14 +219,14 @@ class Job:
         object.__setattr__(self, "batch_size", plain(self.batch_size))
 
     def batch_at(self, step: int, size: int | None = None) -> Any:
-        """The global batch of one step.
+        """Returns the global batch of one step.
 
         Args:
-            step: Counted from 0.
-            size: Samples; ``batch_size`` where left out.
+            step: Number of the step, from 0.
+            size: Number of samples; default: ``batch_size``.
 
         Raises:
-            WhaleError: No size is known, or an array holds no sample.
+            WhaleError: No size is known, or an array has no sample.
 
         >>> import numpy as np
         >>> job = Job(len, len, {"x": np.arange(3)}, None, batch_size=2)
@@ -270,17 +270,17 @@ def _holds_arrays(batch: Any) -> bool:
 
 
 def normalise(result: Any) -> LossResult:
-    """Brings a loss function's return value into its normal shape.
+    """Converts a loss function's return value to its normal form.
 
     Args:
-        result: A scalar, a ``WeightedLoss``, or a pair of one of these and an ``Aux``,
-            a mapping of metrics, or any other pytree (reported as ``aux``).
+        result: Scalar, ``WeightedLoss``, or a pair of one of these and an ``Aux``, a
+            mapping of metrics, or any other pytree (reported as ``aux``).
 
     Returns:
-        The parts, unchanged in value.
+        Parts of the result, with unchanged values.
 
     Raises:
-        WhaleError: The loss is no real floating-point scalar, or the tuple is no pair.
+        WhaleError: The loss is no real floating-point scalar, or the tuple no pair.
 
     >>> normalise(2.5).total
     2.5
@@ -330,7 +330,7 @@ def _aux_parts(aux: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _reported(aux: Aux) -> Mapping[str, Any]:
-    """All that is to be reported, each with how it is merged."""
+    """Returns all values to report, each with its combination."""
     import jax
     import numpy as np
 
@@ -356,14 +356,14 @@ def _reported(aux: Aux) -> Mapping[str, Any]:
 
 
 def check_rows(metrics: Mapping[str, Any], size: int) -> None:
-    """Refuses ``samples=`` that have other rows than one for each sample.
+    """Refuses ``samples=`` whose rows are not one per sample.
 
     Args:
         metrics: Metrics of a micro-batch.
-        size: Its samples.
+        size: Number of samples of the micro-batch.
 
     Raises:
-        WhaleError: Which have, and what to do.
+        WhaleError: Names them and the remedy.
     """
     import jax
 
@@ -409,7 +409,7 @@ def _check_scalar(what: str, value: Any, *, must_be_inexact: bool) -> None:
 
 
 def _rebuilt(kind: type[T], names: tuple[str, ...], parts: Iterable[Any]) -> T:
-    """An instance around whatever JAX puts into trees, which nobody checks."""
+    """Makes an instance without checks, around whatever JAX puts into trees."""
     made = object.__new__(kind)
     for name, part in zip(names, parts, strict=True):
         object.__setattr__(made, name, part)
@@ -418,7 +418,7 @@ def _rebuilt(kind: type[T], names: tuple[str, ...], parts: Iterable[Any]) -> T:
 
 @functools.cache
 def _register_pytrees() -> None:
-    """Makes what losses return pytrees, at the first instance of any."""
+    """Registers the types of losses as pytrees, at the first instance."""
     import jax
 
     jax.tree_util.register_pytree_with_keys(

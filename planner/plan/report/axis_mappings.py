@@ -32,7 +32,7 @@ class AxisMappings:
 
     Attributes:
         compute: Dimensions of activations, the batch among them.
-        experts: The same inside the experts of a mixture, if it differs; else empty.
+        experts: Dimensions inside the experts of a mixture, if they differ; else empty.
         parameters: Dimensions of stored parameters.
         exceptions: Paths of parameters that the plan stores otherwise, with layers
             merged, and the bytes of all of them.
@@ -136,8 +136,9 @@ def check_one_program(plan: PlanData, form: str) -> None:
         plan: The plan.
         form: Name of the format in errors.
 
-    Raises: PlanError: Stage programs, unequal shares, or embedding tables in addition
-    to the dense part.
+    Raises:
+        PlanError: Stage programs, unequal shares, or embedding tables in addition to
+            the dense part.
     """
     if plan.stage_plans:
         raise PlanError(

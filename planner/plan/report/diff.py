@@ -62,7 +62,7 @@ class QuantityChange:
 
     @property
     def more(self) -> float:
-        """Returns the increase from before to after."""
+        """Increase from before to after."""
         return self.after - self.before
 
 
@@ -111,12 +111,12 @@ class LeafShift:
 
     @property
     def more_bytes(self) -> int:
-        """Returns the increase in bytes that a device stores."""
+        """Increase in bytes that a device stores."""
         return self.bytes_after - self.bytes_before
 
     @property
     def more_seconds(self) -> float:
-        """Returns the increase in seconds of collectives."""
+        """Increase in seconds of collectives."""
         return self.seconds_after - self.seconds_before
 
 
@@ -303,7 +303,6 @@ def _changes(before: PlanData, after: PlanData) -> tuple[SettingChange, ...]:
 
 
 def _settings(plan: PlanData) -> list[tuple[str, str]]:
-    """Returns the settings of a plan as short texts."""
     stages, options = plan.stages, plan.compiler_options
     batch = plan.batch[0].shape if plan.batch else ()
     sub = dict.fromkeys(mesh_words(own.axis_sizes) for own in plan.stage_plans)

@@ -496,5 +496,4 @@ def _capital(text: str) -> list[str]:
 
 
 def _batch_size(plan: PlanData) -> int:
-    """Returns the samples of a global batch."""
     return plan.work.samples if plan.work else plan.batch[0].shape[0]

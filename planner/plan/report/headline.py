@@ -133,7 +133,6 @@ def throughput(plan: PlanData, step_seconds: float | None = None) -> Throughput:
 
 
 def _devices(plan: PlanData) -> list[DeviceKind]:
-    """Returns the kind of each device that a plan uses."""
     every = [node.kind for node in plan.cluster.nodes for _ in range(node.count)]
     order = plan.device_order or range(plan.num_devices)
     return [every[number] for number in order]
@@ -175,7 +174,7 @@ def price_words(speed: Throughput) -> list[str]:
 
 
 def run_words(speed: Throughput, units: float) -> str:
-    """Describes the duration and price of a run of so many tokens or samples.
+    """Describes the duration and price of a run of some tokens or samples.
 
     Args:
         speed: Speed and price of a step.

@@ -103,7 +103,7 @@ def jobset_text(plan: PlanData, name: str, image: str, command: str) -> str:
         "template": {"spec": pod},
     }
     metadata: dict[str, Any] = {"name": name}
-    if slices > 1:  # each slice in a node pool of its own
+    if slices > 1:  # each slice in a separate node pool
         key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
         metadata["annotations"] = {key: "cloud.google.com/gke-nodepool"}
     document = {

@@ -28,7 +28,7 @@ class ParameterRow:
         count: Number of the parameters.
         leaf: The first of them.
         device_bytes: Bytes of all of them together, on one device that stores them.
-        collectives: Collectives of each of them in one step, in words.
+        collectives: Text of the collectives of each parameter in one step.
     """
 
     label: str

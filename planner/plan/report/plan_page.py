@@ -323,7 +323,7 @@ def traffic_rows(plan: PlanData) -> list[list[str]]:
     ]
 
 
-# What stays whole, what was asked for, and what else there was.
+# Unsharded parameters, requests, and other notes.
 
 
 def whole_words(plan: PlanData, all_rows: bool = False) -> list[str]:

@@ -104,8 +104,8 @@ def _sections(document: dict[str, Any]) -> Sections | None:
 def _placement_and_cut(
     document: dict[str, Any],
 ) -> tuple[TablePlacement, TablePlacement | None, tuple[TableCost, ...]]:
-    """Returns the placement, that in addition to the dense part, and the
-    tables' cost.
+    """Returns the placement, that on the dense part's devices, and the
+    tables' costs.
     """
     beside: Any = document.get("beside")
     try:

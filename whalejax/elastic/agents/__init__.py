@@ -1,1 +1,1 @@
-"""Processes of elastic runs on other machines, each held by an agent."""
+"""Agents, which run processes of elastic runs on other machines."""

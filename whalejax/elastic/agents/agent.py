@@ -1,8 +1,8 @@
-"""The process that holds members of an elastic run on its machine: ``whalejax agent``.
+"""The process that runs members of an elastic run on its machine: ``whalejax agent``.
 
-It starts and ends processes as the supervisor says, and tells how they ended. They end
-with it, and where the supervisor is away for too long. It has one thread, because the
-system ends its processes with the thread that started them.
+It starts and kills processes on the supervisor's request, and reports their ends. They
+end with it, and if the supervisor is unreachable for too long. It has one thread,
+because the system kills its processes with the thread that started them.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class AgentOptions:
     """Options of an agent.
 
     Attributes:
-        supervisor: Host and port where it listens.
-        key: File of the key of the run.
-        processes: Largest number of processes of this agent at a time.
-        name: Unlike that of any other agent of the run; that of the machine if None.
-        host: Address at which other members reach those of this machine; if None, the
+        supervisor: Host and port of the supervisor.
+        key: Key file of the run.
+        processes: Most processes of this agent at a time.
+        name: Unique name among the run's agents; None takes that of the machine.
+        host: Address at which other members reach those of this machine; None takes the
             address from which this machine reaches the supervisor.
         logs: Folder of logs.
-        patience: Seconds after which a supervisor that is away does not come back.
+        patience: Seconds after which an unreachable supervisor is given up.
     """
 
     supervisor: str
@@ -106,15 +106,15 @@ class AgentOptions:
 
 
 def default_name() -> str:
-    """The name of this machine, or of its node under Slurm."""
+    """Returns the name of this machine, or of its node under Slurm."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _check(name: str, host: str | None) -> str | None:
-    """The address in numbers; a name or an address that no agent can have is refused.
+    """Returns the numeric address; refuses invalid names and addresses.
 
     Raises:
-        WhaleError: What is wrong.
+        WhaleError: The name or the address is invalid.
     """
     with Problems("whalejax agent") as problems:
         if not _NAME.fullmatch(name):
@@ -135,13 +135,13 @@ def _check(name: str, host: str | None) -> str | None:
 
 
 class Agent:
-    """Holds processes until the run is over, or it is asked to end."""
+    """Runs processes until the run is over, or it is asked to end."""
 
     def __init__(self, options: AgentOptions) -> None:
         """Prepares the agent; connects to nothing yet.
 
         Raises:
-            WhaleError: The address is none, or the folder of logs cannot be made.
+            WhaleError: The address is invalid, or the folder of logs cannot be made.
         """
         self._options, self._address = (
             options,
@@ -178,14 +178,15 @@ class Agent:
         self._status: int | None = None
 
     def run(self) -> int:
-        """Holds processes until the run is over.
+        """Runs processes until the run is over.
 
         Returns:
-            0 where the run is over, however it ended, or this agent was asked to end
-            and its members left; 143 where it was told twice.
+            0 if the run is over, however it ended, or this agent was asked to end and
+            its members have left; 143 after a second signal.
 
         Raises:
-            WhaleError: The supervisor refuses it, has another key, or is away.
+            WhaleError: The supervisor refuses the agent, has another key, or is
+                unreachable.
         """
         with self._selector, handled_signals(self._handle, signal.SIGINT):
             try:
@@ -204,7 +205,7 @@ class Agent:
         del number
         self._told += 1
 
-    # One turn.
+    # One iteration of the loop.
 
     def _turn(self) -> None:
         if self._channel is None:
@@ -232,15 +233,16 @@ class Agent:
             for name in names:
                 self._processes.terminate(name)
         elif self._told and not self._processes.names and not self._unnoted:
-            # The supervisor heard of it by the beat before.
+            # The previous heartbeat told the supervisor.
             self._say(AgentBeat(leaving=True))
             self._status = 0
 
     def _connect(self) -> None:
-        """Tries once to be taken by the supervisor; it may be away for a while.
+        """Tries once to connect to the supervisor, which may be unreachable for a
+        while.
 
         Raises:
-            WhaleError: It refuses this agent, or was away for too long.
+            WhaleError: It refuses this agent, or was unreachable for too long.
         """
         patience = self._options.patience
         where = self._options.supervisor
@@ -299,7 +301,7 @@ class Agent:
         self._say(enlist)
 
     def _wait(self) -> None:
-        """Waits for the next try; processes may end meanwhile, and signals come."""
+        """Waits for the next try; handles ended processes and signals meanwhile."""
         end = time.monotonic() + _AGAIN_SECONDS
         while time.monotonic() < end and not self._told:
             for key, _ in self._selector.select(_TICK_SECONDS):
@@ -320,7 +322,7 @@ class Agent:
             self._hear(said)
 
     def _drop(self) -> None:
-        """The connection ended: another is tried."""
+        """Drops an ended connection, before a new one is tried."""
         if self._channel is not None:
             self._channel.close()
             self._channel, self._away_since = None, time.monotonic()
@@ -331,9 +333,9 @@ class Agent:
         try:
             self._channel.send(message, seconds=_SEND_SECONDS)
         except WireError:
-            self._channel.shut_down()  # It is dropped when all that came is heard.
+            self._channel.shut_down()  # dropped when all its messages are handled
 
-    # What the supervisor says.
+    # Messages of the supervisor.
 
     def _hear(self, said: ToAgent) -> None:
         match said:
@@ -398,8 +400,8 @@ class Agent:
         self._say(Launched(name=name, pid=pid, began=began))
 
     def _gpu(self, device: str) -> str:
-        """Returns the name of a GPU that the supervisor gives by its number among those
-        that this agent sees.
+        """Returns the name of a GPU from the supervisor's index among those visible to
+        this agent.
         """
         if not device.isdigit() or not self._gpus:
             return device
@@ -411,7 +413,7 @@ class Agent:
         return self._gpus[int(device)]
 
     def _own_gpus(self, name: str) -> dict[str, str]:
-        """GPUs that no other process of this agent has."""
+        """Returns GPUs that no other process of this agent has."""
         if not self._gpus:
             return {}
         count = self._options.processes

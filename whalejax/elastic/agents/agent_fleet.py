@@ -1,7 +1,7 @@
-"""The agents of a run as its supervisor sees them, and the processes that they hold.
+"""The agents of a run from its supervisor's view, with their processes.
 
-No socket is touched here: what agents say comes in with the time of it, and what they
-are told goes out by a function. So that it can be tried with a clock of its own.
+This module uses no sockets: messages come in with their times, and go out by a
+function, so that tests can use a clock of their own.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from whalejax.wire.run_messages import (
 
 
 RETURN_SECONDS: Final = 2.0
-"""An agent whose connections all ended is back by then, or lost."""
+"""Seconds in which an agent without connections must return, or it is lost."""
 
 _SOON_SECONDS: Final = 0.2
 
 Link = TypeVar("Link")
-"""A connection, of which nothing is known here."""
+"""A connection, opaque here."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AgentRecord(Generic[Link]):
-    """An agent, as the supervisor last heard of it.
+    """An agent, from its latest messages.
 
     Attributes:
-        name: Unlike that of any other agent.
+        name: Unique name of the agent.
         host: Address at which its members are reached.
-        machine: Machine that it runs on, as ``processes.machine`` names it.
-        room: Processes that it may hold.
-        token: Random token of its process, which tells it from its successor.
-        link: Its connection; None where that ended.
-        leaving: Whether it was asked to end and takes no further process.
-        asked: Processes that it was asked to start: names and slots.
-        there: Names of processes that it holds.
+        machine: Name of its machine, from ``processes.machine``.
+        room: Most processes of the agent.
+        token: Random token of its process, which identifies it after a restart.
+        link: Connection of the agent; None if it ended.
+        leaving: Whether it was asked to end and accepts no more processes.
+        asked: Requested processes that have not started: names and slots.
+        there: Names of its processes.
     """
 
     name: str
@@ -67,7 +67,7 @@ class AgentRecord(Generic[Link]):
 
     @property
     def free(self) -> int:
-        """Processes that it can take."""
+        """Number of further processes that it can run."""
         if self.link is None or self.leaving:
             return 0
         return self.room - len(self.there) - len(self.asked)
@@ -77,8 +77,8 @@ class AgentFleet(Generic[Link]):
     """All agents of a run.
 
     Attributes:
-        program: ``command``, words of the program that agents start, and
-            ``environment``, variables for it.
+        program: ``command``, the program that agents start, and ``environment``,
+            variables for it.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class AgentFleet(Generic[Link]):
             run: Run that the agents serve.
             take: Function that receives the agents' events with their times.
             send: Sends a message over a connection.
-            close: Ends one; what is behind it connects anew.
-            program: See the attribute.
+            close: Function that ends a connection; the other side reconnects.
+            program: Value of the attribute.
         """
         self._run, self._take, self.program = run, take, program or {}
         self._send, self._close = send, close
@@ -106,7 +106,7 @@ class AgentFleet(Generic[Link]):
         self._away: Lease[str] = Lease(RETURN_SECONDS, LONGEST_TURN_SECONDS)
         self._ended_for: str | None = None
 
-    # What agents say.
+    # Messages of agents.
 
     def refusal(self, message: Enlist) -> str:
         """Returns the reason why an agent is not accepted, or an empty text."""
@@ -122,17 +122,17 @@ class AgentFleet(Generic[Link]):
                     f"an agent of the name {name} is there already, at {known.host}. "
                     "Give this one another --name, or end that one"
                 )
-        # An agent of the run comes back to the end of it.
+        # An agent of the run may reconnect until its end.
         if known is None and self._run.phase == "ending":
             return "the run is over"
         return ""
 
     def enlist(self, now: float, link: Link, message: Enlist) -> None:
-        """Takes an agent, first or again.
+        """Accepts an agent, for the first time or again.
 
         Args:
-            now: The time.
-            link: Its connection.
+            now: Current time.
+            link: Connection of the agent.
             message: Accepted message of the agent.
         """
         name, told = message.agent, {one[0]: one for one in message.there}
@@ -179,7 +179,7 @@ class AgentFleet(Generic[Link]):
             self._close(old)
 
     def on_message(self, now: float, link: Link, message: Message) -> None:
-        """An agent said something else."""
+        """Handles any other message of an agent."""
         record = self._of(link)
         if record is None:
             return
@@ -203,7 +203,7 @@ class AgentFleet(Generic[Link]):
                 self._take(now, ev.RoomFreed(1))
 
     def on_disconnect(self, now: float, link: Link) -> None:
-        """A connection of an agent ended; it may come back."""
+        """Handles the end of an agent's connection; the agent may reconnect."""
         record = self._of(link)
         if record is None:
             return
@@ -217,7 +217,7 @@ class AgentFleet(Generic[Link]):
             self._take(now, ev.AgentLeft(record.name))
 
     def tick(self, now: float) -> None:
-        """Gives up agents that are silent, with their members."""
+        """Removes silent agents, with their members."""
         self._lease.turn(now)
         self._away.turn(now)
         for name, silent in self._lease.overdue(now).items():
@@ -234,10 +234,10 @@ class AgentFleet(Generic[Link]):
         self._take(now, ev.AgentLost(record.name, why))
         link = self._unlink(record)
         if link is not None:
-            self._close(link)  # It is told anew which of its processes end.
+            self._close(link)  # On reconnection it learns which of its processes end.
 
     def _unlink(self, record: AgentRecord[Link]) -> Link | None:
-        """Forgets the connection of an agent, and gives it."""
+        """Forgets the connection of an agent, and returns it."""
         link, record.link = record.link, None
         if link is not None:
             self._linked.pop(link, None)
@@ -249,12 +249,12 @@ class AgentFleet(Generic[Link]):
         self._away.forget(name)
 
     def _give_back(self, now: float, record: AgentRecord[Link]) -> None:
-        """Lets other agents start what this one was asked to start."""
+        """Releases the agent's requested processes, for other agents to start."""
         for slot in record.asked.values():
             self._take(now, ev.NotStarted(slot, f"agent {record.name} is gone"))
 
     def expect(self, now: float) -> None:
-        """Gives the agents of an earlier supervisor time to come back."""
+        """Gives the agents of an earlier supervisor time to reconnect."""
         back_at = now + self._run.settings.rejoin_seconds
         for member in self._run.members.values():
             if member.is_there and member.agent:
@@ -264,16 +264,16 @@ class AgentFleet(Generic[Link]):
                 self._lease.expect(member.agent, back_at)
                 self._away.expect(member.agent, back_at)
 
-    # What agents are told.
+    # Messages to agents.
 
     def start(self, now: float, slot: int, name: str) -> bool:
-        """Has a process started on the host of its slot's device, or where there is
-        most room; whether there is any.
+        """Starts a process on the host of its slot's device, or where there is most
+        room; returns whether there is any.
         """
         members = self._run.members
         host, device = self._device(slot)
         if host and self._is_filled(slot):
-            # Its device is another's until that process has ended.
+            # Another process has its device until that process has ended.
             self._take(now, ev.Deferred(slot, until=now + _SOON_SECONDS))
             return False
         there = self._agents.values()
@@ -284,37 +284,35 @@ class AgentFleet(Generic[Link]):
             until = now + _SOON_SECONDS if ending else None
             self._take(now, ev.Deferred(slot, until=until))
             return False
-        # Members are spread; among agents with equally many, the first that came.
+        # Members are spread; among agents with equally many, the first one.
         record = min(matches, key=lambda r: (len(r.there) + len(r.asked), -r.free))
         record.asked[name] = slot
         self._tell(record, Start(name=name, device=device))
         return True
 
     def _device(self, slot: int) -> tuple[str, str]:
-        """Returns the host of a slot's device and its name there; empty where they
-        were never given.
-        """
+        """Returns the host of a slot's device and its name there; empty if unknown."""
         devices = self._run.devices or ()
         name = devices[slot] if slot < len(devices) else ""
         host, _, device = name.partition("/")
         return host, device
 
     def _is_filled(self, slot: int) -> bool:
-        """Whether a process that filled a slot before has not ended yet."""
+        """Whether an earlier process of a slot has not ended yet."""
         members = self._run.members
         names = (name for r in self._agents.values() for name in r.there)
         return any(n in members and members[n].slot == slot for n in names)
 
     def release(self, name: str) -> None:
-        """Lets a process run that was started."""
+        """Lets a started process run."""
         self._tell_holder(name, Release(name=name))
 
     def kill(self, name: str) -> None:
-        """Has a process ended at once."""
+        """Kills a process at once."""
         self._tell_holder(name, Kill(name=name))
 
     def finish(self, why: str) -> None:
-        """Tells all agents that the run is over; those that are away, as they
+        """Tells all agents that the run is over; disconnected ones learn it when they
         return.
         """
         self._ended_for = why
@@ -323,16 +321,16 @@ class AgentFleet(Generic[Link]):
 
     @property
     def hears_the_end(self) -> bool:
-        """Whether an agent has yet to hear that the run is over."""
+        """Whether some agent does not know yet that the run is over."""
         return bool(self._agents)
 
     @property
     def names(self) -> list[str]:
-        """Returns the names of processes whose end was not reported."""
+        """Names of processes whose end was not reported."""
         return [name for r in self._agents.values() for name in sorted(r.there)]
 
     def holds(self, link: Link) -> bool:
-        """Whether a connection is one of an agent."""
+        """Whether a connection belongs to an agent."""
         return self._of(link) is not None
 
     def _of(self, link: Link) -> AgentRecord[Link] | None:
@@ -366,7 +364,7 @@ class AgentFleet(Generic[Link]):
 def program(
     command: Sequence[str], environment: Mapping[str, str], python: str
 ) -> dict[str, Any]:
-    """Returns the program that agents start, each by its own Python where that is the
+    """Returns the program that agents start, each with its own Python if that is the
     first word.
 
     >>> program(["/usr/bin/python", "a.py"], {}, "/usr/bin/python")["command"]

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -105,12 +106,15 @@ class HostAgents:
         self._over.set()
         with self._lock:
             running, threads = [*self._running.values()], [*self._threads.values()]
+        end = time.monotonic() + (_END_SECONDS if exc is None else 0.0)
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_SECONDS if exc is None else 0.0)
+                process.wait(max(0.0, end - time.monotonic()))
             process.terminate()
+        end = time.monotonic() + _END_SECONDS
+        for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_SECONDS)
+                process.wait(max(0.0, end - time.monotonic()))
             process.kill()
         for thread in threads:
             thread.join(_END_SECONDS)

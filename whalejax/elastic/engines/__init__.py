@@ -1,1 +1,1 @@
-"""Engines that place the agents of elastic runs on their machines."""
+"""Engines that start the agents of elastic runs on their machines."""

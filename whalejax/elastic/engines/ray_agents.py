@@ -1,8 +1,8 @@
-"""Agents as actors of a Ray cluster: one on each node, also on those that come later.
+"""Agents as actors of a Ray cluster: one on each node, including later nodes.
 
-Ray is an extra, ``whalejax[ray]``. It unpickles what its cluster sends: whoever reaches
-the cluster runs what they like on its nodes. Only words go over it here; what members
-say goes over the wire of the run.
+Ray is an extra, ``whalejax[ray]``. It unpickles all data of its cluster: anyone who
+reaches the cluster runs any code on its nodes. Only text goes over it here; members'
+messages use the run's wire.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def hold_agent(words: Sequence[str], folder: str, log: str) -> int:
         log: Path of its log.
 
     Returns:
-        The agent's status.
+        Exit status of the agent.
     """
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as file:
@@ -57,7 +57,7 @@ def hold_agent(words: Sequence[str], folder: str, log: str) -> int:
 
 
 def name_of(node: Mapping[str, Any]) -> str:
-    """The agent's name on a node, as ``ray.nodes()`` tells of it.
+    """Returns the agent's name on a node from ``ray.nodes()``.
 
     >>> name_of({"NodeID": "0123456789abcdef"})
     'ray-0123456789ab'
@@ -95,7 +95,7 @@ class RayAgents:
     """One agent on each node of a Ray cluster while a block runs.
 
     Attributes:
-        names: Names of the agents on the nodes that are there in the beginning.
+        names: Names of the agents on the initial nodes.
     """
 
     def __init__(
@@ -105,10 +105,9 @@ class RayAgents:
 
         Args:
             address: Address of the cluster, or ``"auto"``.
-            supervisor: Host and port where it listens.
-            logs: Folder of ``--logs``, of the same name on all nodes.
-            processes: Number of processes of the run, divided among the nodes that are
-                there now.
+            supervisor: Host and port of the supervisor.
+            logs: Folder of ``--logs``, with the same path on all nodes.
+            processes: Number of processes of the run, divided among the present nodes.
 
         Raises:
             WhaleError: Ray is not installed, or there is no cluster.
@@ -123,12 +122,12 @@ class RayAgents:
         self._thread = threading.Thread(target=self._keep, daemon=True)
 
     def _nodes(self) -> list[Mapping[str, Any]]:
-        """Returns the nodes that are alive and run anything."""
+        """Returns the nodes that are alive and have CPUs."""
         nodes = self._ray.nodes()
         return [n for n in nodes if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
 
     def __enter__(self) -> RayAgents:
-        """Starts them."""
+        """Starts the agents."""
         make_key(self._logs / FOLDER / KEY)
         self._thread.start()
         return self
@@ -139,17 +138,17 @@ class RayAgents:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits for agents that end with the run, and ends the others."""
+        """Waits for agents that end with the run, and kills the others."""
         self._over.set()
         self._thread.join(_END_SECONDS)
         ends = [end for _, end in self._running.values()]
         if exc is None and ends:
-            with contextlib.suppress(Exception):  # Of nodes that are gone.
+            with contextlib.suppress(Exception):  # Their nodes may be gone.
                 self._ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
         self._ray.shutdown()
 
     def _keep(self) -> None:
-        """Starts an agent on every node that has none."""
+        """Starts an agent on every node without one."""
         while not self._over.is_set():
             with contextlib.suppress(Exception):  # The cluster may be changing.
                 self._look()
@@ -174,7 +173,7 @@ class RayAgents:
         )
 
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        # Ray hides the GPUs that an actor has not asked for.
+        # Ray hides GPUs that an actor has not requested.
         gpus = node["Resources"].get("GPU", 0)
         actor = (
             self._ray.remote(_Holder)
@@ -187,7 +186,7 @@ class RayAgents:
 
 
 class _Holder:
-    """The actor of a node."""
+    """Actor of a node."""
 
     def hold(self, words: Sequence[str], folder: str, log: str) -> int:
         return hold_agent(words, folder, log)

@@ -78,7 +78,7 @@ def main(words: Sequence[str]) -> int:
                 status, output = ray.get(running)
                 print(output, end="", flush=True)
                 return int(status)
-        if ray.wait([ready], timeout=0)[0]:  # Otherwise it waits for a node.
+        if ray.wait([ready], timeout=0)[0]:  # It still waits for a node.
             actor.end.remote()
             ray.wait([running], timeout=_END_SECONDS)
         return 0

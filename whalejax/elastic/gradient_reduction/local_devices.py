@@ -1,8 +1,8 @@
-"""The devices of this process, found without starting JAX's backend in it.
+"""The devices of this process, detected without starting JAX's backend in it.
 
-Processes that meet by the platform's collectives must join before their backend starts,
-and whether they do depends on what devices they have. So another process looks, unless
-it is plain that there are only CPUs.
+Processes that use the platform's collectives must join before their backend starts, and
+whether they do depends on their devices. So another process detects them, unless there
+are obviously only CPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEVICE_FILES: Final = (
     "/dev/accel*",
     "/dev/vfio/[0-9]*",
 )
-"""Where the system shows accelerators: NVIDIA's, those under Windows, AMD's, TPUs."""
+"""Device files of accelerators: NVIDIA's, those under Windows, AMD's, TPUs."""
 
 _LOOK: Final = (
     sys.executable,
@@ -45,13 +45,13 @@ _FABRIC: Final = Path("/sys/class/infiniband")
 
 
 def own_devices() -> Cluster:
-    """The devices of this process, found without starting them.
+    """Returns the devices of this process, detected without starting them.
 
     Returns:
-        Them, as a cluster of one host; ``cpu:1`` where they are CPUs, however many.
+        Devices as a cluster of one host; ``cpu:1`` for CPUs, whatever their number.
 
     Raises:
-        WhaleError: They cannot be looked at.
+        WhaleError: They cannot be detected.
     """
     if _compat_processes.backends_are_there():
         return _detect_local_cluster()
@@ -90,20 +90,20 @@ def _unseen(why: str) -> WhaleError:
 
 
 def _detect_local_cluster() -> Cluster:
-    """The local devices. Starts JAX."""
+    """Detects the local devices. Starts JAX."""
     if jax.local_devices()[0].platform == "cpu":
         return parse_cluster("cpu:1")
     try:
         return Cluster.detect(calibrate=False)
-    except WhaleError:  # Of a kind that the catalogue lacks.
+    except WhaleError:  # not in the catalogue
         return Cluster.detect()
 
 
 def network_bytes_per_second(net: Path = _NET) -> float | None:
-    """Returns the rate of this host's fastest network card that is up, or None.
+    """Returns the rate of this host's fastest active network card, or None.
 
     Args:
-        net: Folder where the system describes its network cards.
+        net: Folder of the system with its network cards.
     """
     rates = []
     for card in net.glob("*"):
@@ -111,7 +111,7 @@ def network_bytes_per_second(net: Path = _NET) -> float | None:
             continue
         try:
             megabits = int((card / "speed").read_text())
-        except (OSError, ValueError):  # It is down.
+        except (OSError, ValueError):  # inactive
             continue
         if megabits > 0:
             rates.append(megabits * 1e6 / 8)
@@ -119,10 +119,10 @@ def network_bytes_per_second(net: Path = _NET) -> float | None:
 
 
 def has_fabric(folder: Path = _FABRIC) -> bool:
-    """Whether this host has a network such as InfiniBand beside its cards.
+    """Whether this host has a network such as InfiniBand in addition to its cards.
 
     Args:
-        folder: Folder where the system describes such networks.
+        folder: Folder of the system with such networks.
     """
     return any(folder.glob("*"))
 

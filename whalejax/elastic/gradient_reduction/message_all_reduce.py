@@ -1,9 +1,9 @@
-"""The sum of all members' gradients, by messages, in an order that nobody changes.
+"""The sum of all members' gradients, by messages, in a fixed order.
 
-Every member adds up one slice of the buffers (reduce-scatter) and sends it to the
-others (all-gather); of small buffers each adds up all, in one round instead of two. The
-order of the sum is that of ``assignment.total``, so that it is the same to the last bit
-whoever takes part.
+Every member sums one slice of the buffers (reduce-scatter) and sends it to the others
+(all-gather). Small buffers are summed in full by each, in one round instead of two. The
+order of the sum is that of ``assignment.total``, so the result is bitwise equal for any
+members.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from whalejax.wire.run_messages import GradientPart, Total
 
 
 SMALL_BYTES: Final = 1 << 16
-"""Buffers below it are added up by every member: the second round would cost more."""
+"""Bytes below which every member sums the full buffers: a second round would
+cost more.
+"""
 
 BLOCK_ELEMENTS: Final = 1 << 24
-"""Elements that are under way at once, of each buffer."""
+"""Elements of each buffer that are in flight at once."""
 
 Buffers = Sequence[np.ndarray]
 Expected = tuple[int, np.dtype[Any]]
 """Length and dtype of an array."""
 
 Parts = Mapping[Node, Buffers]
-"""Flat buffers, one for each dtype, by the micro-batches that they are the sum of."""
+"""Flat buffers, one for each dtype, by the micro-batches in their sum."""
 
 
 def exchanged(
@@ -43,23 +45,23 @@ def exchanged(
     count: int,
     look: Look,
 ) -> tuple[list[np.ndarray], dict[str, list[Node]]]:
-    """The sum of all parts of all members.
+    """Returns the sum of all parts of all members.
 
     Args:
-        peers: Connections to the others.
+        peers: Connections to the other members.
         names: Names of the members, by rank.
-        me: This member's.
+        me: Name of this member.
         step: Number of the step.
-        parts: Parts of this member; none where it has no micro-batch in this step.
+        parts: Parts of this member; empty if it has no micro-batch in this step.
         shapes: Length and dtype of each buffer.
-        count: Micro-batches of a step.
-        look: Called while others are waited for.
+        count: Number of micro-batches in a step.
+        look: Function called during waits for others.
 
     Returns:
-        The buffers, and the micro-batches that each member gave.
+        Buffers, and the micro-batches from each member.
 
     Raises:
-        WhaleError: Micro-batches are missing, or came twice.
+        WhaleError: Micro-batches are missing or duplicate.
     """
     small = rounds_of(sum(size * dtype.itemsize for size, dtype in shapes)) == 1
     result = [np.empty(size, dtype) for size, dtype in shapes]
@@ -80,7 +82,7 @@ def sent_bytes(size: int, members: int, parts: int) -> float:
 
     Args:
         size: Bytes of one set of buffers.
-        members: Number of members, itself included.
+        members: Number of members, including itself.
         parts: Number of equally large parts that it contributes.
 
     >>> sent_bytes(1 << 20, 4, 2) / (1 << 20), sent_bytes(100, 4, 2)
@@ -93,12 +95,12 @@ def sent_bytes(size: int, members: int, parts: int) -> float:
 
 
 def rounds_of(size: int) -> int:
-    """Returns the number of message rounds that sum so many bytes."""
+    """Returns the number of message rounds that sum some bytes."""
     return 1 if size <= SMALL_BYTES else 2
 
 
 class _Block:
-    """The exchange of a part of all buffers."""
+    """Exchange of a part of all buffers."""
 
     def __init__(
         self,
@@ -124,7 +126,9 @@ class _Block:
         *,
         whole: bool,
     ) -> dict[str, list[Node]]:
-        """Writes the sums of these spans into ``found``; who gave what."""
+        """Writes the sums of these spans into ``found``; returns each member's
+        micro-batches.
+        """
         nodes = sorted(parts)
         for other in self._others:
             several = self._spans(spans, other, whole=whole)
@@ -161,7 +165,7 @@ class _Block:
         nodes = said.nodes
         check_arrays(said, self._expected(mine) * len(nodes), other)
         for place, node in enumerate(nodes):
-            if node not in came:  # Else ``check_tiles`` finds it doubled.
+            if node not in came:  # otherwise ``check_tiles`` finds it duplicate
                 start = place * len(mine)
                 came[node] = list(said.arrays[start : start + len(mine)])
         return nodes
@@ -194,7 +198,7 @@ class _Block:
         ]
 
     def _expected(self, spans: Sequence[tuple[int, int]]) -> list[Expected]:
-        """Lengths and dtypes of the arrays that hold some elements."""
+        """Returns the lengths and dtypes of the arrays for some elements."""
         pairs = zip(spans, self._dtypes, strict=True)
         return [(b - a, dtype) for (a, b), dtype in pairs]
 
@@ -202,15 +206,15 @@ class _Block:
 def check_arrays(
     said: GradientPart | Total, expected: Sequence[Expected], other: str
 ) -> None:
-    """Refuses arrays of another form than was agreed on.
+    """Refuses arrays of unexpected form.
 
     Args:
-        said: Message that holds the arrays.
-        expected: Length and dtype of each; they have one dimension.
+        said: Message with the arrays.
+        expected: Length and dtype of each array, which has one dimension.
         other: Name of the sender.
 
     Raises:
-        WhaleError: Which came, from whom.
+        WhaleError: Names the arrays and the sender.
     """
     there = [(x.shape, x.dtype) for x in said.arrays]
     if there != [((size,), dtype) for size, dtype in expected]:

@@ -1,7 +1,7 @@
-"""All processes of a run add up in one way, which its supervisor keeps.
+"""All processes of a run use one gradient reduction, which its supervisor stores.
 
-Each asks it before it joins: the first answer that a process gives counts, is written
-into the journal, and holds for those that come later.
+Each asks the supervisor before it joins: the first choice by a process counts, is
+written into the journal, and applies to later processes.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _PRICING: Final = (
 
 
 class Arbiter:
-    """The supervisor, of which a process asks how gradients are added up."""
+    """The supervisor, as the store of the decision."""
 
     def __init__(self, address: str, key_file: str) -> None:
-        """Names the supervisor; connects to nothing yet.
+        """Stores the supervisor's address; connects to nothing yet.
 
         Args:
             address: Address of the supervisor.
-            key_file: Path of the key of the run.
+            key_file: Path of the run's key file.
         """
         self._where, self._address = address, split_address(address, "supervisor")
         self._key = key_of_run(key_file, address)
@@ -128,16 +128,18 @@ def agreed(
     """Returns the reduction of gradients that all processes of this run use.
 
     Args:
-        arbiter: Keeps it.
-        asked: Backend that the user wants; None leaves the choice to the cost.
-        replica: Gives the plan of one of these processes; None where it has no room.
+        arbiter: Store of the decision.
+        asked: Backend from the user; None leaves the choice to the cost.
+        replica: Function that returns the plan of one of these processes; None if it
+            does not fit.
         mtbf: Mean seconds between failures.
-        too_late: Whether this process has started its devices by now, and cannot join
-            others by collectives any more; asked again when the price was made.
+        too_late: Function that returns whether this process has started its devices, so
+            that it cannot join others by collectives; called again after the cost was
+            computed.
 
     Raises:
-        WhaleError: No supervisor answers, or the run adds up otherwise than this
-            process wants, or can.
+        WhaleError: No supervisor answers, or the run's reduction differs from the one
+            that this process wants, or can use.
     """
     started = _CALLER if too_late() else _PRICING
     known = arbiter.ask()
@@ -173,7 +175,7 @@ def agreed(
 
 
 def _processes(known: ReductionDecision) -> ReductionProcesses:
-    """Returns the processes of the run, as far as this one can see."""
+    """Returns the processes of the run, as far as known here."""
     return ReductionProcesses(
         count=known.processes,
         hosts=known.hosts,

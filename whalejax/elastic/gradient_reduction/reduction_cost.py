@@ -1,10 +1,9 @@
 """Costs of reducing gradients by messages and by the platform's collectives.
 
-By messages each process is a whole replica, and one that is lost costs the others a
-moment. By collectives all processes are one program, which starts again when one is
-lost. Links and their formulas are those of the planner, what failures cost is that of
-``wh.goodput``, and the bytes of messages are those that
-``message_all_reduce`` sends.
+With messages each process is a full replica, and the loss of one costs the others a
+moment. With collectives all processes are one program, which restarts if one is lost.
+Links and their formulas are the planner's, the cost of failures is that of
+``wh.goodput``, and the bytes of messages are those of ``message_all_reduce``.
 """
 
 from __future__ import annotations
@@ -32,50 +31,52 @@ from whalejax.planner.plan.plan import Plan
 
 
 RESTART_SECONDS: Final = 32.0
-"""From the loss of a process until all, started again, do a step: the mean of five
-(``recovery.cold_seconds`` of ``scripts/elastic.json``). Where compilation takes long it
-is more."""
+"""Seconds from the loss of a process until all have restarted and run a step: the mean
+of five (``recovery.cold_seconds`` of ``scripts/elastic.json``). With long compilation
+it is more."""
 
 RECOVERY_SECONDS: Final = 0.5
-"""That replicas lose when one is lost or comes: the mean of the five beside those."""
+"""Seconds that replicas lose when one is lost or joins: mean of five in the
+same file.
+"""
 
 WIRE_BYTES_PER_SECOND: Final = 5.5e8
-"""That one core takes off the wire and checks; it signs and sends faster. 64 MiB in a
-message over loopback, on an AMD EPYC (family 25, model 17), 2026-11-27."""
+"""Rate at which one core receives and checks messages; it signs and sends faster.
+Measured with 64 MiB in a message over loopback, on an AMD EPYC (family 25, model 17),
+2026-11-27."""
 
 ADDED_BYTES_PER_SECOND: Final = 1e9
-"""Of sums in host memory, by one core of the same."""
+"""Rate of sums in host memory, by one core of the same."""
 
 MESSAGE_SECONDS: Final = 1e-3
-"""Of one round of messages that are nearly empty, on the same."""
+"""Seconds of one round of nearly empty messages, on the same."""
 
 AGREED_SECONDS: Final = 2.5e-3
-"""Before each step processes that meet by collectives agree on going on: two of them,
+"""Seconds of the agreement before each step of processes with collectives: two of them,
 on the same."""
 
 HOST_LINK_BYTES_PER_SECOND: Final = 15.75e9
-"""Between a device and its host where its kind does not say: 16 lanes of PCI Express
-3."""
+"""Default rate between a device and its host: 16 lanes of PCI Express 3."""
 
 NETWORK_BYTES_PER_SECOND: Final = 3.125e9
-"""Of a host whose network cards do not say: 25 Gb/s."""
+"""Default rate of a host's network cards: 25 Gb/s."""
 
 
 _LEAST_MTBF: Final = 1e-3
-"""Seconds, so that nothing below is too small a number."""
+"""Shortest mean time between failures in seconds, against underflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionProcesses:
-    """The processes among which gradients are added up.
+    """The processes over which gradients are reduced.
 
     Attributes:
         count: Largest number of processes.
-        hosts: Number of hosts that the processes are divided among, in equal parts.
-        each: The devices of one of them; the others have the same.
-        network_bytes_per_second: Rate of one host's network card, which messages cross.
-        has_fabric: The hosts have another network for the platform's collectives, such
-            as InfiniBand; else these cross the same card.
+        hosts: Number of hosts, with equal numbers of processes.
+        each: Devices of one process; the others have the same.
+        network_bytes_per_second: Rate of one host's network card, which messages use.
+        has_fabric: Whether the hosts have another network for the platform's
+            collectives, such as InfiniBand; otherwise these use the same card.
     """
 
     count: int
@@ -90,7 +91,7 @@ class ReductionProcesses:
         return self.each.platform
 
     def devices(self) -> Cluster:
-        """The devices of all processes."""
+        """Returns the devices of all processes."""
         name, size = self.each.kinds[0].name, self.each.num_devices
         try:
             if self.platform == "gpu" and self.hosts > 1:
@@ -99,7 +100,7 @@ class ReductionProcesses:
                     parse_cluster(f"{name}:{self.hosts}x{here}")
                 )
             return parse_cluster(f"{name}:{self.count * size}")
-        except WhaleError:  # The catalogue lacks the kind, or so many of them joined.
+        except WhaleError:  # The catalogue lacks the kind, or such a network.
             return self._joined_by_hosts()
 
     def _with_network_card(self, cluster: Cluster) -> Cluster:
@@ -115,7 +116,9 @@ class ReductionProcesses:
         return Cluster.of(dataclasses.replace(cluster, levels=(*inner, outer)))
 
     def _joined_by_hosts(self) -> Cluster:
-        """Devices that reach each other through their hosts, as far as is known."""
+        """Returns devices that reach each other through their hosts, as far as is
+        known.
+        """
         kind = self.each.kinds[0]
         here = math.ceil(self.count / self.hosts) * self.each.num_devices
         link = kind.host_link_bytes_per_second or HOST_LINK_BYTES_PER_SECOND
@@ -143,8 +146,8 @@ class ReductionCosts:
     """Step time with each backend, in seconds.
 
     Attributes:
-        messages, collectives: Duration of an undisturbed step.
-        with_failures: The same two with what failures cost, by the mean.
+        messages, collectives: Seconds of an undisturbed step.
+        with_failures: Both with the mean cost of failures.
     """
 
     messages: float
@@ -155,12 +158,13 @@ class ReductionCosts:
 def choose(
     replica: Plan | None, processes: ReductionProcesses, mtbf: float
 ) -> GradientReduction:
-    """The cheaper way; by messages on CPUs, by collectives where they must be.
+    """Chooses the cheaper backend; messages on CPUs, collectives if a replica does not
+    fit.
 
     Args:
-        replica: The plan of one process alone; None where it has no room for the model.
-        processes: Processes that the run will have.
-        mtbf: Mean seconds between failures of any of them.
+        replica: Plan of one process alone; None if the model does not fit.
+        processes: Processes of the run.
+        mtbf: Mean seconds between failures of any process.
     """
     one = f"{processes.each.num_devices} {processes.each.kinds[0].display_name()}"
     if replica is None:
@@ -183,8 +187,8 @@ def choose(
         f"{mtbf:,.0f} s"
     )
     if processes.platform == "cpu":
-        # Whatever the price: both ways go over the sockets of the hosts, so that no
-        # faster link is left unused.
+        # Whatever the cost: both backends use the hosts' sockets, so no faster link is
+        # unused.
         return GradientReduction(
             by=MESSAGES,
             why="on CPUs it always is, so that the loss of one process does not stop "
@@ -227,8 +231,9 @@ def price(replica: Plan, processes: ReductionProcesses, mtbf: float) -> Reductio
 
 
 def _copy_seconds(replica: Plan, processes: ReductionProcesses) -> float:
-    """Returns the seconds that a copy of the shards in memory delays steps: the copy to
-    the host, and its way to the next host where steps use the same network card.
+    """Returns the seconds by which a copy of the shards in memory delays steps: the
+    copy to the host, and the transfer to the next host if steps use the same network
+    card.
     """
     state = replica.memory.params_bytes + replica.memory.optimizer_bytes
     seconds = state / processes.count / _host_link(processes)
@@ -250,21 +255,21 @@ def message_seconds(replica: Plan, processes: ReductionProcesses) -> float:
     """Returns the seconds of a reduction by messages: from the devices, over the wire,
     and back.
 
-    Each micro-batch's gradients go to the host, where they are added up.
+    Each micro-batch's gradients go to the host, where they are summed.
     """
     count, size = processes.count, gradient_bytes(replica)
     names = [str(n) for n in range(count)]
     given = assign_micro_batches(names, {}, replica.num_micro_batches).values()
     ran = max(sum(end - first for first, end in nodes) for nodes in given)
     parts = max(map(len, given))
-    # On CPUs gradients lie in the memory of the host already.
+    # On CPUs gradients are already in host memory.
     to_host = 0 if processes.platform == "cpu" else ran
     moved = (to_host + 1) * size / _host_link(processes)
     own, others = ran - parts, sum(map(len, given)) - 1
     added = (own + others / count) * size / ADDED_BYTES_PER_SECOND
     sent = sent_bytes(size, count, parts)
     together = count / processes.hosts
-    # Those on the same host share its network card, and reach each other without it.
+    # Processes of one host share its network card, but do not use it among themselves.
     crosses = sent * together * (count - together) / (count - 1)
     wire = max(
         sent / WIRE_BYTES_PER_SECOND, crosses / processes.network_bytes_per_second
@@ -280,7 +285,9 @@ def all_reduce_seconds(replica: Plan, processes: ReductionProcesses) -> float:
 
 
 def _host_link(processes: ReductionProcesses) -> float:
-    """Bytes a second between a device and its host; memory itself on CPUs."""
+    """Returns the bytes per second between a device and its host; memory itself on
+    CPUs.
+    """
     if processes.platform == "cpu":
         return ADDED_BYTES_PER_SECOND
     links = [k.host_link_bytes_per_second for k in processes.each.kinds]

@@ -1,9 +1,9 @@
-"""Files of copies: which shards a process writes, and how another layout reads them.
+"""Files of copies: the shards that a process writes, and reads in another layout.
 
-A model over several processes is held whole by none of them, and a process that is lost
-ends them all. Each keeps its shards as a file of a memory file system, beside its steps
-and more often than a checkpoint is worth writing; those who begin anew, as many as
-there are, take what they need of the newest set that is whole.
+No process of a model over several processes has all of it, and the loss of one ends
+them all. Each writes its shards to a file of a memory file system, in parallel with its
+steps and more often than checkpoints. Restarted processes, whatever their number, read
+what they need from the newest complete set.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class BadCopies(WhaleError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class ShardCopySet:
-    """A set of copies, one of each process.
+    """A set of copies, one for each process.
 
     Attributes:
         step: Step of the state.
-        generation: Generation that made it.
+        generation: Generation of the processes that made it.
         count: Number of processes.
     """
 
@@ -58,7 +58,7 @@ class ShardCopySet:
 
     @property
     def names(self) -> list[str]:
-        """Returns the file names of all processes, by rank."""
+        """File names of all processes, by rank."""
         return [
             f"{self.step}-{self.generation}-{rank}of{self.count}"
             for rank in range(self.count)
@@ -66,7 +66,7 @@ class ShardCopySet:
 
 
 class CopyFile(Protocol):
-    """Bytes of a file, here or on another machine."""
+    """Bytes of a file on this or another machine."""
 
     @property
     def size(self) -> int:
@@ -74,7 +74,7 @@ class CopyFile(Protocol):
         ...
 
     def __getitem__(self, part: slice, /) -> np.ndarray:
-        """Some of them.
+        """Returns a range of bytes.
 
         Raises:
             OSError: They cannot be read.
@@ -83,7 +83,7 @@ class CopyFile(Protocol):
 
 
 def whole_sets(names: Iterable[str]) -> list[ShardCopySet]:
-    """Sets of which no file is missing, the newest first.
+    """Returns the complete sets, the newest first.
 
     >>> [found.step for found in whole_sets(["7-1-0of2", "7-1-1of2", "8-1-0of2"])]
     [7]
@@ -98,18 +98,18 @@ def whole_sets(names: Iterable[str]) -> list[ShardCopySet]:
 
 
 class Copies:
-    """Writes this process's shards, one set at a time, in a thread of its own.
+    """Writes this process's shards, one set at a time, in a separate thread.
 
     Attributes:
         folder: Folder of the copies.
-        seconds: Duration of writing and sending the last set.
+        seconds: Seconds to write and send the last set.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder, which only its owner may read.
+        """Creates the folder, which only its owner may read.
 
         Raises:
-            BadCopies: It cannot be made, or is somebody else's.
+            BadCopies: The folder cannot be created, or belongs to another user.
         """
         self.folder, self.seconds = folder, 0.0
         self._thread: threading.Thread | None = None
@@ -132,14 +132,16 @@ class Copies:
         rank: int,
         send: Callable[[Path], None] | None = None,
     ) -> None:
-        """Copies this process's shards to its host; they are written beside the steps.
+        """Copies this process's shards to its host; writes them in parallel with the
+        steps.
 
         Args:
-            state: State to copy; it is not donated.
+            state: State to copy, which is not donated.
             plan: Plan of the state.
-            copied: The set.
+            copied: Set of the copy.
             rank: Rank of this process.
-            send: Puts the file on another machine; ``OSError`` where it cannot.
+            send: Function that puts the file on another machine; raises ``OSError`` on
+                failure.
         """
         self.wait()
         pieces: list[tuple[dict[str, Any], np.ndarray]] = []
@@ -156,12 +158,12 @@ class Copies:
             began = time.monotonic()
             try:
                 self._write(path, pieces, state.samples)
-                pieces.clear()  # They take as much memory as the file.
+                pieces.clear()  # They need as much memory as the file.
                 if send is not None:
                     send(path)
             except OSError as error:
                 self._error = error.strerror or str(error)
-            except Exception as error:  # Whatever it is, the set is not whole.
+            except Exception as error:  # After any error the set is incomplete.
                 self._error = f"{type(error).__name__}: {error}"
             self.seconds = time.monotonic() - began
 
@@ -170,11 +172,11 @@ class Copies:
 
     @property
     def busy(self) -> bool:
-        """A set is being written."""
+        """Whether a set is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until what was begun is written."""
+        """Waits until the set is written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -220,10 +222,10 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def copy_file(path: Path) -> CopyFile:
-    """A file of this machine.
+    """Opens a file of this machine.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     return np.memmap(path, np.uint8, "r")
 
@@ -234,16 +236,17 @@ def read_copies(
     abstract: TrainState,
     plan: Any,
 ) -> TrainState:
-    """A state in this process's layout, of the copies of all processes.
+    """Returns a state in this process's layout, from the copies of all processes.
 
     Args:
-        opened: Gives a file by its name, wherever that is; ``OSError`` where it cannot.
-        copied: A whole set.
-        abstract: The state as ``jax.ShapeDtypeStruct`` with layouts.
+        opened: Function that opens a file by its name, on any machine; raises
+            ``OSError`` on failure.
+        copied: Complete set.
+        abstract: State of ``jax.ShapeDtypeStruct`` with layouts.
         plan: Plan of the new state.
 
     Raises:
-        BadCopies: They are another state's, or not as they were written.
+        BadCopies: They belong to another state, or are damaged.
     """
     try:
         files = [_read_header(opened(name), name) for name in copied.names]
@@ -277,7 +280,7 @@ def _dimensions(aval: Any) -> int:
 
 
 def _read_header(file: CopyFile, name: str) -> tuple[dict[str, Any], int, CopyFile]:
-    """The table at the beginning of a file, and where it ends."""
+    """Returns the table at the beginning of a file, its end, and the file."""
     size = int.from_bytes(file[:_HEADER_BYTES].tobytes(), "little")
     if not 0 < size < min(file.size, _LONGEST_HEADER):
         raise ValueError(f"{name} has no table")
@@ -288,7 +291,7 @@ def _read_header(file: CopyFile, name: str) -> tuple[dict[str, Any], int, CopyFi
 def _relative_slices(
     pairs: Sequence[tuple[int, int]], box: Sequence[tuple[int, int]]
 ) -> tuple[slice, ...]:
-    """A part of a leaf, counted from where a box that holds it begins."""
+    """Returns a part of a leaf, relative to the start of a box that contains it."""
     both = zip(pairs, box, strict=True)
     return tuple(slice(x - a, y - a) for (x, y), (a, _) in both)
 
@@ -332,7 +335,7 @@ def _filler(found: Sequence[tuple[Mapping[str, Any], CopyFile]], name: str) -> F
 
 
 def _make_sharded_array(aval: Any, fill: Filler) -> Any:
-    """An array of which each device gets its part."""
+    """Returns an array of which each device gets its part."""
     key = is_key(aval)
     raw = jax.eval_shape(jax.random.key_data, aval) if key else aval
     dtype, sharding = np.dtype(raw.dtype), aval.sharding
@@ -343,7 +346,7 @@ def _make_sharded_array(aval: Any, fill: Filler) -> Any:
         if box not in known:
             known[box] = fill(box, dtype)
         one = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        # A buffer of its own: a step is given it to use up.
+        # A separate buffer, which a step may donate.
         arrays.append(jax.device_put(known[box], one, may_alias=False))
     sharded_array = jax.make_array_from_single_device_arrays(
         raw.shape, sharding, arrays, dtype=dtype

@@ -1,7 +1,7 @@
-"""When the processes of a spread model copy their shards, and how they take them back.
+"""When the processes of a sharded model copy their shards, and how they restore them.
 
-How often follows from what a copy costs and how long it is between failures. Whether
-one is made, and which set is taken, all processes decide alike.
+The interval follows from the cost of a copy and the time between failures. All
+processes decide equally whether to make a copy, and which set to use.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from whalejax.wire.keys import load_key
 _LEAST_SECONDS: Final = 1e-4
 _MOST_STEPS: Final = 1_000_000
 _MOST_FAILED: Final = 3
-"""Sets in a row that were not written, after which none are made."""
+"""Consecutive failed sets, after which no more are made."""
 
 
 class ShardCopyManager:
-    """Copies of a run in the memory of its machines; without them it goes on."""
+    """Copies of a run in the memory of its machines; the run goes on without them."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class ShardCopyManager:
 
         Args:
             step: Step whose states are copied.
-            key: File of the key of the run.
+            key: Key file of the run.
             generation: Generation of these processes.
             every: Steps between copies; None finds the best number, by Daly.
-            mtbf: Seconds between failures, for that.
+            mtbf: Mean seconds between failures, for that formula.
             tell: Function that receives the step and the reason when copies end.
         """
         self._step, self._generation = step, generation
@@ -93,7 +93,9 @@ class ShardCopyManager:
             self._meet(mine, key)
 
     def _meet(self, mine: dict[str, Any], key: Path) -> None:
-        """Learns who holds copies where, and answer where there are several folders."""
+        """Finds the holders of copies, and answers others if there are
+        several folders.
+        """
         assert self._copies is not None
         error = ""
         self._holders = _holders(mine)
@@ -119,17 +121,17 @@ class ShardCopyManager:
         self._removes = places.index(places[here]) == here
 
     def close(self) -> None:
-        """Waits until what was begun is written, and answer nobody any more."""
+        """Waits until the current set is written, and answers others no more."""
         self.wait()
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
 
     def _agreed(self, done: int, error: str) -> bool:
-        """Whether all go on making copies; none does where one process cannot.
+        """Whether all processes continue with copies; none does if one cannot.
 
         Args:
-            done: The step.
+            done: Number of the step.
             error: Error of this process, or empty.
         """
         result = _first_error(error, "copies in memory")
@@ -139,10 +141,11 @@ class ShardCopyManager:
             self._tell(done, result)
         return not result
 
-    # Back.
+    # Restoring.
 
     def newest(self, than: int) -> TrainState | None:
-        """The state of the newest whole set, where it is newer than a checkpoint.
+        """Returns the state of the newest complete set, if it is newer than a
+        checkpoint.
 
         Args:
             than: Step of the checkpoint. All processes call this.
@@ -175,17 +178,17 @@ class ShardCopyManager:
             break
         else:
             state = None
-        # Nobody reads any more.
+        # All have finished reading.
         if self._removes:
             names = (name for copied in whole[:2] for name in copied.names)
             remove_others(folder, names)
         return state
 
     def _open_copy(self, name: str, ranks: Sequence[int]) -> CopyFile:
-        """A file, of this folder where that has it, else of who answers first.
+        """Opens a file of this folder, or else of the first process that answers.
 
         Raises:
-            OSError: Nobody gives it.
+            OSError: No process has it.
         """
         assert self._copies is not None
         here = jax.process_index()
@@ -196,7 +199,7 @@ class ShardCopyManager:
             for n in ranks
         ):
             return copy_file(self._copies.folder / name)
-        # Those who read spread over those who have it.
+        # Readers are distributed over the holders.
         first = here % len(ranks)
         problem = OSError(f"{name} is nowhere")
         for rank in [*ranks[first:], *ranks[:first]]:
@@ -206,28 +209,30 @@ class ShardCopyManager:
                 problem = error
         raise problem
 
-    # Forth.
+    # Copying.
 
     def took(self, seconds: float) -> None:
-        """A step took so long."""
+        """Records the duration of a step."""
         weight = 0.2 if self._seconds else 1.0
         self._seconds += weight * (seconds - self._seconds)
 
     def steps(self) -> int:
-        """Number of steps after which a copy is due."""
+        """Returns the number of steps after which a copy is due."""
         if self._every is not None:
             return self._every
         if not self._cost:
-            return 1  # What one costs is not known yet.
+            return 1  # Its cost is still unknown.
         best = daly_seconds(max(self._cost, _LEAST_SECONDS), self._mtbf)
-        if self._copies is not None:  # Links are for steps, half the time at least.
+        if self._copies is not None:  # Links serve the steps at least half of the time.
             best = max(best, 2 * self._copies.seconds)
         return min(
             max(round(best / max(self._seconds, _LEAST_SECONDS)), 1), _MOST_STEPS
         )
 
     def is_due(self, done: int) -> bool:
-        """Whether this process would copy the state of a step; the first decides."""
+        """Whether this process would copy the state of a step; the first process
+        decides.
+        """
         copies = self._copies
         if copies is None or copies.busy or done <= max(self._last, 0):
             return False
@@ -239,7 +244,7 @@ class ShardCopyManager:
         return self._copies is not None and self._copies.busy
 
     def copy(self, state: TrainState, done: int) -> None:
-        """Copies a state, beside the steps that follow; all processes call this."""
+        """Copies a state, in parallel with the next steps; all processes call this."""
         if self._copies is None:
             return
         began = time.monotonic()
@@ -249,7 +254,7 @@ class ShardCopyManager:
         whole: Any = to_save(state, self._step.abstract_state(), trains=True)
         count, rank = jax.process_count(), jax.process_index()
         copied = ShardCopySet(step=done, generation=self._generation, count=count)
-        if self._removes:  # Two sets have room: the last whole one, and this one.
+        if self._removes:  # Room for two sets: the last complete one and this.
             kept = [*copied.names] + (self._whole.names if self._whole else [])
             drafts = [f".{name}{end}" for name in copied.names for end in ("", ".put")]
             remove_others(self._copies.folder, [*kept, *drafts])
@@ -259,7 +264,7 @@ class ShardCopyManager:
         self._last, self._cost = done, time.monotonic() - began
 
     def _settle(self, done: int) -> None:
-        """Finds out together whether the set that was begun last is whole."""
+        """Determines jointly whether the latest set is complete."""
         assert self._copies is not None
         if self._begun is None:
             return
@@ -281,20 +286,20 @@ class ShardCopyManager:
         self._exchange.send(path, self._other)
 
     def wait(self) -> None:
-        """Waits until what was begun is written."""
+        """Waits until the current set is written."""
         if self._copies is not None:
             self._copies.wait()
 
 
 def _first_error(error: str, what: str) -> str:
-    """The first error that a process has, or nothing; all processes call this.
+    """Returns the first error of any process, or nothing; all processes call this.
 
     Args:
         error: Error of this process, or empty.
         what: Action that failed, for the message.
 
     Raises:
-        WhaleError: A process did not come here.
+        WhaleError: A process did not call this.
     """
     return next((text for text in told_by_all(error, what) if text), "")
 

@@ -1,7 +1,7 @@
-"""Copies on other machines: each process puts its shards on another one too.
+"""Copies on other machines: each process also puts its shards on another one.
 
-A machine that is lost then costs no more than a process that is. Those who begin anew
-read what their own machine does not have from one that has it.
+The loss of a machine then costs no more than that of a process. Restarted processes
+read what their own machine lacks from one that has it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from whalejax.wire.service import (
 
 
 NAME: Final = re.compile(r"(\d{1,12})-(\d{1,12})-(\d{1,6})of(\d{1,6})", re.ASCII)
-"""Of a file: step, generation, rank and number of processes."""
+"""Pattern of file names: step, generation, rank and number of processes."""
 
 _PART_BYTES: Final = 1 << 24
 _ASK_SECONDS: Final = 30.0
@@ -63,12 +63,12 @@ class Read(Question[CopyBytes]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyHolder:
-    """A process that holds copies.
+    """A process with copies.
 
     Attributes:
-        machine: Machine that it is on.
-        folder: Folder of its copies; agents of one machine may have several.
-        host, port: Address at which it answers; unused where all have one folder.
+        machine: Machine of the process.
+        folder: Folder of its copies; agents of one machine may have different ones.
+        host, port: Address on which it answers; unused if all have one folder.
     """
 
     machine: str
@@ -80,8 +80,8 @@ class CopyHolder:
 def other_machine(holders: Sequence[CopyHolder], rank: int) -> CopyHolder | None:
     """Returns the holder of a second copy for a process; None on a single machine.
 
-    Process k of a machine puts its copies at process k of the next one, counted anew
-    from the first where that has fewer.
+    Process k of a machine puts its copies at process k of the next one, modulo that
+    machine's number of processes.
 
     Args:
         holders: Holders of all ranks, in order.
@@ -102,10 +102,10 @@ def other_machine(holders: Sequence[CopyHolder], rank: int) -> CopyHolder | None
 
 
 class CopyExchange:
-    """Takes copies of other machines into a folder, gives parts of those in it.
+    """Stores copies from other machines in a folder, and serves parts of its files.
 
     Attributes:
-        host, port: Address at which others reach it.
+        host, port: Address of this exchange for others.
     """
 
     def __init__(self, folder: Path, key: Key, host: str) -> None:
@@ -117,7 +117,7 @@ class CopyExchange:
             host: Address at which other machines reach this one.
 
         Raises:
-            OSError: It cannot listen there.
+            OSError: The address cannot be listened on.
         """
         self._folder = folder
         listening = listen(host)
@@ -140,7 +140,7 @@ class CopyExchange:
             holder: Holder that receives it.
 
         Raises:
-            OSError: It cannot be read here, or was not taken there.
+            OSError: The file cannot be read here, or was refused there.
         """
         address = holder.host, holder.port
         whole = np.memmap(path, np.uint8, "r")
@@ -156,7 +156,7 @@ class CopyExchange:
                 ) from None
 
     def file(self, name: str, holder: CopyHolder) -> RemoteCopy:
-        """A file of another machine."""
+        """Opens a file of another machine."""
         return RemoteCopy(self._caller, (holder.host, holder.port), name)
 
     # For the others.
@@ -171,7 +171,7 @@ class CopyExchange:
         taken = CopyStored()
         if place and not draft.exists():
             if asked.last and path.exists():
-                return taken  # A part may come twice.
+                return taken  # a duplicate part
             raise RefusedRequestError(
                 "missing", f"of {name}, what comes before {place}"
             )
@@ -202,7 +202,7 @@ class CopyExchange:
 
 
 class RemoteCopy:
-    """A file of another machine, of which parts are read.
+    """A file of another machine, read in parts.
 
     Attributes:
         size: Size in bytes.
@@ -212,16 +212,16 @@ class RemoteCopy:
         """Asks for the size of the file.
 
         Raises:
-            OSError: It is not there, or its machine does not answer.
+            OSError: The file is missing, or its machine does not answer.
         """
         self._caller, self._address, self._name = caller, address, name
         self.size = self._ask(0, 0).size
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Bytes from one place to another.
+        """Returns a range of bytes.
 
         Raises:
-            OSError: They did not come.
+            OSError: The bytes did not arrive.
         """
         begin, end, _ = part.indices(self.size)
         getitem = np.empty(max(end - begin, 0), np.uint8)
@@ -248,21 +248,21 @@ def _seconds(part: np.ndarray) -> float:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of all files in a folder; none where there is no folder."""
+    """Returns the names of all files in a folder; empty if it does not exist."""
     with contextlib.suppress(OSError):
         return sorted(path.name for path in folder.iterdir())
     return []
 
 
 def remove_others(folder: Path, kept: Iterable[str]) -> None:
-    """Removes files, such as those of a generation that was cut short."""
+    """Removes other files, such as those of an interrupted generation."""
     for name in {*names_in(folder)} - {*kept}:
         with contextlib.suppress(OSError):
             (folder / name).unlink()
 
 
 def holder_from(told: Mapping[str, Any]) -> CopyHolder:
-    """A holder as another process told it."""
+    """Returns the holder from another process's report."""
     return CopyHolder(
         machine=str(told["machine"]),
         folder=str(told["folder"]),

@@ -1,1 +1,1 @@
-"""The process that holds an elastic run together: members, generations, journal."""
+"""The process that manages an elastic run: members, generations, journal."""

@@ -12,7 +12,7 @@ from whalejax.membership.exit_status import Ending
 
 
 _PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "recovered", "saved"})
-"""Events of a run that goes well."""
+"""Events of a run without failures."""
 
 
 def adding_up_words(by: str, why: str) -> str:
@@ -31,7 +31,7 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
     match event:
         case "begun":
             names, step = ", ".join(fields["members"]), fields["step"]
-            # Where nobody has a state yet, who finds one says so: ``recovered``.
+            # If no member has a state yet, the one that finds it reports ``recovered``.
             whence = f" from step {step}" if step >= 0 else ""
             return f"generation {fields['generation']}{whence}: {names}"
         case "recovered":
@@ -82,6 +82,6 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
 
 
 def tell_user(text: str) -> None:
-    """Prints a line, where somebody still reads it; nothing waits for that."""
+    """Prints a line if anyone still reads it; nothing waits for that."""
     if text:
         say_in_background(f"whalejax: {text}")

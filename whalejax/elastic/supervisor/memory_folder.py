@@ -1,7 +1,6 @@
 """Folder in the machine's memory for the copies of a run's shards.
 
-They outlive the processes, so that the supervisor and agents remove them. It imports
-no JAX.
+They outlive the processes, so the supervisor and agents remove them. It imports no JAX.
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ from typing import Final
 
 
 MEMORY: Final = Path("/dev/shm")
-"""The memory file system of Linux."""
+"""Memory file system of Linux."""
 
 
 def memory_folder(key: Path, run: str) -> Path:
     """Returns the folder of a run's copies.
 
     Args:
-        key: File of the key of the run, of whose path no other folder of a run has one.
-        run: Identity of the run, other than that of earlier ones with the same key.
+        key: Key file of the run; its path is unique to the run's folder.
+        run: Identity of the run, which earlier runs with the same key do not have.
     """
     return MEMORY / f"{_prefix(key)}{run}"
 
 
 def memory_folders(key: Path) -> list[Path]:
-    """Folders of copies of all runs with a key."""
+    """Returns the folders with copies of all runs with a key."""
     with contextlib.suppress(OSError):
         return sorted(p for p in MEMORY.iterdir() if p.name.startswith(_prefix(key)))
     return []
 
 
 def remove_copies(key: Path, *, but: str | None = None) -> None:
-    """Removes what runs with a key keep in memory."""
+    """Removes the copies of runs with a key."""
     for folder in memory_folders(key):
         if but is None or folder != memory_folder(key, but):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Files that a supervisor keeps for others in the folders of a run."""
+"""Files of a supervisor for others, in the folders of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whalejax.elastic.supervisor.event_messages import tell_user
 
 
 COMPILED: Final = "compiled"
-"""Folder of compiled programs, beside the logs of the processes."""
+"""Folder of compiled programs, next to the logs of the processes."""
 
 _UNFINISHED: Final = re.compile(r"step_\d{6,}\.(unfinished|deleted)")
 _CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
@@ -33,10 +33,10 @@ def compilation_cache(folder: Path) -> dict[str, str]:
 
 
 def write_pointer(path: Path, said: Mapping[str, str]) -> None:
-    """Writes what helps to find a run; it goes on where a full disk does not take it.
+    """Writes data that helps to find a run; a full disk does not stop the run.
 
     Raises:
-        OSError: For another reason than a full disk.
+        OSError: It fails for another reason than a full disk.
     """
     draft = path.with_name(f".{path.name}")
     try:
@@ -54,10 +54,12 @@ def write_pointer(path: Path, said: Mapping[str, str]) -> None:
 
 
 def processes_of(key: Path) -> list[int]:
-    """Processes of this machine that a supervisor with this key has started."""
+    """Returns the processes of this machine that a supervisor with this key has
+    started.
+    """
     given, processes = f"{KEY_FILE}={key.absolute()}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # It has ended, or is another user's.
+        with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
             names = path.read_bytes().split(b"\0")
             if given in names and any(x.startswith(f"{RUN}=".encode()) for x in names):
                 processes.append(int(path.parent.name))
@@ -65,7 +67,7 @@ def processes_of(key: Path) -> list[int]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what was being written or removed by members that were killed then."""
+    """Removes files that killed members were writing or removing."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if _UNFINISHED.fullmatch(path.name):

@@ -1,11 +1,11 @@
-"""The process outside the workers that holds a run together.
+"""The process outside the workers that manages a run.
 
-It does what ``react`` says: it starts and ends processes, carries messages and
-writes the journal. Killed and started again in the same folder, it takes its members
-back, and they do not stop for it.
+It follows ``react``: it starts and ends processes, passes on messages and writes the
+journal. If it is killed and restarted in the same folder, it takes its members back,
+and they continue meanwhile.
 
-The module is long because the loop of one process handles every event that can come:
-split, its handlers would share all of its state.
+The module is long because one loop handles every possible event: separate handlers
+would share all of its state.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ _TICK_SECONDS: Final = 0.1
 _PULSE_SECONDS: Final = 1.0
 _LONGEST_WHY: Final = 5000
 _MOST_EVENTS: Final = 4096
-"""Messages that wait for the loop; who sends more waits too."""
+"""Most messages that wait for the loop; further senders wait too."""
 _FULL_SECONDS: Final = 1.0
 _FAREWELL_SECONDS: Final = 5.0
-"""In which each agent should hear that the run is over."""
+"""Seconds in which each agent should learn that the run is over."""
 
 
 class Supervisor:
-    """Runs until all members have done their steps, or the run cannot go on."""
+    """Runs until all members have finished their steps, or the run cannot go on."""
 
     def __init__(self, run: Supervised) -> None:
         """Prepares the run; starts no process yet."""
@@ -145,18 +145,18 @@ class Supervisor:
         """Supervises until the end.
 
         Returns:
-            0 where all steps were done; 143 where the run was asked to end; 2 where
-            what it was given cannot be run; else 1.
+            0 if all steps were done; 143 if the run was asked to end; 2 if its settings
+            or job are invalid; else 1.
 
         Raises:
-            WhaleError: Another supervisor runs there, or it cannot be written.
+            WhaleError: Another supervisor runs in the folder, or it cannot be written.
         """
         with self._held, handled_signals(self._handle, signal.SIGINT, AT_ONCE):
             try:
                 self._open_folder()
                 self._loop()
             except BaseException:
-                # Nobody would watch over them any more.
+                # Nothing would manage them any more.
                 self._processes.end_all()
                 self._fleet.finish("its supervisor failed")
                 raise
@@ -169,7 +169,7 @@ class Supervisor:
             tell_user(self._end.text)
             return self._end.status
 
-    # Starting.
+    # Start.
 
     def _open_folder(self) -> None:
         self._folder.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ class Supervisor:
         make_key(self._folder / KEY)
         self._key = load_key(self._folder / KEY)
         events = journal.read_events(self._folder / journal.EVENTS)
-        # A number is never used again in a folder, also by a later run in it.
+        # A number is never reused in a folder, not even by a later run.
         numbers = [e["generation"] for e in events if e["event"] == "preparing"]
         self._state.generation = max(numbers, default=0)
         self._count = sum(said["event"] == "started" for said in events)
@@ -219,7 +219,7 @@ class Supervisor:
         else:
             host, port = self._address
             told: dict[str, Any] = {"host": host, "port": port, "machine": machine()}
-            remove_copies(self._folder / KEY)  # Of a run that was killed.
+            remove_copies(self._folder / KEY)  # of a killed run
             told = {**told, "run": self._name, **self._gpus.journal_fields()}
             self._journal.write("opened", told)
             if self._run.command:
@@ -231,10 +231,10 @@ class Supervisor:
         self._do_all()
 
     def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the run of these events is this one.
+        """Whether the run of these events continues.
 
         A run whose processes are all gone, as after a restart of the machine, is over,
-        whatever its journal tells: what follows in its folder is another one.
+        whatever its journal contains: later events in its folder belong to another run.
         """
         if self._run.again:
             return True
@@ -251,7 +251,7 @@ class Supervisor:
 
     def _listen(self, before: Mapping[str, Any] | None) -> None:
         host, port = self._run.host, self._run.port
-        if before is not None:  # Where its members look for it.
+        if before is not None:  # Its members look for it there.
             host, port = before.get("host", host), before.get("port", port)
         try:
             self._listening = listen(host, port)
@@ -275,7 +275,7 @@ class Supervisor:
         write_pointer(self._folder / ADDRESS, address)
 
     def _take_back(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Goes on where a supervisor that was killed has left its members."""
+        """Takes back the members of a killed supervisor."""
         now = time.monotonic()
         self._journal.write("restarted", {})
         commits = journal.read_commits(self._folder / journal.COMMITS)
@@ -297,8 +297,8 @@ class Supervisor:
                     self._take(now, ev.ProcessExitEvent(name, None, log))
 
     def _handle(self, number: int, _: object) -> None:
-        """SIGTERM, SIGINT and SIGHUP end the run at a step, with its state saved;
-        ``AT_ONCE`` ends it without waiting for that."""
+        """Ends the run after a step, with its state saved (SIGTERM, SIGINT and SIGHUP),
+        or without waiting for that (``AT_ONCE``)."""
         self._terminated = True
         self._at_once = self._at_once or number == AT_ONCE
 
@@ -324,19 +324,22 @@ class Supervisor:
                     self._take(now, ev.Terminate(at_once=False))
                 self._fleet.tick(now)
                 self._take(now, ev.Tick())
-            elif not self._state.is_settled:  # Else it was a turn of beats alone.
+            elif not self._state.is_settled:  # Otherwise there were only heartbeats.
                 self._take(now, ev.Tick())
             self._do_all()
 
     def _take(self, now: float, event: ev.Event) -> None:
-        """Lets the rules know; what follows is done at the end of the turn."""
+        """Passes an event to the rules; the effects follow at the end of the
+        iteration.
+        """
         self._effects += react(self._state, now, event)
 
     def _take_all(self) -> float:
-        """Takes what has come, before anybody is found silent; the time.
+        """Takes all pending events before any process counts as silent; returns the
+        time.
 
-        Behind a turn that took long, this process may have been stopped: what came
-        meanwhile is read by other threads, which need a moment for it.
+        After a long iteration, this process may have been paused: other threads need a
+        moment to read the messages that came meanwhile.
         """
         before, self._turn_at = self._turn_at, time.monotonic()
         if self._turn_at - before > LONGEST_TURN_SECONDS:
@@ -347,11 +350,11 @@ class Supervisor:
     def _beat(self, now: float) -> None:
         if self._run.pulse is not None and now >= self._pulse_at:
             self._pulse_at = now + _PULSE_SECONDS
-            with contextlib.suppress(OSError):  # Who started this one is gone.
+            with contextlib.suppress(OSError):  # The launcher of this process is gone.
                 os.write(self._run.pulse, b"x")
 
     def _write_kept(self) -> None:
-        """Writes what a full disk kept from being written, and says so."""
+        """Writes events that a full disk had prevented, and reports it."""
         was_full, self._is_full = self._is_full, not self._is_written()
         problem = self._journal.problem or self._commits.problem
         if self._is_full and not was_full:
@@ -370,7 +373,7 @@ class Supervisor:
     def _is_over(self) -> bool:
         if self._end is None:
             return False
-        # Agents that are lost take their processes out of the list.
+        # Lost agents take their processes out of the list.
         there, now = [*self._processes.names, *self._fleet.names], time.monotonic()
         if now > self._ends_at:
             for name in there:
@@ -385,7 +388,7 @@ class Supervisor:
     def _on_process_end(self, name: str) -> None:
         status = self._processes.take_exit_status(name)
         now = time.monotonic()
-        self._take_events()  # What it said before it ended.
+        self._take_events()  # its messages from before its end
         log = self._processes.log_tail(name)
         self._take(now, ev.ProcessExitEvent(name, status, log))
 
@@ -397,7 +400,7 @@ class Supervisor:
     # Connections.
 
     def _serve(self, channel: Channel) -> None:
-        """Turns messages into the supervisor's events, on the wire's own thread."""
+        """Turns messages into the supervisor's events, on the wire's thread."""
         try:
             while (said := channel.next(TO_SUPERVISOR)) is not None:
                 if isinstance(said, Report) and not said.number:
@@ -406,25 +409,25 @@ class Supervisor:
         except ConnectionClosedError:
             self._tell(channel, None)
         except WireError:
-            channel.close()  # Which is told in the same way.
+            channel.close()  # reported in the same way
 
     def _tell(
         self, channel: Channel, message: OfMember | OfAgent | Resize | None
     ) -> None:
-        """Lets the loop take a message, or the end of a connection."""
+        """Queues a message, or the end of a connection, for the loop."""
         while not self._is_closed:
             try:
                 self._events.put((channel, message), timeout=1.0)
                 break
             except queue.Full:
                 continue
-        # Of beats there are many, and they can wait for the next tick.
+        # Heartbeats are frequent, and can wait for the next tick.
         if self._waker is not None and not isinstance(message, Beat | AgentBeat):
             self._waker.wake()
 
     def _say_refused(self, now: float) -> None:
-        """Records how many strangers were refused; they are counted, so that no disk
-        fills.
+        """Records the number of refused strangers; they are only counted, so that no
+        disk fills up.
         """
         refused = self._acceptor.take_refused(now)
         if refused is not None:
@@ -433,7 +436,7 @@ class Supervisor:
 
     def _take_events(self) -> None:
         now = time.monotonic()
-        for _ in range(self._events.qsize()):  # Not those that come meanwhile.
+        for _ in range(self._events.qsize()):  # not those that come meanwhile
             channel, message = self._events.get_nowait()
             if message is None:
                 self._fleet.on_disconnect(now, channel)
@@ -457,13 +460,13 @@ class Supervisor:
             elif channel in self._names:
                 name = self._names[channel]
                 self._take(now, ev.MemberMessageEvent(name, message))
-                if not isinstance(message, Committed):  # Of those there are many.
+                if not isinstance(message, Committed):  # These are frequent.
                     self._unacknowledged[channel] = name
 
     def _acknowledge(self) -> None:
-        """Tells members which of their reports they need not repeat: what is written.
+        """Acknowledges the members' written reports, so that they are not repeated.
 
-        Others that wait for an answer are told what was written, too.
+        Other requests that wait for a written event are answered, too.
         """
         is_written = self._journal.is_written and self._commits.is_written
         heard, self._unacknowledged = self._unacknowledged, {}
@@ -473,7 +476,7 @@ class Supervisor:
             member = self._state.members.get(name)
             number = member.reported if member is not None and is_written else 0
             before, at = self._acknowledged.get(channel, (0, float("-inf")))
-            # A member that reports nothing hears now and then that it is heard.
+            # A member without reports gets an answer now and then.
             if number > before or now - at > self._state.lease.seconds / 2:
                 self._acknowledged[channel] = number, now
                 self._send(channel, ReportReceived(goodput=goodput, number=number))
@@ -481,12 +484,12 @@ class Supervisor:
         for channel, answer in answers:
             if is_written or not isinstance(
                 answer, EventNoted | ResizeDone
-            ):  # Else it is said again.
+            ):  # otherwise it is sent again
                 self._send(channel, answer)
 
     def _register(self, now: float, channel: Channel, message: Register) -> None:
         name, slot = self._assign_name(message)
-        # Only the folder of a member that is one is held.
+        # Only the folder of an accepted member is locked.
         why = self._other_run(message.run)
         why = why or refusal(self._state, name, message)
         why = why or self._lock_save(message.save)
@@ -509,19 +512,19 @@ class Supervisor:
         """Returns the reason why a member of another run is refused, or an
         empty text.
         """
-        if run in ("", self._name):  # Who was started by hand does not know it.
+        if run in ("", self._name):  # unknown to processes that were started by hand
             return ""
         return "this member is of an earlier run in the same folder, which is over"
 
     def _on_refusal(self, now: float, channel: Channel, message: Refusal) -> None:
-        """A process says that it cannot be run, before it joins."""
+        """Handles a process's report, before it joins, that it cannot run."""
         member = self._starting_member(message.machine, message.pid)
         if member is not None:
             self._take(now, ev.Unrunnable(member.name, message.why))
         self._send(channel, RunEnded(why="it cannot be run", well=False))
 
     def _starting_member(self, where: str, pid: int) -> MemberRecord | None:
-        """The member that a process is which was started and has not joined yet."""
+        """Returns the member of a process that was started and has not joined yet."""
         for member in self._state.members.values():
             is_there = where == (member.machine or machine()) and pid == member.pid
             if member.status == "starting" and is_there:
@@ -529,13 +532,13 @@ class Supervisor:
         return None
 
     def _assign_name(self, message: Register) -> tuple[str, int | None]:
-        """The name under which a member goes, and its slot if it was started here."""
+        """Returns a member's name, and its slot if it was started here."""
         members = self._state.members
         if message.name:
             known = members.get(message.name)
             return message.name, None if known is None else known.slot
         for member in members.values():
-            # It may not have heard its name before its connection ended.
+            # Its connection may have ended before it got its name.
             if member.token and member.token == message.token and member.is_there:
                 return member.name, member.slot
         started = self._starting_member(message.machine, message.pid)
@@ -545,7 +548,9 @@ class Supervisor:
         return f"x{self._count}", None
 
     def _lock_save(self, save: str) -> str:
-        """Holds the folder of checkpoints; why it cannot be, or nothing."""
+        """Locks the folder of checkpoints; returns the reason on failure,
+        else empty.
+        """
         if not save or self._save is not None:
             return ""
         try:
@@ -578,7 +583,7 @@ class Supervisor:
     # Agents.
 
     def _open_fleet(self) -> None:
-        """Takes agents, and says how they join."""
+        """Opens the run for agents, and reports how they join."""
         command = self._run.command
         self._fleet.program = program(command, self._environment, sys.executable)
         self._state.placed = True
@@ -593,7 +598,7 @@ class Supervisor:
     def _say_adding_up(
         self, now: float, channel: Channel, message: ReductionOffer
     ) -> None:
-        """Answers a process that asks, before it joins, how gradients are reduced."""
+        """Answers a process that asks for the gradient reduction before it joins."""
         if other := self._other_run(message.run):
             self._send(channel, RegistrationRefused(why=other))
             return
@@ -623,13 +628,13 @@ class Supervisor:
     def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
         self._fleet.on_message(now, channel, message)
         if isinstance(message, Exited):
-            if self._state.devices is not None:  # Who divides them waits for this.
+            if self._state.devices is not None:  # schedulers wait for this
                 self._record("process_ended", name=message.name)
             self._answers.append((channel, EventNoted(name=message.name)))
 
     def _wait_for_agents(self) -> None:
-        """Waits until each agent has ended its connection, or came back and heard of
-        the end.
+        """Waits until each agent has ended its connection, or has reconnected and
+        learned of the end.
         """
         end = time.monotonic() + _FAREWELL_SECONDS
         while self._fleet.hears_the_end:
@@ -644,7 +649,7 @@ class Supervisor:
     # Effects.
 
     def _do_all(self) -> None:
-        """Does what follows from a turn, once what happened in it is on the disk."""
+        """Runs the effects of an iteration, after its events are on disk."""
         while effects := self._effects:
             self._effects = []
             for effect in effects:
@@ -655,7 +660,7 @@ class Supervisor:
         self._acknowledge()
 
     def _record(self, event: str, **fields: object) -> None:
-        """Has an event written down that the rules know nothing of."""
+        """Records an event that the rules do not know."""
         self._effects.append(ev.WriteEvent(event, fields))
 
     def _write(self, effect: ev.Effect) -> None:
@@ -696,26 +701,26 @@ class Supervisor:
             self._count += self._fleet.start(now, slot, name)
             return
         if (self._gpus.gpus or self._state.devices) and self._is_taken(now, slot):
-            # Its GPUs are another's until that process has ended.
+            # Another process has its GPUs until that process has ended.
             self._take(now, ev.Deferred(slot, until=now + _TICK_SECONDS))
             return
         try:
             own = self._gpus.of(slot, self._state.devices)
-        except WhaleError as error:  # The run began with fewer, and is not asked again.
+        except WhaleError as error:  # The run began with fewer; no retry.
             self._record("not_started", slot=slot, why=str(error))
             self._take(now, ev.Deferred(slot))
             return
         self._count += 1
         try:
             pid, began = self._processes.start(name, own)
-        except OSError as error:  # Too many processes or files, or no memory.
+        except OSError as error:  # too many processes or files, or no memory
             why = error.strerror or str(error)
             self._take(now, ev.NotStarted(slot, why))
             return
         self._take(now, ev.Started(name, slot, pid, began))
 
     def _is_taken(self, now: float, slot: int) -> bool:
-        """Whether a process that filled a slot before has not ended yet."""
+        """Whether an earlier process of a slot has not ended yet."""
         members = self._state.members
         there = [members[n] for n in self._processes.names if n in members]
         holder = next((member for member in there if member.slot == slot), None)

@@ -155,7 +155,7 @@ class Placing:
         """
         own, hosts = self._healthy_devices(job), self._runs[job.name].wanted_hosts
         names = own + self._devices.near(hosts, self.free())
-        return [name for name in names if self._devices.kinds[name] == job.place[0]]
+        return [name for name in names if self._devices.kinds.get(name) == job.place[0]]
 
     def _find_failed(self, job: LiveJob, run: JobRun) -> None:
         """Records devices on which processes fail while other members run well.
@@ -257,7 +257,7 @@ class Placing:
         """Returns the number of members before the first one on a lost device; 0 if
         they are too few, or on another kind of devices than the target.
         """
-        if any(self._devices.kinds[name] != job.place[0] for name in job.devices):
+        if any(self._devices.kinds.get(name) != job.place[0] for name in job.devices):
             return 0
         lost = self.lost_devices()
         there = [n for n, name in enumerate(job.devices) if name in lost]

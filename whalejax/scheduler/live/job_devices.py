@@ -53,8 +53,8 @@ class JobDevices:
         return [name if is_masked else f"{_host(name)}/" for name in names]
 
     def platform(self, name: str) -> str:
-        """Returns the platform of a device."""
-        return self.platforms[self.kinds[name]]
+        """Returns the platform of a device; empty if it is not one of these."""
+        return self.platforms.get(self.kinds.get(name, ""), "")
 
     def counts(self, names: Iterable[str]) -> dict[str, int]:
         """Returns the number of devices of each kind, for some of the devices."""

@@ -201,7 +201,7 @@ class JobService:
                 "cluster, or cancel them first"
             )
         if before != text:
-            self._book.record("opened", cluster=text, devices=self._devices)
+            self._book.record("opened", cluster=text, devices={**self._devices})
 
     # The loop.
 

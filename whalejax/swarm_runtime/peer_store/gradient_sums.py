@@ -216,8 +216,6 @@ class GradientSum:
 
 
 class _ArraySpec:
-    """Expected shape and dtype of an array."""
-
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape, self.dtype = shape, dtype
 

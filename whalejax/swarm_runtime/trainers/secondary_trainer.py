@@ -66,8 +66,6 @@ At = tuple[str, int, int]
 
 
 class _ReportedPeers:
-    """The peers reported by the primary trainer."""
-
     def __init__(self) -> None:
         self._members: list[PeerRecord] = []
 

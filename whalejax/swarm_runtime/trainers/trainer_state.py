@@ -236,8 +236,8 @@ class TrainerState:
         They run during the steps: a peer with the state before the sum works in that
         step, or takes part in its sum.
 
-        late: Whether to include peers whose earlier downloads were too late, at the
-        beginning of a step.
+        Args:
+            late: Whether to include peers whose earlier downloads were too late, at the
                 beginning of a step.
         """
         members = self.fleet.members()

@@ -53,7 +53,7 @@ def decoded(
     """Returns decoded arrays, equal to the originals except for the coding error.
 
     Args:
-        arrays: Arrays as they were received.
+        arrays: Received arrays.
         wanted: Expected shape and dtype of each.
         wire: One of ``WIRES`` or ``SUM_WIRES``.
         whose: Name of the peer that sent them.
