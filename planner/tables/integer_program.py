@@ -102,6 +102,7 @@ def solve(
     most_shards: int,
     at_most: float | None,
     node_limit: int,
+    gap: float,
     time_limit: float,
 ) -> Solution:
     """Solves the placement as an integer program.
@@ -113,6 +114,7 @@ def solve(
         most_shards: Largest total number of shards.
         at_most: Largest load that is known to be feasible, or None.
         node_limit: Nodes of the search tree after which the search stops.
+        gap: Relative gap to the bound at which it ends.
         time_limit: Seconds after which the search stops.
     """
     ways = [(i, w) for i, item in enumerate(items) for w in range(len(item.ways))]
@@ -131,7 +133,7 @@ def solve(
     bounds = optimize.Bounds(
         [*lower, *[0] * (count - 1)], [*upper, *[1] * len(ways), *most]
     )
-    options = {"node_limit": node_limit, "time_limit": time_limit, "mip_rel_gap": 1e-6}
+    options = {"node_limit": node_limit, "time_limit": time_limit, "mip_rel_gap": gap}
     result = optimize.milp(
         np.array([1.0, *[0.0] * len(ways), *_totals(items, ranks, scale, columns)]),
         integrality=np.array([0, *[1] * (count - 1)]),

@@ -43,8 +43,23 @@ MOST_EXACT_SHARDS: Final = 200
 
 _SHARDS_PER_TABLE: Final = 2.5
 _MOST_VARIABLES: Final = 4000
+_EXACT_VARIABLES: Final = 400
+"""Number of variables up to which the integer program is solved to the end."""
+
 _NODES: Final = 400
-_LONGEST_SECONDS: Final = 0.4
+_LEAST_GAP: Final = 1e-6
+_ENOUGH_GAP: Final = 0.02
+"""Relative gaps to the bound at which a small and a larger program end."""
+
+_NEAR: Final = 0.02
+_NEARLY_EXACT_VARIABLES: Final = 750
+"""A greedy placement is kept if its gap is at most the first, or if the program has
+more variables than the second: solving that takes seconds, and gains little."""
+
+_LONGEST_SECONDS: Final = 60.0
+"""Guard alone: programs end by their nodes and gaps, so that a placement does not
+depend on the load of the machine."""
+
 _REACHED: Final = 1e-4
 _POOR: Final = 0.2
 _ROOMY: Final = 0.5
@@ -172,13 +187,19 @@ def _proven(
     variables = sum(ranks.count * len(item.ways) for item in items)
     if min(limit, least) > MOST_EXACT_SHARDS or variables > _MOST_VARIABLES:
         return found, scale.bound, False
+    is_exact = variables <= _EXACT_VARIABLES
+    is_large = variables > _NEARLY_EXACT_VARIABLES
+    if load is not None and not is_exact:
+        if is_large or gap_over(load, scale.bound) <= _NEAR:
+            return found, scale.bound, False
     solution: Solution = solve(
         items,
         ranks,
         scale,
         most_shards=limit,
         at_most=load,
-        node_limit=_NODES,
+        node_limit=_NODES if is_exact else 1,
+        gap=_LEAST_GAP if is_exact else _ENOUGH_GAP,
         time_limit=seconds,
     )
     if solution.assignment is None:
@@ -186,7 +207,7 @@ def _proven(
     exact = largest_load(items, solution.assignment, ranks, scale)
     if load is None or exact < load * (1 - 1e-9):
         found = solution.assignment
-    return found, solution.bound, solution.is_optimal
+    return found, solution.bound, solution.is_optimal and is_exact
 
 
 def _check(
