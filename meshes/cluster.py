@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_printable, short_repr
 from whalejax.meshes.cluster_data import ClusterData
 from whalejax.meshes.errors import WhaleError
@@ -22,6 +23,11 @@ from whalejax.meshes.topology import Level as Level
 from whalejax.meshes.topology import Node as Node
 
 
+@names_arguments(
+    "wh.Cluster",
+    instance="cluster",
+    instead='Of a text: wh.cluster("h100:8").',
+)
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cluster(ClusterData):
     """Devices and how they are joined, in the order that meshes number them.
@@ -133,6 +139,7 @@ class Cluster(ClusterData):
         return bundle(self)
 
 
+@names_arguments("wh.cluster", instead='Write wh.cluster("h100:8").')
 def cluster(text: str) -> Cluster:
     """The cluster that a short text describes; see ``cluster_text``.
 

@@ -12,9 +12,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from whalejax.meshes.arguments.near_names import near_hint
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.near_names import near_hint
 from whalejax.planner.plan import plan_file
 from whalejax.planner.plan.report import (
     describe,
@@ -52,6 +53,11 @@ class Stages(StagesData):
     plans: tuple[Plan, ...] = ()
 
 
+@names_arguments(
+    "wh.Plan",
+    instance="plan",
+    instead="wh.plan(loss_fn, model, batch, …) and wh.Plan.load(path) make plans.",
+)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(PlanDisplay):
     """Plan of one model on one cluster.

@@ -134,6 +134,52 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: called(wh.stage, device=2),
         "wh.stage: .* Did you mean 'devices'",
     ),
+    # Arguments that lack, that are too many, that there are not.
+    "steps of the loop": (
+        lambda: called(wh.loop.train, step(), state(), lambda i: BATCH),
+        r"wh.loop.train: steps is missing. Write wh.loop.train\(step, state, batches, "
+        r"steps=…, …\), where … may be save_dir, save_every, keep,",
+    ),
+    "keep_best": (
+        lambda: called(wh.loop.train, step(), state(), steps=1, keep_best=1),
+        "no argument 'keep_best'. Did you mean 'keep' or 'best'",
+    ),
+    "key to a step": (
+        lambda: called(step(), state(), BATCH, jax.random.key(0)),
+        r"step: 3 arguments are given without a name; at most 2 can be \(state, batch\)"
+        r". Write state, metrics = step\(state, batch\). A random key is in the state",
+    ),
+    "rng of a restart": (
+        lambda: called(step().restore_or_init, "d", Net),
+        "step.restore_or_init: rng is missing. Write step.restore_or_init",
+    ),
+    "a field of a request": (
+        lambda: called(wh.PlanRequest, zer=1),
+        "wh.PlanRequest: there is no argument 'zer'. Did you mean 'zero'",
+    ),
+    "a text for a cluster": (
+        lambda: called(wh.Cluster, "h100:8"),
+        r'Of a text: wh.cluster\("h100:8"\)',
+    ),
+    "a model for a state": (
+        lambda: called(wh.TrainState, net()),
+        r"Of a model: step.init_from\(model\)",
+    ),
+    "an option of several clusters": (
+        lambda: called(
+            wh.largest_batch, loss, net(), BATCH, clusters=["h100:8"], foo=1
+        ),
+        "there is no option 'foo'; expected some of remat",
+    ),
+    "too many": (
+        lambda: called(wh.plan, loss, net(), BATCH, ADAM),
+        r"4 arguments are given without a name; at most 3 can be \(loss_fn, model, "
+        r"batch\). Write wh.plan\(loss_fn, model, batch, …\), where … may be optimizer",
+    ),
+    "twice": (
+        lambda: called(wh.plan, loss, net(), BATCH, model=net()),
+        "wh.plan: model is given twice",
+    ),
     "what_if": (
         lambda: plan().what_if(num_microbatches=2),
         "no 'num_microbatches' to change",

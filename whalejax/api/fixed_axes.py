@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from whalejax.meshes.arguments.near_names import AXIS_SYNONYMS, near_hint
 from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import Problems
-from whalejax.planner.near_names import AXIS_SYNONYMS, near_hint
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.layout import MESH_AXES

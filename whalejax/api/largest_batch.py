@@ -19,9 +19,9 @@ import optax
 from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
 from whalejax.api.search import named_clusters
 from whalejax.meshes import Cluster
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.progress_events import tell
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.headline import speed_words
 from whalejax.planner.plan.report.plan_page import page_width

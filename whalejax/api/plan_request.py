@@ -77,6 +77,7 @@ from whalejax.lowering.pipeline_mpmd.update_partition import check_update
 from whalejax.lowering.spmd.spmd_executor import offloadable_state
 from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole
 from whalejax.meshes.efficiency_notes import efficiency_notes
 from whalejax.meshes.errors import WhaleError
@@ -111,6 +112,7 @@ NO_OPTIMIZER: Final = optax.identity()
 # Request.
 
 
+@names_arguments("wh.PlanRequest", instance="request")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest(PlanSettings):
     """All arguments of ``wh.plan`` except the loss, the model and the batch.

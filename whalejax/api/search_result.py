@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.display import searches
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.errors import warn
 from whalejax.planner.plan.report.search_data import (
     ClusterCandidate as ClusterCandidate,
@@ -16,6 +17,7 @@ from whalejax.planner.plan.report.search_data import (
 from whalejax.planner.plan.report.search_data import SearchData
 
 
+@names_arguments("SearchResult", instance="found")
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchResult(SearchData):
     """Plans of one model on several clusters, best first; the result of ``wh.search``.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.lowering.train_state import TrainState
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number
 from whalejax.user_code.losses import Job
 from whalejax.wire.run_messages import NotSaved, Report
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _LONGEST_SECONDS: Final = 10**10
 
 
+@names_arguments("wh.train_elastic")
 def train_elastic(
     job: Job,
     *,

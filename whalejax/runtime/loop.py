@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from whalejax.lowering.global_arrays import is_here, settle
 from whalejax.lowering.train_state import TrainState
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
@@ -77,6 +78,7 @@ class LoopResult:
     stopped_early: bool = False
 
 
+@names_arguments("wh.loop.train")
 def train(
     step: TrainStep,
     state: TrainState,
@@ -316,6 +318,7 @@ class _Run:
         return checkpoint
 
 
+@names_arguments("wh.loop.latest")
 def latest(save_dir: str | os.PathLike[str]) -> Path | None:
     """Returns the checkpoint with the most steps in a directory, or None.
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import Mark, MarkKind
-from whalejax.planner.near_names import names_arguments
 
 
 P = ParamSpec("P")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_array, is_number, is_printable, plain
 from whalejax.meshes.errors import WhaleError
 from whalejax.user_code.argument_checks import check_optimizer
@@ -20,6 +21,7 @@ from whalejax.user_code.argument_checks import check_optimizer
 T = TypeVar("T")
 
 
+@names_arguments("wh.WeightedLoss")
 @dataclass(frozen=True, slots=True)
 class WeightedLoss:
     """A loss that is ``total / weight``, such as a mean over valid tokens.
@@ -73,6 +75,7 @@ class WeightedLoss:
         return self.total / self.weight
 
 
+@names_arguments("wh.Aux")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aux:
     """Values that a loss function returns beside the loss, as ``(loss, Aux(...))``.
@@ -160,6 +163,7 @@ class LossResult:
     rest: Any = None
 
 
+@names_arguments("wh.Job", instance="job")
 @dataclass(frozen=True, slots=True)
 class Job:
     """Everything that ``whalejax train file.py:function`` needs.
