@@ -22,6 +22,9 @@ ADAM = optax.adam(1e-3)
 BATCH = {"x": np.zeros((16, 16), "float32"), "y": np.zeros((16, 4), "float32")}
 
 
+LISTS = {name: value.tolist() for name, value in BATCH.items()}
+
+
 class Net(nnx.Module):
     def __init__(self, width: int = 32, *, rngs: nnx.Rngs) -> None:
         self.a = nnx.Linear(16, width, rngs=rngs)
@@ -134,6 +137,33 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: called(wh.stage, device=2),
         "wh.stage: .* Did you mean 'devices'",
     ),
+    # Batches that are no arrays of numbers.
+    "texts in a batch": (
+        lambda: planned(loss, net(), {**BATCH, "name": np.array(["a"] * 16)}),
+        "batch.name has dtype <U1; expected numbers or booleans",
+    ),
+    "objects in a batch": (
+        lambda: planned(loss, net(), {**BATCH, "name": np.array([None] * 16)}),
+        "batch.name has dtype object; expected numbers or booleans",
+    ),
+    "lists in a batch": (
+        lambda: planned(loss, net(), LISTS),
+        r"^batch: 2 problems\n  1. batch.x is a list of numbers; give "
+        r"numpy.asarray\(…\) of it\n  2. batch.y is .* of it$",
+    ),
+    "a list of texts": (
+        lambda: planned(loss, net(), {**BATCH, "name": ["a"] * 16}),
+        "batch: 1 problem\n  1. batch.name is a list of texts; give an array of",
+    ),
+    "lists for a step": (
+        lambda: step()(state(), LISTS),
+        r"^batch: 2 problems\n  1. batch.x is a list of numbers; give",
+    ),
+    "another batch for a step": (
+        lambda: step()(state(), {"x": BATCH["x"], "z": BATCH["y"]}),
+        r"the batch lacks batch\['y'\], and has besides batch\['z'\]; the plan is for "
+        "2 leaves. Give the same structure",
+    ),
     # Arguments that lack, that are too many, that there are not.
     "steps of the loop": (
         lambda: called(wh.loop.train, step(), state(), lambda i: BATCH),
@@ -220,7 +250,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "batch text": (lambda: plan().what_if(batch="64"), "batch is '64'; expected"),
     "batch of words": (
         lambda: planned(loss, net(), {"x": ["a"], "y": BATCH["y"]}),
-        "batch.x.0 is 'a'; expected an array",
+        "batch.x is a list of texts; give an array of integers",
     ),
     "loss of vectors": (
         lambda: planned(lambda m, b: (m(b["x"]) - b["y"]) ** 2, net(), BATCH),
@@ -268,7 +298,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step()(state(), {k: v[:8] for k, v in BATCH.items()}),
         r"has shape \(8, 16\); the plan is for the global shape \(16, 16\)",
     ),
-    "leaf forgotten": (lambda: step()(state(), {"x": BATCH["x"]}), "the batch has"),
+    "leaf forgotten": (lambda: step()(state(), {"x": BATCH["x"]}), "the batch lacks"),
     "another type": (
         lambda: step()(state(), {**BATCH, "x": BATCH["x"].astype("int32")}),
         "has dtype int32; the plan is for float32",
