@@ -30,6 +30,7 @@ from whalejax.adapters.leaves import (
     same_model,
 )
 from whalejax.adapters.leaves import dotted as dotted
+from whalejax.adapters.loss_inputs import add_inputs_note
 from whalejax.adapters.metadata import read_metadata, short_ones
 from whalejax.adapters.pytrees import (
     BoxedForm,
@@ -114,7 +115,12 @@ class Adapter:
             used = self._frozen_cast(rest)
         model = self._form.join(params, used)
         arguments = (model, batch, rng) if self.takes_rng else (model, batch)
-        result = normalise(self._loss_fn(*arguments))
+        try:
+            returned = self._loss_fn(*arguments)
+        except Exception as error:
+            add_inputs_note(error, self._loss_fn, model, batch)
+            raise
+        result = normalise(returned)
         self._check_metrics(result)
         changed = self._form.changed_rest(model, used, result.variables)
         total = jnp.asarray(result.total)
