@@ -164,6 +164,47 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"the batch lacks batch\['y'\], and has besides batch\['z'\]; the plan is for "
         "2 leaves. Give the same structure",
     ),
+    # The loop, and jobs.
+    "loop begun with the state": (
+        lambda: called(wh.loop.train, state(), step(), lambda i: BATCH, steps=1),
+        r"step is a TrainState, and state a TrainStep. The order is wh.loop.train",
+    ),
+    "model for the loop's state": (
+        lambda: called(wh.loop.train, step(), net(), lambda i: BATCH, steps=1),
+        r"state is Net.*; expected the state that step.init\(make_model, rng=key\) or",
+    ),
+    "batches of nothing": (
+        lambda: called(wh.loop.train, step(), state(), lambda: BATCH, steps=1),
+        r"batches takes no argument; it is called as batches\(step\). Write lambda",
+    ),
+    "batches that return none": (
+        lambda: called(wh.loop.train, step(), state(), lambda i: None, steps=1),
+        r"batches\(0\) returned None; expected the global batch of that step",
+    ),
+    "hooks of a step alone": (
+        lambda: called(
+            wh.loop.train,
+            step(),
+            state(),
+            lambda i: BATCH,
+            steps=1,
+            hooks=[lambda step: None],
+        ),
+        r"hook takes \(step\); it is called as hook\(step, values\)",
+    ),
+    "eval_batches of a step": (
+        lambda: wh.Job(loss, Net, BATCH, ADAM, 16, eval_batches=lambda i: [BATCH]),
+        r"eval_batches takes \(i\); it is called as eval_batches\(\). Write lambda: …",
+    ),
+    "a model in a job": (
+        lambda: wh.Job(loss, called(net), BATCH, ADAM, 16),
+        "make_model is a Net; expected a function of a random key, or of nothing, that "
+        r"makes one: .* Write make_model=lambda key: Net\(…\)",
+    ),
+    "a batch of a step alone": (
+        lambda: wh.Job(loss, Net, lambda step: BATCH, ADAM, 16),
+        r"batch takes \(step\); it is called as batch\(step, size\). Write lambda step",
+    ),
     # Arguments that lack, that are too many, that there are not.
     "steps of the loop": (
         lambda: called(wh.loop.train, step(), state(), lambda i: BATCH),

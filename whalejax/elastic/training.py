@@ -12,6 +12,7 @@ from whalejax.elastic.environment import SUPERVISOR
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number
+from whalejax.user_code.argument_checks import check_function
 from whalejax.user_code.losses import Job
 from whalejax.wire.run_messages import NotSaved, Report
 
@@ -103,7 +104,7 @@ def train_elastic(
             from the others, or the run cannot go on.
     """
     from whalejax.elastic.member import Training
-    from whalejax.elastic.mesh_sizes import REPLICAS, refusal
+    from whalejax.elastic.mesh_sizes import REPLICAS
     from whalejax.elastic.refusals import reported_refusals
 
     problems = Arguments("wh.train_elastic")
@@ -117,8 +118,7 @@ def train_elastic(
     problems.whole("batch", batch, least=1, none=True)
     problems.whole("num_micro_batches", num_micro_batches, least=1, none=True)
     problems.whole("seed", seed)
-    if mesh is not None and (expected := refusal(mesh)):
-        problems.refuse("mesh", mesh, expected)
+    _check_mesh(problems, mesh)
     problems.whole("copy_every", copy_every, least=0, none=True)
     if not is_number(mtbf) or not 0 < mtbf < _LONGEST_SECONDS:
         problems.refuse(
@@ -145,6 +145,16 @@ def train_elastic(
     }
     with reported_refusals():
         return _train(job, training, settings, mesh, noise_scale)
+
+
+def _check_mesh(problems: Arguments, mesh: object) -> None:
+    """Refuses a mesh that is neither None, a word, sizes, nor a function of them."""
+    from whalejax.elastic.mesh_sizes import refusal
+
+    if mesh is not None and (expected := refusal(mesh)):
+        problems.refuse("mesh", mesh, expected)
+    elif callable(mesh):
+        check_function(problems, "mesh", mesh, "num_devices")
 
 
 def _check_noise_scale(problems: Arguments, noise_scale: bool, mesh: object) -> None:
