@@ -18,7 +18,7 @@ from typing import Final
 from whalejax.meshes.texts import message
 
 
-MOST_LISTED: Final = 10
+MOST_LISTED: Final = 20
 """Problems that one error lists; a damaged file can have one in every line."""
 
 

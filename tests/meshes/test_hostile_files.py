@@ -160,4 +160,4 @@ def test_of_many_problems_some_are_listed() -> None:
     problems = Problems("it")
     for number in range(200):
         problems.add(f"problem {number}")
-    assert problems.text().endswith("  10. problem 9\n  … and 190 more")
+    assert problems.text().endswith("  20. problem 19\n  … and 180 more")

@@ -43,6 +43,13 @@ def loss(model: Any, batch: Any) -> Any:
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
+WEIGHTS = {"a": {"w": np.zeros((16, 4), "float32")}}
+
+
+def linear(weights: Any, batch: Any) -> Any:
+    return ((batch["x"] @ weights["a"]["w"] - batch["y"]) ** 2).mean()
+
+
 @functools.cache
 def net(width: int = 32) -> Net:
     return Net(width, rngs=nnx.Rngs(0))
@@ -163,6 +170,32 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step()(state(), {"x": BATCH["x"], "z": BATCH["y"]}),
         r"the batch lacks batch\['y'\], and has besides batch\['z'\]; the plan is for "
         "2 leaves. Give the same structure",
+    ),
+    # Gradients for a loss.
+    "value_and_grad": (
+        lambda: planned(nnx.value_and_grad(loss), net(), BATCH),
+        "loss_fn returned a value and a tree with the paths and shapes of the model's "
+        r"parameters, as jax.value_and_grad\(loss\) does. Give the loss itself",
+    ),
+    "value_and_grad of a pair": (
+        lambda: planned(
+            jax.value_and_grad(lambda w, b: (linear(w, b), {}), has_aux=True),
+            WEIGHTS,
+            BATCH,
+        ),
+        "loss_fn returned a value and a tree with the paths and shapes",
+    ),
+    "value_and_grad of params": (
+        lambda: planned(
+            lambda v, b: jax.value_and_grad(linear)(v["params"], b),
+            {"params": WEIGHTS, "stats": {"n": np.zeros(())}},
+            BATCH,
+        ),
+        "loss_fn returned a value and a tree with the paths and shapes",
+    ),
+    "gradient": (
+        lambda: planned(jax.grad(linear), WEIGHTS, BATCH),
+        r"loss_fn returned a tree .* as jax.grad\(loss\) does. Give the loss itself",
     ),
     # The loop, and jobs.
     "loop begun with the state": (
@@ -400,6 +433,14 @@ def test_a_batch_may_be_a_module_of_equinox() -> None:
     batch = Batch(BATCH["x"], BATCH["y"])
     found = planned(lambda m, b: loss(m, {"x": b.x, "y": b.y}), net(), batch)
     assert found.num_devices == 8
+
+
+def test_metrics_may_be_called_as_parameters_are() -> None:
+    def loss(weights: Any, batch: Any) -> Any:
+        norm = jnp.linalg.norm(weights["a"]["w"])
+        return linear(weights, batch), {"a": {"w": norm}}
+
+    assert planned(loss, WEIGHTS, BATCH).num_devices == 8
 
 
 def test_attributes_have_nearest_names() -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import jax
 import jax.numpy as jnp
 
+from whalejax.adapters.gradient_losses import refuse_gradients
 from whalejax.adapters.leaves import (
     abstract_tree,
     cast_back,
@@ -120,6 +121,7 @@ class Adapter:
         except Exception as error:
             add_inputs_note(error, self._loss_fn, model, batch)
             raise
+        refuse_gradients(returned, self.param_paths, jax.tree.leaves(self.params))
         result = normalise(returned)
         self._check_metrics(result)
         changed = self._form.changed_rest(model, used, result.variables)
