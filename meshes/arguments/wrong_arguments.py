@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast
 
 from whalejax.meshes.arguments.near_names import (
@@ -35,11 +36,16 @@ class WrongArguments(WhaleError, TypeError):
 
 
 def names_arguments(
-    name: str, *, instance: str = "", instead: str = ""
+    name: str,
+    *,
+    instance: str = "",
+    instead: str = "",
+    habits: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[C], C]:
     """Makes a public function or class say which argument is wrong or missing.
 
-    Of a class, the constructor and all public methods do so.
+    Of a class, the constructor and all public methods do so, and an attribute that
+    there is not is answered with the nearest one.
 
     Args:
         name: Name under which users call it.
@@ -47,6 +53,8 @@ def names_arguments(
             name of the class.
         instead: Sentence that says what to write, in place of the signature; empty for
             the signature.
+        habits: What to write in place of attributes that instances have in other
+            libraries.
 
     Returns:
         A decorator. Calls that Python would refuse raise ``WrongArguments``; a
@@ -56,16 +64,40 @@ def names_arguments(
     def decorate(target: C) -> C:
         if not inspect.isclass(target):
             return cast("C", _checked(target, name, instead))
+        kind: Any = target
         attributes: dict[str, Any] = {}
-        for base in reversed(target.__mro__):
+        for base in reversed(kind.__mro__):
             attributes |= vars(base)
         for key, value in attributes.items():
             call = _checked_method(value, key, name, instance or name, instead)
             if call is not None:
-                setattr(target, key, call)
+                setattr(kind, key, call)
+        kind.__getattr__ = _attribute_finder(kind.__name__, habits)
         return target
 
     return decorate
+
+
+def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any]:
+    """Returns the ``__getattr__`` of a class, which type checkers do not see.
+
+    Args:
+        kind: Name of the class.
+        habits: Argument of ``names_arguments``.
+    """
+
+    def find(self: Any, name: str) -> Any:
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # Raises what its property did.
+        text = f"this {kind} has no {name!r}"
+        if name in habits:
+            text += f". {habits[name]}"
+        elif not name.startswith("_"):
+            known = [one for one in dir(self) if not one.startswith("_")]
+            text += near_hint(name, known) or f"; it has {', '.join(known)}"
+        raise AttributeError(text, name=name, obj=self)
+
+    return find
 
 
 def _checked_method(

@@ -12,7 +12,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.meshes.arguments.near_names import near_hint
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.units import gigabytes, milliseconds
@@ -120,10 +119,6 @@ class Plan(PlanDisplay):
 
     stages: Stages | None = None
     pipelines: tuple[Plan, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        hint = near_hint(name, (one for one in dir(self) if not one.startswith("_")))
-        raise AttributeError(f"a plan has no {name!r}{hint}", name=name, obj=self)
 
     def __dir__(self) -> list[str]:
         return [one for one in dir(type(self)) if one not in _INTERNAL_NAMES]

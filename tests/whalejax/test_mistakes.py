@@ -443,9 +443,47 @@ def test_metrics_may_be_called_as_parameters_are() -> None:
     assert planned(loss, WEIGHTS, BATCH).num_devices == 8
 
 
+@functools.cache
+def found() -> Any:
+    return wh.search(loss, net(), BATCH, clusters=["h100:8", "cpu:8"], optimizer=ADAM)
+
+
+ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "plan": (plan, "memmory", "Plan has no 'memmory'. Did you mean 'memory'"),
+    "state": (state, "parms", "TrainState has no 'parms'. Did you mean 'params'?"),
+    "step": (step, "initt", "TrainStep has no 'initt'. Did you mean 'init'?"),
+    "train": (
+        step,
+        "train",
+        r"'train'. Write state, metrics = step\(state, batch\), or",
+    ),
+    "best": (found, "best", r"has no 'best'. found\[0\] is the best plan"),
+    "none near": (wh.Aux, "zzz", "has no 'zzz'; it has means, metrics, samples, sums"),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_there_is_not_is_named(name: str) -> None:
+    make, attribute, words = ATTRIBUTES[name]
+    instance = make()
+    with pytest.raises(AttributeError, match=words):
+        getattr(instance, attribute)
+    assert not hasattr(instance, "__jax_array__")
+
+
+def test_plans_of_a_search_have_names() -> None:
+    assert found()["cpu:8"].cluster.kinds[0].name == "cpu"
+    assert found()["h100:8"] is found()[found().names.index("h100:8")]
+    for name, words in {
+        "h100:4": "there is no plan on 'h100:4'. Did you mean 'h100:8'",
+        "tpu": "there is no plan on 'tpu'; there are plans on ",
+        1.5: "index is 1.5; expected the number of a plan, from 0, or one of ",
+    }.items():
+        with pytest.raises(wh.WhaleError, match=words):
+            found()[name]
+
+
 def test_attributes_have_nearest_names() -> None:
-    with pytest.raises(AttributeError, match="no 'memmory'. Did you mean 'memory'"):
-        called(getattr, plan(), "memmory")
     with pytest.raises(AttributeError, match="the nearest names are compile"):
         called(getattr, wh, "complie")
 

@@ -80,10 +80,18 @@ if TYPE_CHECKING:
     from whalejax.sections.section_run import SectionRun
 
 
+_LOOPS = (
+    "Write state, metrics = step(state, batch), or wh.loop.train(step, state, batches, "
+    "steps=…)"
+)
+"""What to write for a step's missing ``train``."""
+
+
 @names_arguments(
     "wh.TrainStep",
     instance="step",
     instead="A TrainStep is made by wh.compile(plan, loss_fn, model, optimizer=…).",
+    habits=dict.fromkeys(("train", "fit"), _LOOPS),
 )
 class TrainStep:
     """A plan, compiled: call it with a state and a global batch.
