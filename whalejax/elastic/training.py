@@ -12,6 +12,7 @@ from whalejax.elastic.environment import SUPERVISOR
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number
+from whalejax.meshes.errors import warn
 from whalejax.user_code.argument_checks import check_function
 from whalejax.user_code.losses import Job
 from whalejax.wire.run_messages import NotSaved, Report
@@ -144,7 +145,32 @@ def train_elastic(
         "seed": seed,
     }
     with reported_refusals():
-        return _train(job, training, settings, mesh, noise_scale)
+        return TrainingSteps(_train(job, training, settings, mesh, noise_scale))
+
+
+class TrainingSteps(Iterator[tuple[TrainState, dict[str, Any]]]):
+    """Steps of a run, which trains while they are iterated over."""
+
+    def __init__(self, steps: Iterator[tuple[TrainState, dict[str, Any]]]) -> None:
+        self._steps = steps
+        self._is_begun = False
+
+    def __next__(self) -> tuple[TrainState, dict[str, Any]]:
+        self._is_begun = True
+        return next(self._steps)
+
+    def close(self) -> None:
+        """Ends this process's part in the run, as leaving the loop does."""
+        self._is_begun = True
+        self._steps.close()  # type: ignore[attr-defined]
+
+    def __del__(self) -> None:
+        if not self._is_begun:
+            warn(
+                "nothing was trained: wh.train_elastic(…) trains while something "
+                "iterates over it. Write `for state, metrics in wh.train_elastic(job, "
+                "steps=…):`"
+            )
 
 
 def _check_mesh(problems: Arguments, mesh: object) -> None:
@@ -275,7 +301,6 @@ def _train_sharded(
 def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Yields the same steps in one process."""
     from whalejax.elastic.async_checkpoints import Saver
-    from whalejax.meshes.errors import warn
     from whalejax.runtime.resume import hold_folder
 
     def tell(report: Report) -> None:
