@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +83,16 @@ def compiled(*args: Any, **options: Any) -> Any:
 
 def called(function: Any, *args: Any, **options: Any) -> Any:
     return function(*args, **options)
+
+
+def no_module(name: str, function: Callable[[], Any]) -> None:
+    """Calls a function while a module is not installed; errors have no chain."""
+    with mock.patch.dict(sys.modules, {name: None}):
+        try:
+            function()
+        except wh.WhaleError as error:
+            assert error.__cause__ is None and error.__suppress_context__
+            raise
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -170,6 +182,20 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step()(state(), {"x": BATCH["x"], "z": BATCH["y"]}),
         r"the batch lacks batch\['y'\], and has besides batch\['z'\]; the plan is for "
         "2 leaves. Give the same structure",
+    ),
+    # Words of plans.
+    "form of an export": (
+        lambda: plan().export("Maxtext"),
+        "form is 'Maxtext'; expected one of .*. Did you mean 'maxtext'?",
+    ),
+    "mesh of fewer devices": (
+        lambda: plan().mesh(jax.devices()[:4]),
+        "needs 8 devices; there are 4.* Give 8 devices, or plan a mesh of 4",
+    ),
+    "chart without altair": (
+        lambda: no_module("altair", lambda: found().chart()),
+        r"^charts need altair, which is not installed. Install it with pip install "
+        r'"whalejax\[notebook\]", or from a checkout pip install "\.\[notebook\]"',
     ),
     # Gradients for a loss.
     "value_and_grad": (

@@ -10,11 +10,11 @@ that know no widgets show the plan that was last found.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from whalejax.display.charts import needed
 from whalejax.display.page import details_html, fragment
 from whalejax.display.plan_pages import plan_html
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
@@ -267,10 +267,4 @@ def _sizes(
 
 
 def _needed() -> Any:
-    try:
-        return importlib.import_module("ipywidgets")
-    except ImportError as error:
-        raise WhaleError(
-            "sliders need ipywidgets, which is not installed. Install it with "
-            'pip install "whalejax[notebook]"; plan.what_if(batch=…) plans without it'
-        ) from error
+    return needed("ipywidgets", "sliders", "plan.what_if(batch=…) plans without it")
