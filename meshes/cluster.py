@@ -28,7 +28,7 @@ from whalejax.meshes.topology import Node as Node
     instance="cluster",
     instead='Of a text: wh.cluster("h100:8").',
 )
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Cluster(ClusterData):
     """Devices and how they are joined, in the order that meshes number them.
 

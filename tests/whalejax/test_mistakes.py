@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 import whalejax as wh
+from whalejax import models
 from whalejax.cli import main
 
 
@@ -433,6 +434,14 @@ def test_a_class_of_nnx_is_given_its_random_numbers() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def test_modules_list_what_is_public() -> None:
+    names = ["Hook", "LoopResult", "Progress", "best", "latest", "train"]
+    assert dir(wh.loop) == names
+    assert dir(models) == ["available", "job", "widened"]
+    for module in (wh.loop, models):
+        assert all(hasattr(module, name) for name in dir(module))
+
+
 def test_makers_are_given_what_they_take() -> None:
     key = jax.random.key(3)
     want = jax.tree.leaves(step().init(Net, rng=key).params)
@@ -514,10 +523,16 @@ def test_attributes_have_nearest_names() -> None:
         called(getattr, wh, "complie")
 
 
+@pytest.mark.relaxed_promotion
 def test_what_is_printed_by_accident_is_short() -> None:
     for value in (plan(), step(), state()):
         assert len(repr(value)) < 250 and "\n" not in repr(value)
     assert repr(state()) == "<TrainState of step 0: 676 parameters, 4 arrays>"
+    for value in (plan().cluster, wh.cluster("h100:4x8")):
+        assert repr(value) == f"<Cluster {value.describe()}>"
+    done = wh.loop.train(step(), state(), lambda i: BATCH, steps=3)
+    assert repr(done).startswith("<LoopResult of 3 steps after 0, loss 0")
+    assert len(repr(done)) < 80
     assert "work" in dir(plan()) and "model_hash" not in dir(plan())
 
 

@@ -27,6 +27,7 @@ from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text, milliseconds
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.evaluations import Evaluations
 from whalejax.runtime.resume import checkpoints, hold_folder, steps_of
@@ -43,6 +44,13 @@ from whalejax.runtime.train_step import TrainStep
 from whalejax.user_code.argument_checks import check_function
 
 
+__all__ = ["Hook", "LoopResult", "Progress", "best", "latest", "train"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _LEFTOVER: Final = re.compile(
     rf"step_\d{{6,}}(\.deleted|{re.escape(UNFINISHED_SUFFIX)})"
 )
@@ -52,7 +60,7 @@ Hook = Callable[[int, Mapping[str, Any]], Any]
 """Function of the number of a step and its values by name, for logging."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LoopResult:
     """Result of a call of ``train``.
 
@@ -77,6 +85,16 @@ class LoopResult:
     evaluations: tuple[tuple[int, dict[str, float]], ...] = ()
     best: BestCheckpoint | None = None
     stopped_early: bool = False
+
+    def __repr__(self) -> str:
+        done = f"{count_text(len(self.losses), 'step')} after {self.first_step}"
+        words = [f"loss {self.losses[-1]:.6g}"] if self.losses else []
+        if self.step_seconds is not None:
+            words.append(f"{milliseconds(self.step_seconds)} a step")
+        words += [f"checkpoint {self.checkpoint}"] if self.checkpoint else []
+        words += [f"best {self.best.path}"] if self.best else []
+        words += ["stopped early"] if self.stopped_early else []
+        return f"<LoopResult of {', '.join([done, *words])}>"
 
 
 @names_arguments("wh.loop.train")
