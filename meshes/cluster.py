@@ -145,7 +145,8 @@ def cluster(text: str) -> Cluster:
 
     ``h100:8`` one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU torus,
     ``v100-32:8+p100-16:8`` several kinds, ``mixed.toml`` a file, ``paddle.json`` one of
-    PaddlePaddle's, ``local`` the devices of this process.
+    PaddlePaddle's, ``local`` the devices of this process. ``a100`` without its memory
+    is ``a100-80``, the variant with most.
 
     Raises:
         WhaleError: A text that is none of these; the message shows the grammar.

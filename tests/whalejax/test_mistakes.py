@@ -434,6 +434,20 @@ def test_a_class_of_nnx_is_given_its_random_numbers() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_zero_level_without_an_axis_is_noted() -> None:
+    note = (
+        "zero=2 has no effect: it is over the mesh axis data, and this plan has none. "
+        "fsdp 8 shards parameters, gradients and the optimizer's state (ZeRO-3)"
+    )
+    assert note in planned(mesh={"fsdp": 8}, zero=2).notes
+    assert not any("zero=" in n for n in planned(mesh={"data": 8}, zero=2).notes)
+
+
+def test_a_name_without_its_memory_is_the_variant_with_most() -> None:
+    for name, kind in {"a100": "a100-80", "v100": "v100-32", "p100": "p100-16"}.items():
+        assert wh.cluster(f"{name}:8").kinds[0].name == kind
+
+
 def test_modules_list_what_is_public() -> None:
     names = ["Hook", "LoopResult", "Progress", "best", "latest", "train"]
     assert dir(wh.loop) == names

@@ -103,6 +103,28 @@ def idle_note(plan: Plan) -> list[str]:
     ]
 
 
+def zero_note(plan: Plan, zero: int | None) -> list[str]:
+    """Returns the note on a ZeRO level that has no axis to act on.
+
+    Args:
+        plan: Plan that was found.
+        zero: Argument ``zero`` of ``wh.plan``, unchanged.
+    """
+    parts = [plan, *(plan.pipelines or ()), *plan.stage_plans]
+    if not zero or any(one.axis_sizes.get("data", 1) > 1 for one in parts):
+        return []
+    fsdp = plan.axis_sizes.get("fsdp", 1)
+    instead = (
+        f". fsdp {fsdp} shards parameters, gradients and the optimizer's state (ZeRO-3)"
+        if fsdp > 1
+        else ""
+    )
+    return [
+        f"zero={zero} has no effect: it is over the mesh axis data, and this plan has "
+        f"none{instead}"
+    ]
+
+
 def split_notes(plan: Plan) -> list[str]:
     """Returns the note on even shards on mixed devices, if ``tensor`` is larger than 1.
 

@@ -35,6 +35,7 @@ from whalejax.api.fixed_axes import (
     idle_note,
     split_notes,
     uneven_shares,
+    zero_note,
 )
 from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import loss_notes, remat_note
@@ -540,6 +541,7 @@ class PlanQuestion:
             *remat_note(wanted.remat or (), found),
             *attention_note(found, programs),
             *idle_note(found),
+            *zero_note(found, self.request.zero),
             *unplanned_pins(graph, found.axis_sizes, stages=True),
             *split_notes(found),
             *option_note(xla),
