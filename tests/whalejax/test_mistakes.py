@@ -184,6 +184,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"the batch lacks batch\['y'\], and has besides batch\['z'\]; the plan is for "
         "2 leaves. Give the same structure",
     ),
+    "a changed setting": (
+        lambda: plan().what_if(zer=1),
+        "there is no 'zer' to change. Did you mean 'zero'",
+    ),
     # Words of plans.
     "form of an export": (
         lambda: plan().export("Maxtext"),

@@ -78,6 +78,7 @@ from whalejax.lowering.pipeline_mpmd.update_partition import check_update
 from whalejax.lowering.spmd.spmd_executor import offloadable_state
 from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
+from whalejax.meshes.arguments.near_names import ARGUMENT_SYNONYMS, near_hint
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole
 from whalejax.meshes.efficiency_notes import efficiency_notes
@@ -254,9 +255,10 @@ class PlanQuestion:
         problems = Arguments("what_if", PlanError)
         for name in changes:
             if name not in known:
+                hint = near_hint(name, known, ARGUMENT_SYNONYMS)
                 problems.add(
-                    f"there is no {name!r} to change; expected some of "
-                    f"{', '.join(known)}"
+                    f"there is no {name!r} to change"
+                    f"{hint or '; expected some of ' + ', '.join(known)}"
                 )
         for name, what in (("batch", "samples"), ("sequence", "tokens")):
             if name in changes and not is_whole(changes[name], 1):
