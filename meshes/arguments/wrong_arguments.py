@@ -53,8 +53,8 @@ def names_arguments(
             name of the class.
         instead: Sentence that says what to write, in place of the signature; empty for
             the signature.
-        habits: What to write in place of attributes that instances have in other
-            libraries.
+        habits: Sentences that say what to write, by the name of an attribute that
+            instances have in other libraries.
 
     Returns:
         A decorator. Calls that Python would refuse raise ``WrongArguments``; a
