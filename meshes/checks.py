@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, TypeVar, Union
 
 import numpy as np
 
+from whalejax.meshes.arguments.near_names import near_hint
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import is_shown_as_written, visible
 
@@ -232,7 +233,8 @@ class Arguments(Problems):
         if (none and value is None) or (isinstance(value, str) and value in known):
             return True
         words = ", ".join(map(repr, known))
-        return self.refuse(name, value, f"one of {words}{_or_none(none)}")
+        hint = near_hint(value, known)
+        return self.refuse(name, value, f"one of {words}{_or_none(none)}{hint}")
 
     def of(
         self,

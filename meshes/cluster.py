@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_printable, short_repr
 from whalejax.meshes.cluster_data import ClusterData
 from whalejax.meshes.errors import WhaleError
@@ -22,7 +23,12 @@ from whalejax.meshes.topology import Level as Level
 from whalejax.meshes.topology import Node as Node
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@names_arguments(
+    "wh.Cluster",
+    instance="cluster",
+    instead='Of a text: wh.cluster("h100:8").',
+)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Cluster(ClusterData):
     """Devices and their links, in the order of meshes.
 
@@ -134,12 +140,14 @@ class Cluster(ClusterData):
         return bundle(self)
 
 
+@names_arguments("wh.cluster", instead='Write wh.cluster("h100:8").')
 def cluster(text: str) -> Cluster:
     """Returns the cluster that a short text describes; see ``cluster_text``.
 
     ``h100:8`` is one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU
     torus, ``v100-32:8+p100-16:8`` several kinds, ``mixed.toml`` a file, ``paddle.json``
     one of PaddlePaddle's, ``local`` the devices of this process.
+    ``a100`` without its memory is ``a100-80``, the variant with most.
 
     Raises:
         WhaleError: The text is none of these; the message shows the grammar.

@@ -26,7 +26,7 @@ from whalejax.meshes.topology import Level as Level
 from whalejax.meshes.topology import Node as Node
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class ClusterData:
     """Devices and their links; ``cluster.Cluster`` documents the fields."""
 
@@ -240,6 +240,9 @@ class ClusterData:
 
     def __str__(self) -> str:
         return self.describe()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.describe()}>"
 
     def with_memory(self, memory_bytes: int) -> Self:
         """Returns the same cluster with this much memory on every device.

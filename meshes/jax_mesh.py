@@ -213,7 +213,10 @@ def _wrong_product(axes: tuple[tuple[str, int], ...], used: int, available: int)
     more = ", …" if len(options) > _SHOWN_FACTORIZATIONS else ""
     fits = f" {available} = {shown}{more}." if len(axes) > 1 else ""
     if used > available:
-        return f"{product} needs {used} devices; there are {available}.{fits}"
+        return (
+            f"{product} needs {used} devices; there are {available}.{fits} Give {used} "
+            f"devices, or plan a mesh of {available}"
+        )
     return (
         f"{product} uses {used} of {available} devices.{fits} To leave "
         f"{available - used} idle on purpose: allow_idle=True"

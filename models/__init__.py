@@ -23,6 +23,13 @@ from whalejax.models.common.names import check_options, pick
 if TYPE_CHECKING:
     from whalejax.user_code.losses import Job
 
+__all__ = ["available", "job", "widened"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _NAMES: Final = {
     "bert-base": ("bert", "base"),
     "bert-large": ("bert", "large"),

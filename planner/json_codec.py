@@ -139,10 +139,9 @@ def _decode_class(kind: Any, data: Any, path: str) -> Any:
     unknown = sorted(map(str, set(data) - set(names)))
     missing = sorted(set(names) - set(data) - set(_unless_default(kind)))
     if unknown or missing:
-        raise DataError(
-            f"{path or 'the top level'} has unknown entries {quoted(unknown)} "
-            f"and lacks {missing}"
-        )
+        words = [f"has unknown entries {quoted(unknown)}"] if unknown else []
+        words += [f"lacks {missing}"] if missing else []
+        raise DataError(f"{path or 'the top level'} {' and '.join(words)}")
     given = [name for name in names if name in data]
     return kind(**{n: decode(hints[n], data[n], f"{path}.{n}") for n in given})
 

@@ -243,7 +243,7 @@ def called(name: str, entry: Entry, world: Any) -> str:
         stopped(entry.stops),
     ):
         try:
-            _callable(name, entry, world)(**entry.given(world))
+            _finish(_callable(name, entry, world)(**entry.given(world)))
         except Reached:
             pass
         except Exception as error:
@@ -264,7 +264,7 @@ def _fault(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Python iterable type")
-            call(**arguments)
+            _finish(call(**arguments))
     except wh.WhaleError as error:
         text = str(error)
         if right:
@@ -285,6 +285,12 @@ def _fault(
             return ""
         return f"ends in {type(error).__name__}: {str(error)[:200]}"
     return "" if right or either else "is taken"
+
+
+def _finish(result: Any) -> None:
+    """Closes what warns where nothing iterates over it."""
+    if isinstance(result, Iterator) and hasattr(result, "close"):
+        result.close()
 
 
 def _notes(error: Exception) -> list[str]:

@@ -157,7 +157,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "loss_fn": ("function class", "its parameters are looked at when planning"),
             "make_model": ("function class", "it is called when planning"),
             "batch": (
-                "array single jax arange shape key function class",
+                "array single jax arange shape key class",
                 "samples, or what makes them",
             ),
             "optimizer": ("none", "evaluation needs none"),
@@ -621,7 +621,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "mtbf": ("half", "any positive number of seconds"),
             "noise_scale": SWITCH,
             "mesh": (
-                "none dict function class",
+                "none dict class",
                 "the cheaper way, no size that is fixed, or what gives sizes for a "
                 "number of devices, which wh.plan checks",
             ),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.fault_traces import (
@@ -118,6 +119,7 @@ class Goodput(GoodputDisplay):
         return "\n".join(lines)
 
 
+@names_arguments("wh.goodput")
 def goodput(
     plan: Plan,
     *,

@@ -12,9 +12,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.near_names import near_hint
 from whalejax.planner.plan import plan_file
 from whalejax.planner.plan.report import (
     describe,
@@ -54,6 +54,11 @@ class Stages(StagesData):
     plans: tuple[Plan, ...] = ()
 
 
+@names_arguments(
+    "wh.Plan",
+    instance="plan",
+    instead="wh.plan(loss_fn, model, batch, …) and wh.Plan.load(path) make plans.",
+)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(PlanDisplay):
     """Plan of one model on one cluster.
@@ -115,10 +120,6 @@ class Plan(PlanDisplay):
 
     stages: Stages | None = None
     pipelines: tuple[Plan, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        hint = near_hint(name, (one for one in dir(self) if not one.startswith("_")))
-        raise AttributeError(f"a plan has no {name!r}{hint}", name=name, obj=self)
 
     def __dir__(self) -> list[str]:
         return [one for one in dir(type(self)) if one not in _INTERNAL_NAMES]

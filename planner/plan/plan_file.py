@@ -113,7 +113,10 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
             format.
     """
     if not isinstance(document, dict) or _VERSION not in document:
-        raise PlanError(f"{name} is not a plan: it has no entry {_VERSION!r}")
+        raise PlanError(
+            f"{name} is not a plan: it has no entry {_VERSION!r}. Give a file that "
+            "whalejax plan or plan.save wrote"
+        )
     version = document[_VERSION]
     older = type(version) is int and version in _READ_TOO
     if not older:
@@ -132,8 +135,8 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
     if whole != stated or (not older and plan.hash != document.get(_HASH)):
         raise PlanError(
             f"{name} was changed by hand or damaged: its content has hash "
-            f"{whole[:16]}, the file says {quoted(stated)[:18]}. Make it again with "
-            "whalejax plan"
+            f"{whole[:16]}, the file says {quoted(stated, str)[:16]}. Make it again "
+            "with whalejax plan"
         )
     return plan
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import milliseconds
@@ -97,6 +98,7 @@ class SquareCube(SquareCubeDisplay):
         )
 
 
+@names_arguments("wh.square_cube")
 def square_cube(
     plan: Plan,
     *,

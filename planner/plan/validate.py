@@ -44,7 +44,7 @@ _DTYPE: Final = re.compile(
 )
 """Element types as JAX writes them."""
 
-_APART = frozenset(("cluster", "compiler_options", "question", "stages", "pipelines"))
+_APART = frozenset("axes cluster compiler_options question stages pipelines".split())
 """Fields of a plan that are checked elsewhere, or individually."""
 
 

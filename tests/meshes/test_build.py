@@ -48,10 +48,11 @@ def test_too_many_are_an_error() -> None:
     assert _error((("data", 4), ("fsdp", 2), ("tensor", 2)), 4) == (
         "mesh: 1 problem\n"
         "  1. data 4 × fsdp 2 × tensor 2 needs 16 devices; there are 4. 4 = 4×1×1, "
-        "2×2×1, 2×1×2, 1×4×1, 1×2×2, 1×1×4."
+        "2×2×1, 2×1×2, 1×4×1, 1×2×2, 1×1×4. Give 16 devices, or plan a mesh of 4"
     )
     assert _error((("data", 9),)) == (
-        "mesh: 1 problem\n  1. data 9 needs 9 devices; there are 8."
+        "mesh: 1 problem\n  1. data 9 needs 9 devices; there are 8. Give 9 "
+        "devices, or plan a mesh of 8"
     )
 
 

@@ -234,6 +234,36 @@ def test_a_missing_and_an_unknown_entry(saved: Path) -> None:
     )
 
 
+def test_a_missing_entry_alone(saved: Path) -> None:
+    edit(saved, lambda data: data.pop("leaves") and None)
+    assert refused(saved) == (
+        f"{saved} is a damaged plan: the top level lacks ['leaves']. Make it again "
+        "with whalejax plan"
+    )
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3"])
+def test_json_that_is_no_plan(saved: Path, text: str) -> None:
+    saved.write_text(text)
+    assert refused(saved) == (
+        f"{saved} is not a plan: it has no entry 'whalejax_plan'. Give a file that "
+        "whalejax plan or plan.save wrote"
+    )
+
+
+def test_a_hash_is_shown_as_the_file_has_it(saved: Path) -> None:
+    stated = json.loads(saved.read_text())["document_hash"]
+    edit(saved, lambda data: data.update(model_hash="0" * 64))
+    assert f", the file says {stated[:16]}. Make it" in refused(saved)
+
+
+def test_a_negative_axis_is_one_problem(saved: Path) -> None:
+    edit(saved, lambda data: data.update(axes=[["data", -8]]))
+    text = refused(saved)
+    assert "axes: 'data' is -8; expected 2 or more" in text
+    assert "at least 0" not in text
+
+
 def test_an_entry_of_the_wrong_kind_is_named(saved: Path) -> None:
     def change(data: dict[str, Any]) -> None:
         data["leaves"][3]["param_spec"] = "tensor"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import threading
 from collections.abc import Callable
 
@@ -244,3 +246,14 @@ def test_equal_annotations_are_equal() -> None:
     assert wh.split(axis="mlp") == wh.split(axis="mlp") != wh.split()
     assert repr(wh.split(axis="mlp", devices=2)) == "wh.split(axis=mlp, devices=2)"
     assert len({wh.replicate(), wh.replicate()}) == 1
+
+
+@pytest.mark.parametrize("mark", [wh.replicate, wh.split, wh.stage, wh.pipeline])
+def test_a_mark_without_parentheses_is_refused(mark: Callable[..., Annotation]) -> None:
+    name = mark.__name__
+    words = rf"`with wh.{name}:` has no parentheses. Write `with wh.{name}\(\):`"
+    with pytest.raises(wh.WhaleError, match=words), mark:  # type: ignore[attr-defined]
+        pass
+    assert pickle.loads(pickle.dumps(mark)) is mark
+    assert repr(mark) == f"<function wh.{name}>"
+    assert "devices" in inspect.signature(mark).parameters or mark is wh.pipeline

@@ -114,7 +114,7 @@ def test_mistakes_are_named() -> None:
         wh.largest_batch(loss, NET, X, clusters=["t4:1"], micro_batches=2)
     with pytest.raises(
         wh.WhaleError,
-        match="wh.largest_batch: clusters is missing. wh.largest_batch takes loss_fn",
+        match="wh.largest_batch: clusters is missing. Write wh.largest_batch.loss_fn",
     ):
         wh.largest_batch(loss, NET, X)  # type: ignore[call-arg]
 

@@ -8,6 +8,8 @@ that begins; the whole matrix goes through with what is taken.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import pickle
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ import pytest
 import whalejax as wh
 from tests import misuse, misuse_table, misuse_world
 from whalejax.cli.plan_source import check_source
+from whalejax.meshes.arguments.wrong_arguments import WrongArguments
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -80,6 +83,58 @@ def test_what_is_called_rightly_is_taken(world: misuse_world.World) -> None:
         if fault:
             refused.append(f"{name}: {fault}")
     assert not refused, "\n".join(refused)
+
+
+OURS = [
+    name
+    for name in misuse.public()
+    if name.partition(".")[0] in (*wh.__all__, "SearchResult")
+    and not name.endswith("=")
+]
+"""Callables of ``import whalejax``, and the methods of their classes."""
+
+LOOP = {f"loop.{name}": getattr(wh.loop, name) for name in ("train", "latest", "best")}
+
+
+@pytest.mark.parametrize("name", [*OURS, *LOOP])
+def test_wrong_arguments_are_named(name: str) -> None:
+    call: Any = {**misuse.public(), **LOOP}[name]
+    known = inspect.signature(call).parameters.values()
+    own = ["instance" for one in known if one.name == "self"]
+    kinds = [one.kind for one in known]
+    title = name.rpartition(".")[2]
+    title = "step: " if name == "TrainStep.__call__" else title
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        with pytest.raises(WrongArguments, match="no argument 'surplus'") as caught:
+            call(*own, surplus=1)
+        assert title in str(caught.value)
+    with pytest.raises(WrongArguments, match="100 arguments are given without a name"):
+        call(*own, *range(100))
+    needed = [p for p in known if p.default is p.empty and p.kind < p.VAR_KEYWORD]
+    needed = [p for p in needed if p.name != "self" and p.kind != p.VAR_POSITIONAL]
+    if needed:
+        with pytest.raises(
+            WrongArguments, match=rf"{needed[-1].name} (is|are) missing"
+        ):
+            call(*own)
+
+
+def test_what_is_raised_inside_a_call_stays() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        raise TypeError("of mine")
+
+    with pytest.raises(TypeError, match="of mine") as caught:
+        wh.plan(loss, {"w": jnp.ones(3)}, {"x": jnp.ones((8, 3))}, cluster="cpu:8")
+    assert not isinstance(caught.value, wh.WhaleError)
+
+
+def test_callables_keep_their_signatures_and_can_be_pickled() -> None:
+    assert list(inspect.signature(wh.Aux).parameters)[:2] == ["metrics", "means"]
+    assert list(inspect.signature(wh.loop.latest).parameters) == ["save_dir"]
+    assert pickle.loads(pickle.dumps(wh.loop.train)) is wh.loop.train
+    aux = wh.Aux(metrics={"a": 1})
+    assert pickle.loads(pickle.dumps(aux)) == aux
+    assert "Trains until" in (wh.loop.train.__doc__ or "")
 
 
 LEAVES = [

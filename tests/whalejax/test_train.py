@@ -351,8 +351,25 @@ def test_what_the_loss_raises_says_where() -> None:
 
     with pytest.raises(KeyError) as caught:
         wh.plan(loss, MODEL, BATCH, cluster="h100:8")
-    (note,) = [n for n in caught.value.__notes__ if n.startswith("whalejax")]
-    assert note == "whalejax: raised in loss_fn, traced without values"
+    given, where = [n for n in caught.value.__notes__ if n.startswith("whalejax")]
+    assert where == "whalejax: raised in loss_fn, traced without values"
+    assert given == (
+        "whalejax: loss_fn was given a dict with 'b', 'w' as model, and as batch: "
+        "batch['x'] float32[16, 8], batch['y'] float32[16, 4]"
+    )
+
+
+def test_a_loss_that_takes_its_batch_first_is_told_so() -> None:
+    def loss(batch: Any, model: Any) -> Any:
+        return squares(model, batch)
+
+    with pytest.raises(KeyError) as caught:
+        wh.plan(loss, MODEL, BATCH, cluster="h100:8")
+    (note,) = [n for n in caught.value.__notes__ if "was given" in n]
+    assert note.endswith(
+        ". loss_fn takes (batch, model), and the model is given first: write "
+        "loss_fn(model, batch)"
+    )
 
 
 def test_a_checkpoint_goes_to_a_file_system(tmp_path: Any) -> None:

@@ -25,7 +25,7 @@ import whalejax as wh
 from whalejax import models
 from whalejax.cli import main
 from whalejax.jobs import abstract_model
-from whalejax.verification import checking, gpu
+from whalejax.verification import checking, compile_worker, gpu
 from whalejax.verification.comparison import Verification, rematerializations
 from whalejax.verification.processes import VerifyError, _by_value
 from whalejax.verification.quantities import Quantity
@@ -505,3 +505,13 @@ def test_a_plan_that_the_compiler_refuses_gives_way_to_one_it_accepts() -> None:
     found = planned("mlp-test", tight, mesh={"data": 4}, verified=True)
     assert "was refused" in found.notes[-1]
     assert found.verify(timeout_seconds=300).fits
+
+
+def test_an_error_of_the_loss_comes_back_with_its_notes() -> None:
+    error = KeyError("z")
+    error.add_note("whalejax: loss_fn was given a Net as model, and as batch: …")
+    error.add_note("For simplicity, JAX has removed its internal frames")
+    failure = compile_worker._failure(error, "asking")["failure"]
+    assert failure == (
+        "KeyError: 'z'\nwhalejax: loss_fn was given a Net as model, and as batch: …"
+    )

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import jax
 import jax.numpy as jnp
 
+from whalejax.adapters.gradient_losses import refuse_gradients
 from whalejax.adapters.leaves import (
     abstract_tree,
     cast_back,
@@ -30,6 +31,7 @@ from whalejax.adapters.leaves import (
     same_model,
 )
 from whalejax.adapters.leaves import dotted as dotted
+from whalejax.adapters.loss_inputs import add_inputs_note
 from whalejax.adapters.metadata import read_metadata, short_ones
 from whalejax.adapters.pytrees import (
     BoxedForm,
@@ -115,7 +117,13 @@ class Adapter:
             used = self._frozen_cast(rest)
         model = self._form.join(params, used)
         arguments = (model, batch, rng) if self.takes_rng else (model, batch)
-        result = normalise(self._loss_fn(*arguments))
+        try:
+            returned = self._loss_fn(*arguments)
+        except Exception as error:
+            add_inputs_note(error, self._loss_fn, model, batch)
+            raise
+        refuse_gradients(returned, self.param_paths, jax.tree.leaves(self.params))
+        result = normalise(returned)
         self._check_metrics(result)
         changed = self._form.changed_rest(model, used, result.variables)
         total = jnp.asarray(result.total)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 import jax
 import numpy as np
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole, plain, short_repr
 from whalejax.meshes.errors import WhaleError
 
@@ -52,6 +53,7 @@ class Unset(enum.Enum):
     NOT_GIVEN = enum.auto()
 
 
+@names_arguments("wh.Feed", instance="feed")
 class Feed:
     """Iterable of this process's part of each global batch.
 

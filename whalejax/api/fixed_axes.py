@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from whalejax.meshes.arguments.near_names import AXIS_SYNONYMS, near_hint
 from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import Problems
-from whalejax.planner.near_names import AXIS_SYNONYMS, near_hint
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.layout import MESH_AXES
@@ -100,6 +100,28 @@ def idle_note(plan: Plan) -> list[str]:
     return [
         f"{number} of {total} devices {'is' if number == 1 else 'are'} left idle: "
         f"{which}, in node order (they count from 0)"
+    ]
+
+
+def zero_note(plan: Plan, zero: int | None) -> list[str]:
+    """Returns the note on a ZeRO level that has no axis to act on.
+
+    Args:
+        plan: Plan that was found.
+        zero: Argument ``zero`` of ``wh.plan``, unchanged.
+    """
+    parts = [plan, *(plan.pipelines or ()), *plan.stage_plans]
+    if not zero or any(one.axis_sizes.get("data", 1) > 1 for one in parts):
+        return []
+    fsdp = plan.axis_sizes.get("fsdp", 1)
+    instead = (
+        f". fsdp {fsdp} shards parameters, gradients and the optimizer's state (ZeRO-3)"
+        if fsdp > 1
+        else ""
+    )
+    return [
+        f"zero={zero} has no effect: it is over the mesh axis data, and this plan has "
+        f"none{instead}"
     ]
 
 

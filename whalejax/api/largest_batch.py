@@ -20,9 +20,12 @@ import optax
 from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
 from whalejax.api.search import named_clusters
 from whalejax.meshes import Cluster
+from whalejax.meshes.arguments.near_names import near_hint
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
+from whalejax.meshes.checks import short_repr
+from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.headline import speed_words
 from whalejax.planner.plan.report.plan_page import page_width
@@ -75,6 +78,9 @@ class LargestBatch:
 class LargestBatches(Sequence[LargestBatch]):
     """The largest batch on each of several clusters, in the order they were given.
 
+    A sequence: ``found[0]`` is that of the first, and so is ``found["h100:8"]`` of a
+    cluster by its name.
+
     Attributes:
         batches: Result for each cluster.
     """
@@ -82,6 +88,12 @@ class LargestBatches(Sequence[LargestBatch]):
     batches: tuple[LargestBatch, ...]
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            names = [batch.name for batch in self.batches]
+            if index not in names:
+                hint = near_hint(index, names) or f"; there are {', '.join(names)}"
+                raise WhaleError(f"there is no batch on {short_repr(index)}{hint}")
+            return self.batches[names.index(index)]
         return self.batches[index]
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from whalejax.api.tables_in_plans import (
 )
 from whalejax.api.tables_request import USUAL_SPLITS
 from whalejax.meshes import Cluster
-from whalejax.planner.near_names import names_arguments
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.tables.sections import SectionTimes
 from whalejax.tables.sparse_optimizers import SparseOptimizer

@@ -35,6 +35,7 @@ from whalejax.api.fixed_axes import (
     idle_note,
     split_notes,
     uneven_shares,
+    zero_note,
 )
 from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import loss_notes, remat_note
@@ -77,6 +78,8 @@ from whalejax.lowering.pipeline_mpmd.update_partition import check_update
 from whalejax.lowering.spmd.spmd_executor import offloadable_state
 from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
+from whalejax.meshes.arguments.near_names import ARGUMENT_SYNONYMS, near_hint
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole
 from whalejax.meshes.efficiency_notes import efficiency_notes
 from whalejax.meshes.errors import WhaleError
@@ -111,6 +114,7 @@ NO_OPTIMIZER: Final = optax.identity()
 # Request.
 
 
+@names_arguments("wh.PlanRequest", instance="request")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest(PlanSettings):
     """All arguments of ``wh.plan`` except the loss, the model and the batch.
@@ -251,9 +255,10 @@ class PlanQuestion:
         problems = Arguments("what_if", PlanError)
         for name in changes:
             if name not in known:
+                hint = near_hint(name, known, ARGUMENT_SYNONYMS)
                 problems.add(
-                    f"there is no {name!r} to change; expected some of "
-                    f"{', '.join(known)}"
+                    f"there is no {name!r} to change"
+                    f"{hint or '; expected some of ' + ', '.join(known)}"
                 )
         for name, what in (("batch", "samples"), ("sequence", "tokens")):
             if name in changes and not is_whole(changes[name], 1):
@@ -538,6 +543,7 @@ class PlanQuestion:
             *remat_note(wanted.remat or (), found),
             *attention_note(found, programs),
             *idle_note(found),
+            *zero_note(found, self.request.zero),
             *unplanned_pins(graph, found.axis_sizes, stages=True),
             *split_notes(found),
             *option_note(xla),

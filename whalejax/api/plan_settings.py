@@ -16,10 +16,10 @@ import optax
 from whalejax.api.fixed_axes import check_axes
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.arguments.near_names import PRECISION_SYNONYMS, near_hint
 from whalejax.meshes.checks import Arguments, is_number, is_whole, plain, short_repr
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.near_names import PRECISION_SYNONYMS, near_hint
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.step_options import UserOptions, by_task_graph, check_user_options

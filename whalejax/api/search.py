@@ -18,11 +18,12 @@ from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
 from whalejax.api.plan_settings import parsed_cluster
 from whalejax.api.search_result import ClusterCandidate, InfeasibleCluster, SearchResult
 from whalejax.meshes import Cluster
+from whalejax.meshes.arguments.near_names import ARGUMENT_SYNONYMS, near_hint
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.progress_events import tell
 from whalejax.meshes.texts import visible
-from whalejax.planner.near_names import ARGUMENT_SYNONYMS, names_arguments, near_hint
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import Candidate
 from whalejax.planner.plan_errors import PlanError
@@ -229,7 +230,9 @@ def named_clusters(
         if name == "cluster":
             problems.add("cluster= is wh.plan's; give clusters=, a list")
         elif name not in known:
-            hint = near_hint(name, known, ARGUMENT_SYNONYMS)
+            hint = near_hint(name, known, ARGUMENT_SYNONYMS) or (
+                f"; expected some of {', '.join(known)}"
+            )
             problems.add(f"there is no option {short_repr(name)}{hint}")
     if isinstance(clusters, str | bytes | Cluster | type) or not isinstance(
         clusters, Sequence

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.display import searches
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.errors import warn
 from whalejax.planner.plan.report.search_data import (
     ClusterCandidate as ClusterCandidate,
@@ -16,11 +17,17 @@ from whalejax.planner.plan.report.search_data import (
 from whalejax.planner.plan.report.search_data import SearchData
 
 
+@names_arguments(
+    "SearchResult",
+    instance="found",
+    habits={"best": "found[0] is the best plan"},
+)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchResult(SearchData):
     """Plans of one model on several clusters, best first; the result of ``wh.search``.
 
-    It is a sequence: ``found[0]`` is the best plan. ``print`` shows a table.
+    It is a sequence: ``found[0]`` is the best plan, and ``found["h100:8"]`` the best on
+    this cluster. ``print`` shows a table.
 
     Attributes:
         plans: Plans, best first.

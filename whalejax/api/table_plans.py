@@ -12,6 +12,7 @@ import optax
 from whalejax.adapters.base import adapt
 from whalejax.api.tables_request import USUAL_SPLITS, TablesRequest, check_tables
 from whalejax.capture.batch import check_batch
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import is_array, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
@@ -22,6 +23,7 @@ from whalejax.tables.tables_plan import TablesPlan, cut_program
 from whalejax.tables.wide_ids import check_32_bits
 
 
+@names_arguments("wh.plan_tables")
 def plan_tables(
     loss_fn: Callable[..., Any],
     model: Any,
@@ -110,6 +112,7 @@ def plan_tables(
     return request.plan(loss_fn, model, batch)
 
 
+@names_arguments("wh.count_lookups")
 def count_lookups(
     loss_fn: Callable[..., Any],
     model: Any,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import Problems, WhaleError
 
@@ -28,6 +29,7 @@ Region = tuple[tuple[slice, ...], ...]
 """Slices to read in each dimension of a sample."""
 
 
+@names_arguments("wh.Volumes", instance="volumes")
 class Volumes:
     """Samples in files: a source for ``wh.Feed`` that reads slabs.
 

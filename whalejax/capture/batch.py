@@ -6,7 +6,7 @@ All leaves must agree on the number of samples; all that do not are reported at 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from whalejax import _compat
 from whalejax.adapters.leaves import dotted
 from whalejax.meshes.checks import MOST_SAMPLES, is_array, is_whole, plain, short_repr
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.errors import MOST_LISTED, Problems, WhaleError
 from whalejax.meshes.units import count_text
 
 
@@ -76,11 +76,23 @@ def batch_leaves(
     sizes: dict[str, int] = {}
     for (path, value), axis in zip(with_paths, axes, strict=True):
         name = f"batch.{dotted(path)}" if path else "batch"
+        listed = list_problem(path, value) if axis is not None else ""
+        if listed:
+            problems.add(listed)
+            continue
         if not _is_array(value):
             problems.add(
                 f"{name} is {short_repr(value)}; expected an array with the samples "
                 "along a "
                 "dimension, or its jax.ShapeDtypeStruct"
+            )
+            continue
+        dtype = getattr(value, "dtype", None)
+        if isinstance(dtype, np.dtype) and dtype.kind in _NO_NUMBERS:
+            problems.add(
+                f"{name} has dtype {dtype}; expected numbers or booleans. Encode texts "
+                "as integers (such as token ids or classes) before the step, and leave "
+                "out of the batch what the loss does not read"
             )
             continue
         aval = aval_of(value)
@@ -120,6 +132,30 @@ def check_batch(batch: Any, batch_axes: Any) -> None:
             others; lists all.
     """
     batch_leaves(batch, batch_axes, 1)
+
+
+_NO_NUMBERS: Final = "OSUMm"
+"""Kinds of NumPy's types that JAX has no arrays of: objects, texts and times."""
+
+
+def list_problem(path: tuple[Any, ...], value: Any) -> str:
+    """Returns the problem of a list that stands for an array; the same for each item.
+
+    Args:
+        path: Path of a leaf of the batch.
+        value: The leaf.
+    """
+    parents = list(path)
+    while parents and isinstance(parents[-1], jax.tree_util.SequenceKey):
+        parents.pop()
+    if len(parents) == len(path):
+        return ""
+    name = f"batch.{dotted(tuple(parents))}" if parents else "batch"
+    if isinstance(value, str | bytes):
+        return f"{name} is a list of texts; give an array of integers, as token ids are"
+    if isinstance(value, bool | int | float | complex | np.generic):
+        return f"{name} is a list of numbers; give numpy.asarray(…) of it"
+    return ""
 
 
 def _is_array(leaf: Any) -> bool:
@@ -256,7 +292,8 @@ def _check_sizes(
             problems.add(_no_samples(num_leaves))
         return
     if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        first = [f"{name} has {size}" for name, size in sizes.items()][:MOST_LISTED]
+        listed = ", ".join([*first, *["…"][: len(sizes) - len(first)]])
         problems.add(
             f"the leaves differ in their number of samples: {listed}. Give all of them "
             "the same batch dimension, or say which it is with batch_axes=."

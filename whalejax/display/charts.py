@@ -30,19 +30,29 @@ LACKING = (
 )
 
 
-def needed(name: str) -> Any:
+def needed(
+    name: str,
+    what: str = "charts",
+    instead: str = "print(found) shows the same as a table",
+) -> Any:
     """Imports a module of the extra.
+
+    Args:
+        name: Name of the module.
+        what: Displays that need it.
+        instead: Words on what works without it.
 
     Raises:
         WhaleError: The module is not installed.
     """
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except ImportError:
         raise WhaleError(
-            f"charts need {name}, which is not installed. Install it with "
-            'pip install "whalejax[notebook]"; print(found) shows the same as a table'
-        ) from error
+            f"{what} need {name}, which is not installed. Install it with "
+            'pip install "whalejax[notebook]", or from a checkout pip install '
+            f'".[notebook]"; {instead}'
+        ) from None
 
 
 def styled(chart: Any) -> Any:

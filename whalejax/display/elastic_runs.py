@@ -18,6 +18,7 @@ from whalejax.journals.status import (
     journals_of,
     run_status,
 )
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import count_text
@@ -142,6 +143,7 @@ class RunTimeline(Picture):
         return found
 
 
+@names_arguments("wh.run_timeline")
 def run_timeline(
     folder: str | os.PathLike[str], *, run: int | None = None
 ) -> RunTimeline:

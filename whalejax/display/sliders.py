@@ -10,11 +10,11 @@ without widgets see the plan that was found last.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from whalejax.display.charts import needed
 from whalejax.display.page import details_html, fragment
 from whalejax.display.plan_pages import plan_html
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
@@ -283,10 +283,4 @@ def _sizes(
 
 
 def _needed() -> Any:
-    try:
-        return importlib.import_module("ipywidgets")
-    except ImportError as error:
-        raise WhaleError(
-            "sliders need ipywidgets, which is not installed. Install it with "
-            'pip install "whalejax[notebook]"; plan.what_if(batch=…) plans without it'
-        ) from error
+    return needed("ipywidgets", "sliders", "plan.what_if(batch=…) plans without it")

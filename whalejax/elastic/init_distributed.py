@@ -34,6 +34,7 @@ from whalejax.distributed.rendezvous import ProcessPlace, end_process, rendezvou
 from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.elastic.script_placement import await_placement
 from whalejax.membership import launch_heartbeat as beats
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError
 
@@ -47,6 +48,7 @@ _LONGEST_SECONDS: Final = 10**6
 """More than a week; fits JAX's 32-bit number of seconds."""
 
 
+@names_arguments("wh.init_distributed")
 def init_distributed(
     coordinator: str | None = None,
     num_processes: int | None = None,

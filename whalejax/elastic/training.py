@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.lowering.train_state import TrainState
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number
+from whalejax.meshes.errors import warn
+from whalejax.user_code.argument_checks import check_function
 from whalejax.user_code.losses import Job
 from whalejax.wire.run_messages import NotSaved, Report
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 _LONGEST_SECONDS: Final = 10**10
 
 
+@names_arguments("wh.train_elastic")
 def train_elastic(
     job: Job,
     *,
@@ -101,7 +105,7 @@ def train_elastic(
             from the others, or the run cannot go on.
     """
     from whalejax.elastic.member import Training
-    from whalejax.elastic.mesh_sizes import REPLICAS, refusal
+    from whalejax.elastic.mesh_sizes import REPLICAS
     from whalejax.elastic.refusals import reported_refusals
 
     problems = Arguments("wh.train_elastic")
@@ -115,8 +119,7 @@ def train_elastic(
     problems.whole("batch", batch, least=1, none=True)
     problems.whole("num_micro_batches", num_micro_batches, least=1, none=True)
     problems.whole("seed", seed)
-    if mesh is not None and (expected := refusal(mesh)):
-        problems.refuse("mesh", mesh, expected)
+    _check_mesh(problems, mesh)
     problems.whole("copy_every", copy_every, least=0, none=True)
     if not is_number(mtbf) or not 0 < mtbf < _LONGEST_SECONDS:
         problems.refuse(
@@ -142,7 +145,42 @@ def train_elastic(
         "seed": seed,
     }
     with reported_refusals():
-        return _train(job, training, settings, mesh, noise_scale)
+        return TrainingSteps(_train(job, training, settings, mesh, noise_scale))
+
+
+class TrainingSteps(Iterator[tuple[TrainState, dict[str, Any]]]):
+    """Steps of a run, which trains while they are iterated over."""
+
+    def __init__(self, steps: Iterator[tuple[TrainState, dict[str, Any]]]) -> None:
+        self._steps = steps
+        self._is_begun = False
+
+    def __next__(self) -> tuple[TrainState, dict[str, Any]]:
+        self._is_begun = True
+        return next(self._steps)
+
+    def close(self) -> None:
+        """Ends this process's part in the run, as leaving the loop does."""
+        self._is_begun = True
+        self._steps.close()  # type: ignore[attr-defined]
+
+    def __del__(self) -> None:
+        if not self._is_begun:
+            warn(
+                "nothing was trained: wh.train_elastic(…) trains while something "
+                "iterates over it. Write `for state, metrics in wh.train_elastic(job, "
+                "steps=…):`"
+            )
+
+
+def _check_mesh(problems: Arguments, mesh: object) -> None:
+    """Refuses a mesh that is neither None, a word, sizes, nor a function of them."""
+    from whalejax.elastic.mesh_sizes import refusal
+
+    if mesh is not None and (expected := refusal(mesh)):
+        problems.refuse("mesh", mesh, expected)
+    elif callable(mesh):
+        check_function(problems, "mesh", mesh, "num_devices")
 
 
 def _check_noise_scale(problems: Arguments, noise_scale: bool, mesh: object) -> None:
@@ -263,7 +301,6 @@ def _train_sharded(
 def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Yields the same steps in one process."""
     from whalejax.elastic.async_checkpoints import Saver
-    from whalejax.meshes.errors import warn
     from whalejax.runtime.resume import hold_folder
 
     def tell(report: Report) -> None:

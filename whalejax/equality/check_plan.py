@@ -19,6 +19,7 @@ from whalejax.equality.check_run import CheckResult as CheckResult
 from whalejax.equality.check_run import CheckRun
 from whalejax.equality.mesh_reduction import reduced_mesh
 from whalejax.equality.random_data import sample
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
@@ -46,6 +47,7 @@ collectives.
 """
 
 
+@names_arguments("wh.check")
 def check(
     plan: Plan,
     loss_fn: Callable[..., Any],

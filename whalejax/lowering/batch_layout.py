@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding
 
 from whalejax import _compat
 from whalejax.adapters.leaves import is_key, is_leaf
+from whalejax.capture.batch import list_problem
 from whalejax.lowering.batch_record import dtype_of
 from whalejax.lowering.global_arrays import absent, is_here
 from whalejax.meshes.checks import short_repr
-from whalejax.meshes.errors import Problems
+from whalejax.meshes.errors import MOST_LISTED, Problems
 from whalejax.planner.plan_entries import BatchLeaf
 from whalejax.planner.plan_errors import PlanError
 
@@ -87,10 +88,12 @@ class BatchLayout:
         given = [jax.tree_util.keystr(path) for path, _ in flat]
         planned = [leaf.path for leaf in self.leaves]
         if given != planned:
-            raise PlanError(
-                f"the batch has the leaves {given}; the plan is for {planned}. Give "
-                "the same structure, or plan again"
-            )
+            problems = Problems("batch", PlanError)
+            for path, leaf in flat:
+                if listed := list_problem(path, leaf):
+                    problems.add(listed)
+            problems.raise_if_any()
+            raise PlanError(_other_leaves(given, planned))
         return leaves
 
     @staticmethod
@@ -101,7 +104,8 @@ class BatchLayout:
         for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
             if not is_leaf(leaf):
                 name = f"batch{jax.tree_util.keystr(path)}"
-                problems.add(f"{name} is {short_repr(leaf)}; expected an array")
+                other = f"{name} is {short_repr(leaf)}; expected an array"
+                problems.add(list_problem(path, leaf) or other)
         problems.raise_if_any()
 
     def problem(
@@ -187,3 +191,21 @@ def _as_planned(leaf: Any, planned: BatchLeaf, sharding: NamedSharding) -> Any:
         return jax.make_array_from_process_local_data(sharding, array, planned.shape)
     # A loader may overwrite its buffer while the step still runs.
     return jax.device_put(array, sharding, may_alias=False)
+
+
+def _other_leaves(given: Sequence[str], planned: Sequence[str]) -> str:
+    """Describes how the leaves of a batch differ from the plan's."""
+    lacks, surplus = (
+        [f"batch{path}" for path in one if path not in other]
+        for one, other in ((planned, given), (given, planned))
+    )
+    words = []
+    for verb, paths in (("lacks", lacks), ("has besides", surplus)):
+        more = ["…"] if len(paths) > MOST_LISTED else []
+        if paths:
+            words.append(f"{verb} {', '.join([*paths[:MOST_LISTED], *more])}")
+    said = ", and ".join(words) or "has the plan's leaves in another order"
+    return (
+        f"the batch {said}; the plan is for {len(planned)} leaves. Give the same "
+        "structure, or plan again"
+    )

@@ -21,6 +21,7 @@ from whalejax.capture.batch import aval_of
 from whalejax.lowering.loss_scale import LossScale
 from whalejax.lowering.spmd.parameter_offload import out_of_host
 from whalejax.lowering.stage_arrays import spread
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import is_array, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import count_digits
@@ -57,6 +58,12 @@ class ExportedModel:
     modes: Any = None
 
 
+@names_arguments(
+    "wh.TrainState",
+    instance="state",
+    instead="Of a model: step.init_from(model). Of a function that makes one: "
+    "step.init(make_model, rng=key).",
+)
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "rest", "opt_state", "step", "rng", "loss_scale"],

@@ -243,6 +243,12 @@ class ElasticRun:
 
     # Who is there.
 
+    @property
+    def has_no_member(self) -> bool:
+        """Whether no process has joined the run so far."""
+        joined = any(member.token for member in self.members.values())
+        return not (joined or self.formed) and self.phase == "gathering"
+
     def present_members(self) -> list[MemberRecord]:
         """Returns the members that have not ended or been given up."""
         return [m for m in self.members.values() if m.status != "gone"]

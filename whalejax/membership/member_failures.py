@@ -27,6 +27,13 @@ _ERROR_SIGNALS: Final = (
 )
 """Signals by which a process dies of its own fault; others come from outside."""
 
+_NEVER_JOINED: Final = (
+    "ended with status 0, and never joined the run. wh.train_elastic(…) trains while "
+    "something iterates over it: write `for state, metrics in wh.train_elastic(job, "
+    "steps=…):`. If the script does not call it, start it without --processes MIN:MAX"
+)
+"""Reason for a run whose processes have nothing to do with it."""
+
 _FURTHER: Final[tuple[Status, ...]] = (
     "starting",
     "registered",
@@ -47,6 +54,10 @@ def exited(
         return
     miss_checkpoint(run, now, member, status)
     how = how_ended(run, member, status)
+    if status == 0 and how is None and run.has_no_member:
+        record(run, now, "ended", name=name, status=0, how=Ending.FAILED, well=False)
+        end(run, now, Ending.REFUSED, f"{name} {_NEVER_JOINED}")
+        return
     if how is None:
         why = f"its process ended {exit_text(status)}"
         fails = status is not None and (status > 0 or -status in _ERROR_SIGNALS)

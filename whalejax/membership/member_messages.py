@@ -120,8 +120,7 @@ def unrunnable(run: ElasticRun, now: float, name: str, why: str) -> None:
     """
     member = run.members[name]
     _failed(run, now, member, why)
-    joined = any(m.token for m in run.members.values())
-    if joined or run.formed or run.phase != "gathering":
+    if not run.has_no_member:
         return
     record(run, now, "ended", name=name, status=None, how=Ending.FAILED, well=False)
     end(run, now, Ending.REFUSED, why)

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from whalejax.adapters.base import Adapter, adapt
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, short_repr
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
@@ -27,6 +28,7 @@ _OUT_OF_RANGE: Final = ("error", "clip")
 
 
 @without_mesh
+@names_arguments("wh.compile_tables")
 def compile_tables(
     plan: TablesPlan,
     loss_fn: Callable[..., Any],

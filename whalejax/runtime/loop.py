@@ -24,8 +24,10 @@ import jax.numpy as jnp
 
 from whalejax.lowering.global_arrays import is_here, settle
 from whalejax.lowering.train_state import TrainState
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text, milliseconds
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.evaluations import Evaluations
 from whalejax.runtime.resume import checkpoints, hold_folder, steps_of
@@ -39,6 +41,14 @@ from whalejax.runtime.steps_in_flight import (
 )
 from whalejax.runtime.steps_in_flight import Progress as Progress
 from whalejax.runtime.train_step import TrainStep
+from whalejax.user_code.argument_checks import check_function
+
+
+__all__ = ["Hook", "LoopResult", "Progress", "best", "latest", "train"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 _LEFTOVER: Final = re.compile(
@@ -50,7 +60,7 @@ Hook = Callable[[int, Mapping[str, Any]], Any]
 """Function of the number of a step and its values by name, for logging."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LoopResult:
     """Result of a call of ``train``.
 
@@ -76,7 +86,18 @@ class LoopResult:
     best: BestCheckpoint | None = None
     stopped_early: bool = False
 
+    def __repr__(self) -> str:
+        done = f"{count_text(len(self.losses), 'step')} after {self.first_step}"
+        words = [f"loss {self.losses[-1]:.6g}"] if self.losses else []
+        if self.step_seconds is not None:
+            words.append(f"{milliseconds(self.step_seconds)} a step")
+        words += [f"checkpoint {self.checkpoint}"] if self.checkpoint else []
+        words += [f"best {self.best.path}"] if self.best else []
+        words += ["stopped early"] if self.stopped_early else []
+        return f"<LoopResult of {', '.join([done, *words])}>"
 
+
+@names_arguments("wh.loop.train")
 def train(
     step: TrainStep,
     state: TrainState,
@@ -145,6 +166,7 @@ def train(
     """
     settings = dict(locals())
     del settings["state"], settings["batches"]
+    _check_order(step, state, batches)
     with ExitStack() as opened:
         run = _run_of(opened, int(state.step), **settings)
         return run.go(state, _batch_function(batches, run.rhythm.first))
@@ -316,6 +338,7 @@ class _Run:
         return checkpoint
 
 
+@names_arguments("wh.loop.latest")
 def latest(save_dir: str | os.PathLike[str]) -> Path | None:
     """Returns the checkpoint with the most steps in a directory, or None.
 
@@ -331,7 +354,18 @@ def _batch_function(
 ) -> Callable[[int], Any]:
     """Returns a function from a step's number to its batch."""
     if callable(batches):
-        return batches
+        function = batches
+
+        def batch_of(index: int) -> Any:
+            batch = function(index)
+            if batch is None:
+                raise WhaleError(
+                    f"batches({index}) returned None; expected the global batch of "
+                    "that step"
+                )
+            return batch
+
+        return batch_of
     place = getattr(batches, "step", first)
     if is_whole(place) and place != first:
         raise WhaleError(
@@ -359,6 +393,26 @@ def _batch_function(
     return next_batch
 
 
+def _check_order(step: Any, state: Any, batches: Any) -> None:
+    """Refuses arguments of ``train`` that stand in each other's places."""
+    order = "The order is wh.loop.train(step, state, batches, steps=…)"
+    if isinstance(step, TrainState) or isinstance(state, TrainStep):
+        raise WhaleError(
+            f"step is a {type(step).__name__}, and state a {type(state).__name__}. "
+            f"{order}"
+        )
+    if not hasattr(state, "step"):
+        raise WhaleError(
+            f"state is {short_repr(state)}; expected the state that "
+            "step.init(make_model, rng=key) or step.init_from(model) gives, or that "
+            f"a step returned. {order}"
+        )
+    if callable(batches):
+        problems = Arguments("wh.loop.train")
+        check_function(problems, "batches", batches, "step")
+        problems.raise_if_any()
+
+
 def _check_arguments(*, step: Any, **given: Any) -> None:
     """Refuses arguments of ``train`` that are invalid or contradictory."""
     problems = Arguments("loop.train")
@@ -370,16 +424,7 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
     for name in ("eval_every", "patience"):
         problems.whole(name, given[name], least=1, none=True)
     problems.choice("best_mode", given["best_mode"], ("min", "max"))
-    sets = given["eval_batches"]
-    if sets is not None and not (callable(sets) or isinstance(sets, list | tuple)):
-        problems.refuse(
-            "eval_batches", sets, "a list of batches, or a function that gives them"
-        )
-    hooks = given["hooks"]
-    if not isinstance(hooks, list | tuple) or not all(map(callable, hooks)):
-        problems.refuse(
-            "hooks", hooks, "a list of functions of a step's number and its values"
-        )
+    _check_functions(problems, given)
     if given["csv"] is not None:
         problems.path("csv", given["csv"], "the path of a CSV file")
     if given["eval_batches"] is None:
@@ -395,6 +440,29 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
     if given["patience"] is not None and given["best"] is None:
         problems.add("patience needs best, the metric that is to become better")
     problems.raise_if_any()
+
+
+def _check_functions(problems: Arguments, given: Mapping[str, Any]) -> None:
+    """Records functions among the arguments that take others than they are given."""
+    sets = given["eval_batches"]
+    if sets is not None and not (callable(sets) or isinstance(sets, list | tuple)):
+        problems.refuse(
+            "eval_batches", sets, "a list of batches, or a function that gives them"
+        )
+    elif callable(sets):
+        check_function(problems, "eval_batches", sets)
+    hooks = given["hooks"]
+    if not isinstance(hooks, list | tuple) or not all(map(callable, hooks)):
+        problems.refuse(
+            "hooks", hooks, "a list of functions of a step's number and its values"
+        )
+    else:
+        for hook in hooks:
+            check_function(problems, "hook", hook, "step", "values")
+    if given["on_step"] is not None:
+        taken = "a function of the progress of a step, or None"
+        if problems.function("on_step", given["on_step"], taken):
+            check_function(problems, "on_step", given["on_step"], "progress")
 
 
 # Checkpoints.

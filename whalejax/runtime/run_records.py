@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.report.table_text import whole_seconds
 from whalejax.runtime.progress_meter import Meter, make_console, progress_words
@@ -236,6 +237,7 @@ class BestCheckpoint:
     waited: int = field(default=0, compare=False)
 
 
+@names_arguments("wh.loop.best")
 def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
     """Returns the checkpoint of the best evaluation in a folder, or None.
 

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_errors import PlanError
@@ -153,6 +154,7 @@ class SectionReport:
         )
 
 
+@names_arguments("SectionsStep", instance="step")
 class SectionsStep(TableStep):
     """A plan of two sections, compiled: call it with a state and a global batch.
 

@@ -27,6 +27,7 @@ from whalejax.adapters.base import Adapter, made_model
 from whalejax.capture.batch import aval_of
 from whalejax.distributed.standard_streams import say
 from whalejax.lowering.train_state import host_copy, typed_key
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_errors import PlanError
@@ -93,6 +94,7 @@ class TablesState:
         return None
 
 
+@names_arguments("TableStep", instance="step")
 class TableStep:
     """A plan with tables, compiled: call it with a state and a global batch.
 

@@ -34,9 +34,9 @@ from whalejax.lowering.runner import OneProgram, Runner, abstract_state
 from whalejax.lowering.train_state import Origin, following, host_copy, typed_key
 from whalejax.lowering.train_state import TrainState as TrainState
 from whalejax.lowering.uneven.replica_timing import AdaptiveSharesRunner
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError, warn
-from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
@@ -80,6 +80,19 @@ if TYPE_CHECKING:
     from whalejax.sections.section_run import SectionRun
 
 
+_LOOPS = (
+    "Write state, metrics = step(state, batch), or wh.loop.train(step, state, batches, "
+    "steps=…)"
+)
+"""What to write for a step's missing ``train``."""
+
+
+@names_arguments(
+    "wh.TrainStep",
+    instance="step",
+    instead="A TrainStep is made by wh.compile(plan, loss_fn, model, optimizer=…).",
+    habits=dict.fromkeys(("train", "fit"), _LOOPS),
+)
 class TrainStep:
     """A plan, compiled: call it with a state and a global batch.
 
@@ -154,7 +167,6 @@ class TrainStep:
     # Initialisation.
 
     @without_mesh
-    @names_arguments("step.init")
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TrainState:
         """Returns an initial state, with every array created in its layout.
 
@@ -183,7 +195,6 @@ class TrainStep:
         return self._with_samples(self._runner.init_state(build, self._key(rng)), 0)
 
     @without_mesh
-    @names_arguments("step.init_from")
     def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
         """Returns a state with the values of a model, which is copied.
 
@@ -231,6 +242,11 @@ class TrainStep:
 
     # Running.
 
+    @names_arguments(
+        "step",
+        instead="Write state, metrics = step(state, batch). A random key is in the "
+        "state: init and init_from take it as rng=.",
+    )
     @without_mesh
     def __call__(
         self, state: TrainState, batch: Any = None
@@ -447,7 +463,6 @@ class TrainStep:
         return self._runner.lower(state, self._layout.abstract())
 
     @without_mesh
-    @names_arguments("step.profile")
     def profile(
         self, state: TrainState, batch: Any, *, steps: int = 5
     ) -> tuple[TrainState, StepProfile]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from whalejax.display.job_chart import HeldDevices, JobChart, JobLane
 from whalejax.journals.journal import read
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
 from whalejax.scheduler.job_table import JobError, ScheduledJob
@@ -44,6 +45,7 @@ class _History:
         self.since, self.devices = at, devices
 
 
+@names_arguments("wh.jobs_timeline")
 def jobs_timeline(
     folder: str | os.PathLike[str], *, predicted: bool = True
 ) -> JobChart:

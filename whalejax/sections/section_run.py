@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from whalejax.distributed.launch_env import is_loopback
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.launch_spec import REMOTE_SHELL, check_hosts, is_here
@@ -26,6 +27,7 @@ _RECORD: Final = "kept.json"
 _DENSE: Final = "dense-{:012d}"
 
 
+@names_arguments("wh.SectionRun")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionRun:
     """Hosts of the processes of two sections, and the folder of their kept state.

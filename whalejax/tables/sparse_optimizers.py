@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number
 
 
@@ -131,6 +132,7 @@ class SparseOptimizer:
         return new, {"mu": mu, "nu": nu}
 
 
+@names_arguments("wh.sparse_optimizer")
 def sparse_optimizer(
     kind: Kind,
     learning_rate: float,

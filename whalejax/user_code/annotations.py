@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, Generic, NoReturn, ParamSpec, TypeVar
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import Mark, MarkKind
-from whalejax.planner.near_names import names_arguments
 
 
 P = ParamSpec("P")
@@ -136,6 +136,35 @@ class Annotation:
         return f"wh.{self.mark}"
 
 
+class MarkMaker(Generic[P]):
+    """A function that makes annotations, such as ``wh.split``; itself it is none."""
+
+    __name__: str
+
+    def __init__(self, function: Callable[P, Annotation]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Annotation:
+        return self._function(*args, **kwargs)
+
+    def __enter__(self) -> NoReturn:
+        name = f"wh.{self.__name__}"
+        raise WhaleError(
+            f"`with {name}:` has no parentheses. Write `with {name}():`, with its "
+            "arguments if it has some"
+        )
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def __repr__(self) -> str:
+        return f"<function wh.{self.__name__}>"
+
+    def __reduce__(self) -> str:
+        return self.__name__
+
+
+@MarkMaker
 @names_arguments("wh.replicate")
 def replicate(devices: int | None = None) -> Annotation:
     """Marks a region as data-parallel: each device computes it for its own samples.
@@ -156,6 +185,7 @@ def replicate(devices: int | None = None) -> Annotation:
     return _annotation("replicate", devices=_positive("replicate", "devices", devices))
 
 
+@MarkMaker
 @names_arguments("wh.split")
 def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     """Marks a region whose tensors are sharded over devices.
@@ -188,6 +218,7 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     )
 
 
+@MarkMaker
 @names_arguments("wh.stage")
 def stage(devices: int | None = None) -> Annotation:
     """Marks a region as one pipeline stage, on its own devices.
@@ -209,6 +240,7 @@ def stage(devices: int | None = None) -> Annotation:
     return _annotation("stage", devices=_positive("stage", "devices", devices))
 
 
+@MarkMaker
 @names_arguments("wh.pipeline")
 def pipeline(
     num_stages: int | None = None,

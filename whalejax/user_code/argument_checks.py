@@ -70,6 +70,32 @@ def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
         raise WhaleError(f"{'; '.join(result)}. The order is {name}")
 
 
+def check_function(
+    problems: Arguments, name: str, function: Any, *parameters: str
+) -> None:
+    """Records a function of the user's that takes other arguments than it is given.
+
+    Args:
+        problems: Collector of the errors.
+        name: Argument whose value the function is.
+        function: Function of the user's; what has no signature passes.
+        parameters: Usual name of each argument that it is given, in order.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        takes = f"({', '.join(signature.parameters)})"
+        given = ", ".join(parameters)
+        problems.add(
+            f"{name} takes {'no argument' if takes == '()' else takes}; it is called "
+            f"as {name}({given}). Write lambda{' ' if given else ''}{given}: …"
+        )
+
+
 def _is_plain_function(value: Any) -> bool:
     """Whether it is a function, possibly partial; a callable module is none."""
     if isinstance(value, functools.partial):

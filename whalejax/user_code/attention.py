@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_array
 
 
+@names_arguments("wh.attention")
 def attention(
     query: Any,
     key: Any,

@@ -12,14 +12,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_array, is_number, is_printable, plain
 from whalejax.meshes.errors import WhaleError
-from whalejax.user_code.argument_checks import check_optimizer
+from whalejax.user_code.argument_checks import (
+    check_function,
+    check_optimizer,
+    is_module,
+)
 
 
 T = TypeVar("T")
 
 
+@names_arguments("wh.WeightedLoss")
 @dataclass(frozen=True, slots=True)
 class WeightedLoss:
     """A loss of the form ``total / weight``, such as a mean over valid tokens.
@@ -73,6 +79,7 @@ class WeightedLoss:
         return self.total / self.weight
 
 
+@names_arguments("wh.Aux")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aux:
     """Additional return values of a loss function, as ``(loss, Aux(...))``.
@@ -160,6 +167,7 @@ class LossResult:
     rest: Any = None
 
 
+@names_arguments("wh.Job", instance="job")
 @dataclass(frozen=True, slots=True)
 class Job:
     """All inputs of ``whalejax train file.py:function``.
@@ -193,10 +201,17 @@ class Job:
     def __post_init__(self) -> None:
         problems = Arguments("wh.Job")
         problems.function("loss_fn", self.loss_fn, "a function of model and batch")
-        problems.function(
-            "make_model", self.make_model, "a function of a random key, or of nothing"
-        )
-        if not callable(self.batch) and not _holds_arrays(self.batch):
+        makes = "a function of a random key, or of nothing"
+        if problems.function("make_model", self.make_model, makes):
+            if is_module(self.make_model):
+                kind = type(self.make_model).__name__
+                problems.add(
+                    f"make_model is a {kind}; expected {makes}, that makes one: every "
+                    f"process makes its own. Write make_model=lambda key: {kind}(…)"
+                )
+        if callable(self.batch):
+            check_function(problems, "batch", self.batch, "step", "size")
+        elif not _holds_arrays(self.batch):
             problems.refuse(
                 "batch",
                 self.batch,
@@ -215,6 +230,8 @@ class Job:
                 sets,
                 "a list of batches, or a function that gives them, or None",
             )
+        elif callable(sets):
+            check_function(problems, "eval_batches", sets)
         problems.raise_if_any()
         object.__setattr__(self, "batch_size", plain(self.batch_size))
 

@@ -321,7 +321,8 @@ def _failure(error: Exception, phase: str) -> dict[str, Any]:
     from whalejax.meshes.errors import WhaleError
 
     text = str(error)
-    words = f"{type(error).__name__}: {text}"
+    notes = [n for n in getattr(error, "__notes__", ()) if n.startswith("whalejax: ")]
+    words = "\n".join([f"{type(error).__name__}: {text}", *notes])
     match = _MEMORY.search(text)
     if isinstance(error, WhaleError):
         return {"failure": text, "phase": "asking"}

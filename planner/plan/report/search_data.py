@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+from whalejax.meshes.arguments.near_names import near_hint
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
@@ -116,7 +117,8 @@ class ClusterCandidate:
 class SearchData(Sequence[Plan]):
     """Plans of one model on several clusters, best first; result of ``wh.search``.
 
-    It is a sequence: ``found[0]`` is the best plan. ``print`` shows a table.
+    It is a sequence: ``found[0]`` is the best plan, and ``found["h100:8"]`` the best on
+    this cluster. ``print`` shows a table.
 
     Attributes:
         plans: Plans, best first.
@@ -133,10 +135,17 @@ class SearchData(Sequence[Plan]):
     notes: tuple[str, ...] = ()
 
     @overload
-    def __getitem__(self, index: int) -> Plan: ...
+    def __getitem__(self, index: int | str) -> Plan: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
-    def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
+    def __getitem__(self, index: int | str | slice) -> Plan | tuple[Plan, ...]:
+        if isinstance(index, str):
+            return self.plans[self.names.index(self._known_name(index))]
+        if not isinstance(index, slice) and not is_whole(index):
+            raise WhaleError(
+                f"index is {short_repr(index)}; expected the number of a plan, from 0, "
+                f"or one of {', '.join(dict.fromkeys(self.names))}"
+            )
         try:
             return self.plans[index]
         except IndexError:
@@ -146,6 +155,18 @@ class SearchData(Sequence[Plan]):
 
     def __len__(self) -> int:
         return len(self.plans)
+
+    def _known_name(self, name: str) -> str:
+        """Returns the name of a cluster with a plan, or raises."""
+        if name in self.names:
+            return name
+        why = next((f": {r.reason}" for r in self.refused if r.name == name), "")
+        names = list(dict.fromkeys(self.names))
+        hint = "" if why else near_hint(name, names)
+        raise WhaleError(
+            f"there is no plan on {short_repr(name)}{why}{hint or '; there are plans '}"
+            f"{'' if hint else 'on ' + ', '.join(names)}"
+        )
 
     def step_price(self, index: int = 0) -> float | None:
         """Returns the price of one step of a plan; None if a kind of device has no

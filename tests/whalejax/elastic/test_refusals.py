@@ -7,7 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
 from tests.flags import QUICK
 from tests.whalejax.elastic.runs import ROOT
 from whalejax.journals import journal
@@ -35,6 +42,16 @@ SCRIPT = """
 for state, metrics in wh.train_elastic(job(), steps=3, num_micro_batches=2):
     pass
 """
+
+
+def job() -> wh.Job:
+    """A job that runs."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.square(batch @ params).mean()
+
+    x = np.ones((8, 4), "float32")
+    return wh.Job(loss, lambda: jnp.ones((4, 4)), x, optax.sgd(0.1), batch_size=8)
 
 
 def whalejax(*words: str) -> subprocess.CompletedProcess[str]:
@@ -66,6 +83,28 @@ def test_a_job_whose_samples_depend_on_each_other_is_refused_once(
     told = json.loads(run.stdout.splitlines()[-1])
     assert (told["status"], told["state"]) == (2, "refused")
     assert "job.py:7" in told["why"]
+
+
+@pytest.mark.parametrize("call", ["wh.train_elastic(job(), steps=3)", "pass"])
+def test_a_script_that_never_joins_is_started_once(tmp_path: Path, call: str) -> None:
+    path, logs = tmp_path / "job.py", tmp_path / "logs"
+    path.write_text(f"{JOB}\n{call}\n".replace("rows @ rows.T", "rows"))
+    run = whalejax("launch", "--processes", "1:1", "--logs", str(logs), str(path))
+    assert run.returncode == 2, run.stderr
+    assert "ended with status 0, and never joined the run" in run.stderr
+    assert "write `for state, metrics in wh.train_elastic(job, steps=…):`" in run.stderr
+    assert starts(logs) == 1
+    (log,) = logs.rglob("*.log")
+    warned = "UserWarning: nothing was trained: wh.train_elastic" in log.read_text()
+    assert warned == (call != "pass")
+
+
+def test_steps_that_nothing_iterates_over_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="nothing was trained: wh.train_elastic") as w:
+        wh.train_elastic(job(), steps=1)
+    assert [one.filename for one in w] == [__file__]
+    steps = wh.train_elastic(job(), steps=1)
+    assert iter(steps) is steps and int(next(steps)[0].step) == 1
 
 
 def test_a_job_that_is_not_there_is_refused_once(tmp_path: Path) -> None:

@@ -7,16 +7,8 @@ words of this one.
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final, ParamSpec, TypeVar
-
-from whalejax.meshes.errors import WhaleError
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 
 def _by_synonym(text: str) -> dict[str, str]:
@@ -73,10 +65,6 @@ ARGUMENT_SYNONYMS: Final = _by_synonym(
 """Names of arguments in other libraries, and ours."""
 
 
-class WrongArguments(WhaleError, TypeError):
-    """A call with an unknown argument, or without a required one."""
-
-
 def near_names(
     given: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None
 ) -> list[str]:
@@ -114,73 +102,3 @@ def near_hint(
     """
     near = near_names(given, known, synonyms) if isinstance(given, str) else []
     return f". Did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-def names_arguments(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a public function name wrong, missing or misspelled arguments.
-
-    Args:
-        name: Name under which users call the function.
-
-    Returns:
-        Decorator. Calls that Python would refuse raise ``WrongArguments``.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                text = _argument_problem(name, signature, len(args), kwargs, error)
-                raise WrongArguments(text) from None
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def _argument_problem(
-    name: str,
-    signature: inspect.Signature,
-    num_positional: int,
-    named: Mapping[str, object],
-    error: TypeError,
-) -> str:
-    own = "self" in signature.parameters
-    parameters = {
-        one: parameter
-        for one, parameter in signature.parameters.items()
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and one != "self"
-    }
-    needed = [
-        one
-        for one, parameter in parameters.items()
-        if parameter.default is parameter.empty
-    ]
-    rest = [parameter for parameter in parameters if parameter not in needed]
-    takes = f"{name} takes {', '.join(needed) or 'no argument'}"
-    takes += f", and by name {', '.join(rest)}" if rest else ""
-    problems = []
-    for one in named:
-        if one not in parameters:
-            hint = near_hint(one, parameters, ARGUMENT_SYNONYMS)
-            problems.append(f"there is no argument {one!r}{hint or '.'}")
-    if not problems:
-        positional = [
-            one
-            for one, parameter in parameters.items()
-            if parameter.kind is not parameter.KEYWORD_ONLY
-        ]
-        given = {*positional[: num_positional - own], *named}
-        lacks = [one for one in needed if one not in given]
-        if lacks:
-            verb = "is" if len(lacks) == 1 else "are"
-            problems.append(f"{' and '.join(lacks)} {verb} missing.")
-    if any("Did you mean" in problem for problem in problems):
-        return f"{name}: {' '.join(problems)}"
-    return f"{name}: {' '.join(problems) or str(error)} {takes}"

@@ -1,0 +1,224 @@
+"""Calls that Python refuses, answered in the words of a ``WhaleError``.
+
+``names_arguments`` is put on every public function and class. A call costs one frame
+more; signatures are read only when a call has failed, so imports pay nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, TypeVar, cast
+
+from whalejax.meshes.arguments.near_names import (
+    ARGUMENT_SYNONYMS,
+    near_hint,
+    near_names,
+)
+from whalejax.meshes.checks import short_repr
+from whalejax.meshes.errors import WhaleError
+
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+_BOUND: Final = ("self", "cls")
+"""Parameters that users do not write."""
+
+_MARK: Final = "whalejax_names_arguments"
+"""Attribute of functions that name their arguments already."""
+
+
+class WrongArguments(WhaleError, TypeError):
+    """A call with an argument that there is not, or without one that it needs."""
+
+
+def names_arguments(
+    name: str,
+    *,
+    instance: str = "",
+    instead: str = "",
+    habits: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[C], C]:
+    """Makes a public function or class say which argument is wrong or missing.
+
+    Of a class, the constructor and all public methods do so, and an attribute that
+    there is not is answered with the nearest one.
+
+    Args:
+        name: Name under which users call it.
+        instance: Usual name of an instance, before the names of methods; default: the
+            name of the class.
+        instead: Sentence that says what to write, in place of the signature; empty for
+            the signature.
+        habits: Sentences that say what to write, by the name of an attribute that
+            instances have in other libraries.
+
+    Returns:
+        A decorator. Calls that Python would refuse raise ``WrongArguments``; a
+        ``TypeError`` from inside a call stays as it is.
+    """
+
+    def decorate(target: C) -> C:
+        if not inspect.isclass(target):
+            return cast("C", _checked(target, name, instead))
+        kind: Any = target
+        attributes: dict[str, Any] = {}
+        for base in reversed(kind.__mro__):
+            attributes |= vars(base)
+        for key, value in attributes.items():
+            call = _checked_method(value, key, name, instance or name, instead)
+            if call is not None:
+                setattr(kind, key, call)
+        kind.__getattr__ = _attribute_finder(kind.__name__, habits)
+        return target
+
+    return decorate
+
+
+def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any]:
+    """Returns the ``__getattr__`` of a class, which type checkers do not see.
+
+    Args:
+        kind: Name of the class.
+        habits: Argument of ``names_arguments``.
+    """
+
+    def find(self: Any, name: str) -> Any:
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # Raises what its property did.
+        text = f"this {kind} has no {name!r}"
+        if name in habits:
+            text += f". {habits[name]}"
+        elif not name.startswith("_"):
+            known = [one for one in dir(self) if not one.startswith("_")]
+            text += near_hint(name, known) or f"; it has {', '.join(known)}"
+        raise AttributeError(text, name=name, obj=self)
+
+    return find
+
+
+def _checked_method(
+    value: Any, key: str, name: str, instance: str, instead: str
+) -> Any | None:
+    """Returns a class's function that names its arguments; None for other attributes.
+
+    Args:
+        value: Attribute of the class, without its descriptor applied.
+        key: Name of the attribute.
+        name, instance, instead: Arguments of ``names_arguments``.
+    """
+    inner = getattr(value, "__func__", value)
+    ours = inspect.isfunction(inner) and inner.__module__.startswith("whalejax")
+    if not ours or hasattr(inner, _MARK):
+        return None
+    if key == "__init__":
+        return _checked(value, name, instead)
+    if key == "__call__":
+        return _checked(value, instance)
+    if key.startswith("_"):
+        return None
+    if isinstance(value, staticmethod):
+        return staticmethod(_checked(inner, f"{name}.{key}"))
+    if isinstance(value, classmethod):
+        return classmethod(_checked(inner, f"{name}.{key}"))
+    return _checked(inner, f"{instance}.{key}")
+
+
+def _checked(
+    function: Callable[..., Any], name: str, instead: str = ""
+) -> Callable[..., Any]:
+    """Returns a function whose calls with wrong arguments raise ``WrongArguments``.
+
+    Args:
+        function: Function of users.
+        name: Name under which they call it.
+        instead: Sentence that says what to write, or empty.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            signature = inspect.signature(function)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError:
+                pass
+            else:
+                raise  # From inside the call.
+        known = [p for p in signature.parameters.values() if p.name not in _BOUND]
+        num_bound = len(signature.parameters) - len(known)
+        text = _problems_of(name, known, len(args) - num_bound, kwargs, instead)
+        raise WrongArguments(text) from None
+
+    setattr(call, _MARK, True)
+    return call
+
+
+def _problems_of(
+    name: str,
+    parameters: Sequence[inspect.Parameter],
+    num_positional: int,
+    named: Mapping[str, object],
+    instead: str,
+) -> str:
+    """Describes what is wrong with a call, and how to write it."""
+    known = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    in_order = [p.name for p in known if p.kind is not p.KEYWORD_ONLY]
+    names = [p.name for p in known]
+    open_end = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = [one for one in named if one not in names and not open_end]
+    problems = [
+        f"there is no argument {short_repr(one)}"
+        f"{near_hint(one, names, ARGUMENT_SYNONYMS) or '.'}"
+        for one in unknown
+    ]
+    meant = {
+        one for given in unknown for one in near_names(given, names, ARGUMENT_SYNONYMS)
+    }
+    given = in_order[: max(0, num_positional)]
+    if num_positional > len(in_order):
+        problems.append(_too_many(num_positional, in_order))
+    twice = [one for one in given if one in named]
+    if twice:
+        problems.append(f"{_list_text(twice)} {_is(twice)} given twice.")
+    needed = [p.name for p in known if p.default is p.empty]
+    lacks = [one for one in needed if one not in {*given, *named, *meant}]
+    if lacks and not (instead and problems):
+        problems.append(f"{_list_text(lacks)} {_is(lacks)} missing.")
+    text = f"{name}: {' '.join(problems)} "
+    if instead:
+        return text + instead
+    clear = all("Did you mean" in problem for problem in problems)
+    rest = [p for p in names if p not in needed]
+    text += f"Write {_call_text(name, known)}"
+    return text if not rest or clear else f"{text}, where … may be {', '.join(rest)}"
+
+
+def _too_many(count: int, in_order: Sequence[str]) -> str:
+    """Describes a call with more positional arguments than there can be."""
+    some = "1 argument is" if count == 1 else f"{count} arguments are"
+    most = f"at most {len(in_order)} can be ({', '.join(in_order)})"
+    return f"{some} given without a name; {most if in_order else 'none can be'}."
+
+
+def _call_text(name: str, parameters: Sequence[inspect.Parameter]) -> str:
+    """Returns the call in short: what it needs, and dots for all else."""
+    needed = [
+        p.name if p.kind is not p.KEYWORD_ONLY else f"{p.name}=…"
+        for p in parameters
+        if p.default is p.empty
+    ]
+    return f"{name}({', '.join([*needed, *['…'][: len(parameters) - len(needed)]])})"
+
+
+def _list_text(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _is(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"

@@ -1,0 +1,71 @@
+"""Notes on errors of a user's loss: what it was given, and in which order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.texts import visible
+
+
+_MOST_LEAVES: Final = 8
+"""Largest number of leaves of a batch that a note lists."""
+
+_BATCHES: Final = ("batch", "data", "inputs", "x", "xy")
+_MODELS: Final = ("model", "params", "net", "network", "module", "variables", "weights")
+"""Usual names of the parameters of losses."""
+
+
+def add_inputs_note(
+    error: Exception, loss_fn: Callable[..., Any], model: Any, batch: Any
+) -> None:
+    """Adds a note to an error of a loss: the model's type and the batch's leaves.
+
+    Args:
+        error: Error that the loss raised; a ``WhaleError`` gets no note.
+        loss_fn: The loss.
+        model, batch: Arguments that it was given.
+    """
+    if isinstance(error, WhaleError):
+        return
+    error.add_note(
+        f"whalejax: loss_fn was given {_model_text(model)} as model, and as batch: "
+        f"{_batch_text(batch)}{_order_text(loss_fn)}"
+    )
+
+
+def _model_text(model: Any) -> str:
+    name = type(model).__name__
+    if isinstance(model, Mapping):
+        keys = [repr(key) for key in model]
+        more = [*["…"][: len(keys) - _MOST_LEAVES]]
+        return f"a {name} with {', '.join([*keys[:_MOST_LEAVES], *more])}"
+    return f"a {name}"
+
+
+def _batch_text(batch: Any) -> str:
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    texts = [
+        f"batch{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves[:_MOST_LEAVES]
+    ]
+    more = len(leaves) - len(texts)
+    return visible(", ".join(texts)) + (f" and {more} more leaves" if more else "")
+
+
+def _order_text(loss_fn: Callable[..., Any]) -> str:
+    """Says that a loss seems to take its batch first, where names show that."""
+    try:
+        names = list(inspect.signature(loss_fn).parameters)[:2]
+    except (TypeError, ValueError):
+        return ""
+    if len(names) == 2 and names[0] in _BATCHES and names[1] in _MODELS:
+        return (
+            f". loss_fn takes ({', '.join(names)}), and the model is given first: "
+            "write loss_fn(model, batch)"
+        )
+    return ""
