@@ -1,16 +1,16 @@
 """T5: an encoder and a decoder in Flax Linen, which share their word embeddings.
 
-It shows features that the other models lack: two stacks of different layers, whose
-border every layer of the second stack crosses once; attention between sequences of
-different length; a parameter that all layers of a stack read, the bias of their
-attention scores by distance; and one table that is embedding twice and head once. It
-runs on one device unchanged; in the default configuration nothing is marked and the
+It shows features that the other models lack: two stacks of different layers, where
+every layer of the second reads the output of the first; attention between sequences of
+different length; a bias of attention scores by distance, one parameter that all layers
+of a stack read; and one table that holds the embeddings of both stacks and the head.
+It runs on one device unchanged; in the default configuration nothing is marked and the
 planner decides everything. ``T5Config(annotated=True)`` adds three marks:
 
 - in ``T5.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
   decoder makes them data-parallel;
-- in ``logits_of`` and ``loss_over``, which ``m6`` shares:
-  ``with when(..., wh.split()):`` around head and cross-entropy splits the two.
+- in ``logits_of`` around the head, and in ``loss_over`` around the cross-entropy, both
+  shared with ``m6``: ``with when(..., wh.split()):`` splits what it contains.
 
 After Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
 Text-to-Text Transformer" (2020), in version 1.0, whose sizes the paper gives. The later
@@ -169,7 +169,7 @@ def job(
 
     Args:
         size: One of ``SIZES``.
-        batch_size: Texts in a global batch; 128, at test size 16.
+        batch_size: Texts in a global batch; default: 128, or 16 at test size.
         learning_rate: Learning rate of Adafactor, relative to the size of the updated
             parameter.
         constant_steps: Steps before the rate falls with the root of the step.

@@ -32,7 +32,7 @@ _MARK: Final = "whalejax_names_arguments"
 
 
 class WrongArguments(WhaleError, TypeError):
-    """A call with an argument that there is not, or without one that it needs."""
+    """A call with an argument that does not exist, or without one that it needs."""
 
 
 def names_arguments(
@@ -44,17 +44,17 @@ def names_arguments(
 ) -> Callable[[C], C]:
     """Makes a public function or class say which argument is wrong or missing.
 
-    Of a class, the constructor and all public methods do so, and an attribute that
-    there is not is answered with the nearest one.
+    For a class, this includes its constructor and all public methods; besides, an error
+    about an attribute that does not exist names the nearest one.
 
     Args:
         name: Name under which users call it.
-        instance: Usual name of an instance, before the names of methods; default: the
-            name of the class.
+        instance: Usual name of an instance, which messages write before a method's
+            name; default: ``name``.
         instead: Sentence that says what to write, in place of the signature; empty for
             the signature.
-        habits: Sentences that say what to write, by the name of an attribute that
-            instances have in other libraries.
+        habits: For attributes that such objects have in other libraries, by name:
+            sentences that say what to write instead.
 
     Returns:
         A decorator. Calls that Python would refuse raise ``WrongArguments``; a
@@ -103,7 +103,7 @@ def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any
 def _checked_method(
     value: Any, key: str, name: str, instance: str, instead: str
 ) -> Any | None:
-    """Returns a class's function that names its arguments; None for other attributes.
+    """Returns a method with checked arguments; None for other attributes.
 
     Args:
         value: Attribute of the class, without its descriptor applied.
@@ -133,7 +133,7 @@ def _checked(
     """Returns a function whose calls with wrong arguments raise ``WrongArguments``.
 
     Args:
-        function: Function of users.
+        function: Function that users call.
         name: Name under which they call it.
         instead: Sentence that says what to write, or empty.
     """

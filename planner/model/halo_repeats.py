@@ -1,7 +1,7 @@
 """Finds halo exchanges that the backward pass repeats.
 
 Usually the backward pass of a program has the elements that its forward pass received.
-Not so in a loop and in a checkpointed region: there the operand is saved or recomputed
+It does not in a loop or a checkpointed region: there the operand is saved or recomputed
 without the neighbours' elements.
 """
 
@@ -31,8 +31,8 @@ class Repeats:
         in_region: Whether it is in a checkpointed region.
         around_loop: Whether that region contains its full loop, which then runs again
             before the backward loop.
-        mergeable: Whether the region receives all inputs of the operand, or makes it
-            without a sum over devices by the compiler.
+        mergeable: Whether the region receives the operand, or makes it from its inputs
+            without a sum over devices that the compiler adds.
     """
 
     runs_again: bool

@@ -1,8 +1,8 @@
 """Roles: classes of dimensions, merged over equal layers and named.
 
-The analysis gives one class for the heads of every layer; a plan refers to the heads.
-Classes at the same places of equal layers are merged into one role, found by the
-weights that have them, with ``*`` as layer number.
+The analysis gives a separate class for the heads of each layer; a plan needs one name
+for all of them. So classes at the same places of equal layers are merged into one role:
+mostly those of the same weights, once ``*`` replaces the layer numbers in their paths.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Role:
         copies: Number of merged classes.
         space: Mesh axis that may shard it although windows slide along it: one of
             ``SPACES``, or empty.
-        common: Common divisor of its extents at every resolution of the model if
-            windows slide along it, with ``size`` the highest; else 0.
-        unshared: Axis that could shard it, or several joined by "and", and why it
-            cannot; or empty.
+        common: Common divisor of its sizes at all resolutions of the model if windows
+            slide along it; ``size`` is then the largest of them. Else 0.
+        unshared: Reason why no axis of ``SPACES`` can shard it, after the name of the
+            axis, or several joined by "and"; or empty.
     """
 
     index: int
@@ -70,7 +70,7 @@ def fold(
         holds: For each class, by its representative, the tensors with it.
 
     Returns:
-        Representative of a class to the index of its role, and the roles.
+        Index of the role of each class, by the class's representative; and the roles.
     """
     facts = _Facts(atoms, classes)
     space, unshared = spatial(atoms, classes, holds)
@@ -151,7 +151,7 @@ class _Facts:
                 for slot, dim in factor.members:
                     for k, atom in enumerate(atoms.of(slots[slot], dim)):
                         root = root_at[atom]
-                        if root not in known:  # These identify the other classes.
+                        if root not in known:  # Only its uses identify it.
                             self.uses[root].add((op.kind, slot, dim, k))
                         if whole:
                             self.blocked.setdefault(root, _blame(op, factor))
@@ -240,7 +240,7 @@ class _Facts:
 
 
 def _blame(op: Op, factor: Factor) -> str:
-    # In the form of the marks: scopes have their arguments in brackets.
+    # As users write marks: a scope has a mark's arguments in brackets.
     scope = re.sub(r"wh\.(\w+)\[([^\]/]*)\]", r"\1(\2)", op.scope)
     place = f" at {scope}" if scope else ""
     if op.unknown:

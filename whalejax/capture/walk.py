@@ -3,12 +3,13 @@
 Positions: an equation's position is its index in its jaxpr; inside a call-like
 equation at position ``p`` the k-th equation of the j-th inner jaxpr has position
 ``(*p, j, k)``. So the third equation of a jitted function that is called by equation 5
-of the program is at ``(5, 0, 2)``. ``cond`` counts its branches, ``while`` has its
-condition (0) and body (1), every other call has one inner jaxpr (0). An evaluator that
-recurses with ``recursion`` and ``inner_jaxprs`` visits the same positions.
+of the program is at ``(5, 0, 2)``. ``j`` is the index of the branch in a ``cond``, 0
+for the condition and 1 for the body of a ``while``, and 0 in every other call. An
+evaluator that recurses with ``recursion`` and ``inner_jaxprs`` visits the same
+positions.
 
-Operations connect a loop's carries and slices; they are of kind ``scan`` and
-``while``, stand at the loop's own position, and compute nothing.
+Added operations of kind ``scan`` and ``while`` connect a loop's carries and slices.
+They have the position of the loop, and compute nothing.
 
 The module is long because one walk reads every kind of equation, at any nesting.
 """
@@ -92,7 +93,8 @@ class KnownRules:
     ) -> _EquationView:
         """Returns an equation as rules see it; the same object for a known equation.
 
-        Programs of one loss have equations that share one parameter object.
+        Equations of several programs of one loss share parameter objects, so an
+        object's id can be a part of the key.
         """
         name, params = equation.primitive.name, equation.params
         key = id(params), inputs, outputs
@@ -145,23 +147,24 @@ class FlatProgram:
     """The result of a walk, and its state meanwhile.
 
     Attributes:
-        tiled: Read slices that together cut a value into equal parts as a split.
+        tiled: Whether slices that together cut a value into equal parts are read as a
+            split.
         rings: Returns whether the call at a position counts as one attention operation;
             others are flattened.
         chunks: Number of chunks of the tokens in calls that make logits; if more than
-            one, the backward pass computes these again.
+            one, the backward pass recomputes these calls.
         rows: Positions of the rows in calls that sort them across the batch, by name.
-        rules: Rules of equations, may be shared with other walks.
+        rules: Rules of equations; other walks may share them.
         tensors: Tensors by id; the program's inputs come first.
         ops: Operations in program order.
         outputs: For every equation by position, call-like ones included, the tensor
             ids of its results.
         given: For every checkpointed region by position, the tensor ids of its inputs.
         given_rules: The same for every call with a derivative rule of its own.
-        sorted_rows: These calls by position.
+        sorted_rows: Calls that sort rows across the batch, by position.
         loops: (carry as produced, carry as consumed) pairs of every loop.
-        ruled: Operands and results of calls with their own derivative rule, through
-            which gradients may flow past operations without a derivative.
+        ruled: Operands and results of each call with its own derivative rule; gradients
+            may flow through it even if operations inside have no derivative.
         kept: Outermost scans, whose turns save residuals for their backward pass.
         notes: Sentences on work that could not be counted.
     """
@@ -387,7 +390,7 @@ class FlatProgram:
         rule = Behaviour(factors=tuple(factors))
         self._emit(view.name, position, [middle], results, rule, here)
 
-    # Sorted rows of samples, handled as if each sample sorted its own.
+    # Rows sorted across the batch, handled as if each sample's were sorted separately.
 
     def _sorted_rows(
         self,
@@ -448,7 +451,7 @@ class FlatProgram:
         operands: tuple[Value, ...],
         here: Context,
     ) -> tuple[Value, ...]:
-        """Adds an operation that treats the rows of each sample by themselves."""
+        """Adds an operation that treats the rows of each sample separately."""
         assert here.sorted_rows is not None
         one = here.sorted_rows
         dims = one.rows.results[position[here.depth :]]

@@ -640,8 +640,8 @@ def _goodput(command: GoodputCommand) -> None:
 
 
 def _described(path: Path) -> Cluster | None:
-    """Returns the cluster of a file that would be overwritten; None for an
-    empty file.
+    """Returns the cluster of a file that would be overwritten; None for a missing
+    or empty file.
     """
     from whalejax.meshes import Cluster
 

@@ -30,7 +30,7 @@ class MemoryChart(Picture):
     """Predicted memory per device, by term.
 
     Attributes:
-        bars: Terms and device memory, by the name of a stage, or of the plan.
+        bars: Terms and device memory, by stage; without stages, under "a device".
     """
 
     def __init__(self, plan: PlanData) -> None:
@@ -73,14 +73,14 @@ def _title(bars: Bars) -> str:
 
 
 def _share(bar: tuple[str, tuple[MemoryTerms, int]]) -> float:
-    """Returns the fraction of the device that is used."""
+    """Returns the used fraction of the device's memory."""
     _, (memory, room) = bar
     return memory.total_bytes / max(1, room)
 
 
 def _whole(bars: Bars) -> int:
-    """Returns the bytes of a bar's full width: the devices' memory, or the largest bar
-    if that is small.
+    """Returns the bytes of a bar's full width: the memory of the largest device, or
+    the largest bar if that is above it or below ``_LITTLE`` of it.
     """
     most = max(memory.total_bytes for memory, _ in bars.values())
     room = max(room for _, room in bars.values())
@@ -88,7 +88,7 @@ def _whole(bars: Bars) -> int:
 
 
 def _names(bars: Bars) -> list[str]:
-    """Returns the terms of any bar, in the order of the memory terms."""
+    """Returns the terms that at least one bar has, in the order of ``by_name``."""
     names = next(iter(bars.values()))[0].by_name()
     return [n for n in names if any(m.by_name()[n] for m, _ in bars.values())]
 

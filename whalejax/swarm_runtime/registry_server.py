@@ -53,10 +53,10 @@ from whalejax.wire.swarm_messages import (
 
 REACH_SECONDS: Final = 5.0
 LINK_SECONDS: Final = 20.0
-"""Seconds in which a peer reports which others it reaches."""
+"""Seconds within which a peer reports which others it reaches."""
 
 ERRORS: Final = ("sum_error", "wire_error")
-"""Metrics of each step on the error of wire formats, which are shown."""
+"""Metrics of each step that ``SwarmStatus`` shows: errors of wire formats."""
 
 _MOST_LINKS: Final = 8
 """Most links between a joining peer and others that are tried."""
@@ -247,8 +247,8 @@ class RegistryServer:
         """Refuses a joining peer that cannot exchange messages with most others.
 
         Args:
-            what: Text for the joining peer.
-            address: Address of the joining peer.
+            what: Kind of the joining process, ``"peer"`` or ``"trainer"``.
+            address: Address of the joining process.
             others: Peers to check.
             outward: Reasons why it does not reach some peers, by name.
 
@@ -286,7 +286,7 @@ class RegistryServer:
     def _join(self, asked: Join) -> PeerWelcome:
         name, stage, address = asked.name, asked.stage, asked.address
         self.registry.admit(name, address, stage, asked.facts)
-        # That may have outlasted a lease.
+        # ``admit`` may take longer than a lease, which begins at the time read here.
         member = self.registry.join(name, address, stage, time.monotonic())
         return PeerWelcome(
             stage=member.stage,
@@ -319,7 +319,7 @@ class RegistryServer:
         return TrainerEnlisted(run=self.trainer.run_id)
 
     def _terms(self, asked: AskTerms) -> Terms:
-        """Returns the terms with which a joining process cuts the job equally."""
+        """Returns the terms by which a joining process cuts the job the same way."""
         del asked
         cut = self.trainer.cut
         return Terms(

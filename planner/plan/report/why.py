@@ -39,7 +39,7 @@ def mesh_words(mesh: Mapping[str, int]) -> str:
 
 
 def named_axes(plan: PlanData) -> dict[str, str]:
-    """Returns axes above size 1 with their sizes, and a use that the name hides.
+    """Returns each axis above size 1 with its size; adds its use if the name misleads.
 
     An axis that shards the batch and no weight is data parallelism, whatever its name:
     ``"data 8 (named tensor)"``.

@@ -122,7 +122,7 @@ class AgentFleet(Generic[Link]):
                     f"an agent of the name {name} is there already, at {known.host}. "
                     "Give this one another --name, or end that one"
                 )
-        # An agent of the run may reconnect until its end.
+        # While the run ends, agents that it knows may still reconnect.
         if known is None and self._run.phase == "ending":
             return "the run is over"
         return ""
@@ -267,13 +267,13 @@ class AgentFleet(Generic[Link]):
     # Messages to agents.
 
     def start(self, now: float, slot: int, name: str) -> bool:
-        """Starts a process on the host of its slot's device, or where there is most
-        room; returns whether there is any.
+        """Starts a process on the agent of its slot's device, or, if that is unknown,
+        on that with the fewest processes; returns whether one could take it.
         """
         members = self._run.members
         host, device = self._device(slot)
         if host and self._is_filled(slot):
-            # Another process has its device until that process has ended.
+            # The slot's earlier process has the device until it ends.
             self._take(now, ev.Deferred(slot, until=now + _SOON_SECONDS))
             return False
         there = self._agents.values()
@@ -284,7 +284,7 @@ class AgentFleet(Generic[Link]):
             until = now + _SOON_SECONDS if ending else None
             self._take(now, ev.Deferred(slot, until=until))
             return False
-        # Members are spread; among agents with equally many, the first one.
+        # Members are spread; among agents with equally many, the one with most room.
         record = min(matches, key=lambda r: (len(r.there) + len(r.asked), -r.free))
         record.asked[name] = slot
         self._tell(record, Start(name=name, device=device))
@@ -364,8 +364,8 @@ class AgentFleet(Generic[Link]):
 def program(
     command: Sequence[str], environment: Mapping[str, str], python: str
 ) -> dict[str, Any]:
-    """Returns the program that agents start, each with its own Python if that is the
-    first word.
+    """Returns the program that agents start; if its first word is ``python``, each
+    agent uses its own Python instead.
 
     >>> program(["/usr/bin/python", "a.py"], {}, "/usr/bin/python")["command"]
     ['', 'a.py']
