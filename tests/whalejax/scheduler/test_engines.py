@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from tests.whalejax.scheduler.test_live_hosts import TWO_HOSTS
 from tests.whalejax.scheduler.test_run_reader import Host
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.meshes import cluster
+from whalejax.runtime.folder_lock import FolderLock
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.job_devices import JobDevices, job_devices
 from whalejax.scheduler.live.job_hosts import ray_hosts, slurm_hosts
+from whalejax.scheduler.live.job_run import JobRun
 from whalejax.scheduler.live.job_service import JobService, ServeSettings
 from whalejax.scheduler.live.requests import Add, RequestRefused
 
@@ -314,3 +317,20 @@ def test_agents_follow_the_hosts_of_a_job(tmp_path: Path) -> None:
         until(*lines, "end a", "end b", "start a", "start b")
         agents.set_hosts([])
         until(*lines, "end a", "end b", "start a", "start b", "end a", "end b")
+
+
+def test_what_a_missing_agent_printed_is_shown(tmp_path: Path) -> None:
+    add = Add(name="a", model="mlp", steps=9, devices=(1, 2), folder=str(tmp_path))
+    run = JobRun(tmp_path, add, ThreadPoolExecutor(1))
+    run.want_hosts(["s-0", "s-1"])
+    assert run.missing_agent() == ""  # It has not been started.
+    logs = tmp_path / "elastic"
+    logs.mkdir()
+    (logs / "agent-s-1.log").write_text("srun: error: Invalid partition\n\n")
+    with FolderLock(tmp_path / "front"):
+        assert run.missing_agent() == "s-0 has no agent yet"
+        run.reader.agents.add("s-0")
+        said = "s-1 has no agent yet: srun: error: Invalid partition"
+        assert run.missing_agent() == said
+        run.reader.agents.add("s-1")
+        assert run.missing_agent() == ""

@@ -26,6 +26,7 @@ from whalejax.scheduler.live import local_socket, plan_worker
 from whalejax.scheduler.live.job_book import JobBook
 from whalejax.scheduler.live.job_devices import job_devices
 from whalejax.scheduler.live.job_planning import Planning
+from whalejax.scheduler.live.job_run import read_hosts
 from whalejax.scheduler.live.job_service import JobService, ServeSettings
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, ask, make_private
 from whalejax.scheduler.live.requests import (
@@ -438,3 +439,32 @@ def test_commands_to_live_jobs_import_no_jax() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == 0
+
+
+def test_a_job_that_has_more_devices_than_micro_batches_is_refused(
+    tmp_path: Path,
+) -> None:
+    request = job(tmp_path, batch=32, micro_batches=1, devices=(1, 4))
+    told_two = {**told(request, "cpu:4"), "units": {"": 2}}
+    with pytest.raises(JobError, match="has 1 micro-batches, which CPUs share whole"):
+        plan_worker.planned(told_two)
+
+
+def test_a_damaged_file_of_hosts_is_written_again(tmp_path: Path) -> None:
+    (tmp_path / "hosts.json").write_text("")
+    assert read_hosts(tmp_path) == {}
+
+
+def test_logs_of_a_job_that_never_started(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = JobReport(
+        name="one", status="refused", why="it fits nowhere", folder=str(tmp_path / "x")
+    )
+    answer = Jobs(jobs=[report], cluster="4×CPU", devices=4, pid=1, notes=[])
+    monkeypatch.setattr("whalejax.cli.jobs.job_commands.ask", lambda *_, **__: answer)
+    assert main(["jobs", "logs", "one"]) == 2
+    error = capsys.readouterr().err
+    assert "it has not started. It is refused: it fits nowhere" in error

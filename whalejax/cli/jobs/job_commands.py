@@ -235,7 +235,7 @@ def _batches(
             )
         return least, None
     assert least is not None and most is not None
-    if most < 2 * least:
+    if (least, most) != (1, 1) and most < 2 * least:
         problems.add(
             f"--batch is {text}; larger batches are multiples of the first, from "
             f"{2 * least} samples. Give --batch {least}:{2 * least} or more, or one "
@@ -320,12 +320,21 @@ def logs(command: JobsLogsCommand) -> int:
     """
     if command.lines < 1:
         raise JobError(f"--lines is {command.lines}; expected 1 or more")
-    home = Path(_report(_place(command), command.name).folder)
+    report = _report(_place(command), command.name)
+    home = Path(report.folder)
+    if not home.is_dir() and report.started_at is None:
+        why = f": {report.why}" if report.why else ""
+        raise JobError(
+            f"{command.name} has no logs, since it has not started. It is "
+            f"{report.status}{why}"
+        )
     if not home.is_dir():
         raise JobError(
             f"the logs of {command.name} are in {home} on the machine of the "
             "scheduler, and that folder is not here. Ask there"
         )
+    if report.why:
+        print(f"{command.name} is {report.status}: {visible(report.why)}")
     logs = sorted((home / FOLDER).glob("*.log"), key=lambda path: path.stat().st_mtime)
     for path in [home / LOG, *logs]:
         if path.is_file():

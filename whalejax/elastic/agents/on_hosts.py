@@ -153,7 +153,10 @@ class HostAgents:
                 tell_user(f"the agent of {host} cannot be started: {why}")
                 self._over.wait(hold)
                 continue
+            began = time.monotonic()
             status = process.wait()
+            if time.monotonic() - began > _MOST_HOLD_SECONDS:
+                hold = _HOLD_SECONDS
             with self._lock:
                 del self._running[host]
                 if not self._is_wanted(host):

@@ -136,7 +136,7 @@ class Planning:
         try:
             told = json.loads(lines[-1])
         except (ValueError, IndexError):
-            end = "\n".join(lines[-5:])
+            end = "\n".join(lines[-5:]) or "it printed nothing"
             text = f"planning it ended with status {status}: {visible(end)[-1000:]}"
             return PlannedJob(name=name, refusal=text)
         if "refused" in told:

@@ -223,7 +223,8 @@ class JobRun:
         """Returns a free port, or the one at which its members expect a supervisor."""
         path = self.home / PORT
         if self.reader.held_slots and path.exists():
-            return int(path.read_text())
+            with contextlib.suppress(ValueError):  # A crash may leave an empty file.
+                return int(path.read_text())
         with socket.socket() as free:
             free.bind(("", 0))
             port = int(free.getsockname()[1])
@@ -241,15 +242,28 @@ class JobRun:
 
     def end_of_log(self) -> str:
         """Returns the last lines of its supervisor's log."""
-        try:
-            with (self.home / LOG).open("rb") as log:
-                log.seek(0, os.SEEK_END)
-                log.seek(max(log.tell() - _LAST_BYTES, 0))
-                lines = log.read().decode(errors="replace").splitlines()
-        except OSError:
-            return ""
-        lines = [line for line in lines if line.strip()]
-        return "\n".join(lines[-3:])
+        return _last_lines(self.home / LOG, 3)
+
+    def missing_agent(self) -> str:
+        """Returns what the command of a missing agent printed last; empty if all are
+        there.
+        """
+        for host in self.wanted_hosts if self.is_alive else ():
+            if host not in self.reader.agents:
+                line = _last_lines(self.home / FOLDER / f"agent-{host}.log", 1)
+                return f"{host} has no agent yet{f': {line}' if line else ''}"
+        return ""
+
+
+def _last_lines(path: Path, count: int) -> str:
+    try:
+        with path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(log.tell() - _LAST_BYTES, 0))
+            lines = log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join([line for line in lines if line.strip()][-count:])
 
 
 def read_hosts(home: Path) -> dict[str, float]:
@@ -260,7 +274,7 @@ def read_hosts(home: Path) -> dict[str, float]:
     """
     try:
         return dict(json.loads((home / HOSTS).read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # A crash may leave an empty file.
         return {}
 
 

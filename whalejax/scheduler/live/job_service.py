@@ -436,7 +436,11 @@ class JobService:
                 f"{count}: {least - there} too few for the job. Give MIN up to {there}"
             )
         units = self._devices_of_jobs.units
-        if not any(most // unit * unit >= least for unit in units.values()):
+        ranges = [
+            (-(-least // unit) * unit, min(most, every[kind]))
+            for kind, unit in units.items()
+        ]
+        if not any(low <= high for low, high in ranges):
             sizes = " or ".join(map(str, sorted({*units.values()})))
             raise JobError(
                 f"--devices is {least}:{most}, and jobs get whole nodes of {sizes} "

@@ -92,6 +92,10 @@ def _start_agents(
     if hosts is None:
         return None
     if hosts.engine == "slurm":
+        # Inside an allocation srun would start steps of it, not allocations.
+        for name in [n for n in os.environ if n.startswith(("SLURM_", "SRUN_"))]:
+            if name != "SLURM_CONF":
+                del os.environ[name]
         os.environ["SLURM_JOB_NAME"] = home.name
     agents = HostAgents(
         hosts.shells,

@@ -98,6 +98,12 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
             # Replicas on CPUs share whole micro-batches.
             or option.place[1] <= max(micro_batches, least)
         ]
+    if not options:
+        raise JobError(
+            f"a step of {batch} samples has {micro_batches} micro-batches, which CPUs "
+            f"share whole, and the job fits only on more devices than that. Give "
+            "--micro-batches as many as devices, or a larger --batch"
+        )
     return {"batch": batch, "options": told_options(options)}
 
 

@@ -143,11 +143,14 @@ def ask(place: SchedulerAddress, request: Request, *, patience: float = 0.0) -> 
             )
         return local_socket.ask(place.folder, request, patience=patience)
     address = split_address(place.address, "--at")
+    path = place.key or place.folder / KEY
     try:
-        key = load_key(place.key or place.folder / KEY)
+        key = load_key(path)
     except WhaleError as error:
         raise JobError(
-            f"--at {place.address} needs the key of the scheduler there: {error}"
+            f"--at {place.address} needs the key of the scheduler there, the file "
+            f"{KEY!r} in the folder of its --save or a copy, and {path} is no such "
+            "key. Give it as --key"
         ) from error
     try:
         channel = dial(address, key, seconds=_SECONDS, most_bytes=MOST_BYTES)
@@ -166,7 +169,8 @@ def ask(place: SchedulerAddress, request: Request, *, patience: float = 0.0) -> 
         answer = channel.receive(_ANSWERS, seconds=_SECONDS)
     except WireTimeoutError:
         raise JobError(
-            f"the scheduler at {place.address} answered nothing in {_SECONDS:.0f} s"
+            f"the scheduler at {place.address} answered nothing in {_SECONDS:.0f} s; "
+            "it may carry out the request yet. See whalejax jobs show"
         ) from None
     except WireError as error:
         raise JobError(

@@ -42,10 +42,10 @@ def report_of(job: LiveJob, run: JobRun, table: ScheduledJob | None) -> JobRepor
         ended_at=job.ended_at,
         resizes=max(len(changes) - 1, 0),
         seconds_left=left / progress if progress else None,
-        why=job.why or run.refusal or _waits_for(job),
+        why=job.why or run.refusal or _waits_for(job) or run.missing_agent(),
         batch=job.run_batch,
         noise_scale=reader.noise_scale,
-        folder=str(run.home),
+        folder=str(run.home.absolute()),
     )
 
 
