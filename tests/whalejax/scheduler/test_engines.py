@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -64,6 +66,11 @@ def trade(serving: Serving, folder: Path, nodes: Callable[[str], int]) -> None:
     try:
         add("first")
         assert serving.until(lambda: step("first") > 5 and nodes("first") == 2)
+        # What keeps its agents is killed; another takes them over, and ends them.
+        front = serving.front("first")
+        assert front is not None
+        os.kill(front, signal.SIGKILL)
+        assert serving.until(lambda: serving.front("first") not in (None, front))
         add("second")
         assert serving.until(lambda: nodes("second") == 1 and nodes("first") == 1)
         assert serving.until(has_grown)
@@ -286,7 +293,9 @@ def test_a_job_waits_in_the_queue_and_grows_later(tmp_path: Path) -> None:
     assert not host.placing.lost_devices()
 
 
-def test_agents_follow_the_hosts_of_a_job(tmp_path: Path) -> None:
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[tuple[str, Callable[..., None]]]:
+    """A remote shell that tells of its starts and ends, and a wait for these lines."""
     log = tmp_path / "log"
     text = (
         f"#!/bin/sh\ntrap 'echo end $1 >> {log}; exit 0' TERM\n"
@@ -302,7 +311,14 @@ def test_agents_follow_the_hosts_of_a_job(tmp_path: Path) -> None:
             assert time.monotonic() < end, log.read_text() if log.exists() else ""
             time.sleep(0.02)
 
-    shells = dict.fromkeys(["a", "b", "c"], [str(shell)])
+    yield str(shell), until
+
+
+def test_agents_follow_the_hosts_of_a_job(
+    tmp_path: Path, told: tuple[str, Callable[..., None]]
+) -> None:
+    shell, until = told
+    shells = dict.fromkeys(["a", "b", "c"], [shell])
     with HostAgents(
         shells, "x:1", tmp_path, processes=1, hosts=["a", "b"], is_queued=True
     ) as agents:
@@ -317,6 +333,30 @@ def test_agents_follow_the_hosts_of_a_job(tmp_path: Path) -> None:
         until(*lines, "end a", "end b", "start a", "start b")
         agents.set_hosts([])
         until(*lines, "end a", "end b", "start a", "start b", "end a", "end b")
+
+
+def test_agents_of_a_killed_process_are_taken_over(
+    tmp_path: Path, told: tuple[str, Callable[..., None]]
+) -> None:
+    shell, until = told
+    shells = dict.fromkeys(["a", "b"], [shell])
+    killed = HostAgents(shells, "x:1", tmp_path, processes=1)
+    killed.__enter__()
+    until("start a", "start b")
+    killed._over.set()  # Nobody looks after them any more.
+    with HostAgents(shells, "x:1", tmp_path, processes=1, hosts=["a"]) as agents:
+        until("start a", "start b")
+        agents.set_hosts(["a"])
+        until("start a", "start b", "end b")
+        agents.set_hosts([])
+        until("start a", "start b", "end b", "end a")
+    killed = HostAgents({"a": [shell]}, "x:1", tmp_path, processes=1)
+    killed.__enter__()
+    until("start a", "start b", "end b", "end a", "start a")
+    killed._over.set()
+    # Those of another supervisor are ended.
+    with HostAgents({"a": [shell]}, "x:2", tmp_path, processes=1, hosts=[]):
+        until("start a", "start b", "end b", "end a", "start a", "end a")
 
 
 def test_what_a_missing_agent_printed_is_shown(tmp_path: Path) -> None:

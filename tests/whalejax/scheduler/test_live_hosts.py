@@ -95,7 +95,14 @@ def test_jobs_trade_the_devices_of_two_hosts(tmp_path: Path, hosts: list[str]) -
         assert serving.until(lambda: step("first") > 5 and len(places("first")) == 2)
         add("second")
         assert serving.until(lambda: step("second") > 2)
-        (agent,) = agent_pids(serving.save / "first", "b")
+        # What keeps the agents is killed, and another takes them over.
+        front = serving.front("first")
+        assert front is not None
+        agents = {host: agent_pids(serving.save / "first", host) for host in "ab"}
+        os.kill(front, signal.SIGKILL)
+        assert serving.until(lambda: serving.front("first") not in (None, front))
+        assert {h: agent_pids(serving.save / "first", h) for h in "ab"} == agents
+        (agent,) = agents["b"] or agents["a"]
         os.kill(agent, signal.SIGKILL)
         assert serving.until(are_complete)
         given = [e for e in serving.book() if e["event"] == "devices"]

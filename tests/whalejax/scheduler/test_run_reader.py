@@ -140,6 +140,7 @@ class Run:
         self.wanted_hosts: dict[str, float] = {}
         self.away: list[str] = []
         self.agents: set[str] = set()
+        self.lacks_front = False
 
     def want_hosts(self, hosts: Iterable[str]) -> None:
         self.wanted_hosts = dict.fromkeys(hosts, 0.0)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,10 +20,16 @@ from whalejax.elastic.agents.agent import FOLDER
 from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.membership.exit_status import exit_text
 from whalejax.processes.launch_spec import is_here, words_there
+from whalejax.processes.local_processes import began_at, runs
 from whalejax.wire.keys import make_key
 
 
 KEY: Final = "key"
+AGENTS: Final = "agents.json"
+"""File with the commands of agents that run: their process ids and start times."""
+
+_LOOK_SECONDS: Final = 0.2
+_LOST_STATUS: Final = 1
 _HOLD_SECONDS: Final = 1.0
 _MOST_HOLD_SECONDS: Final = 60.0
 _LEFT_SECONDS: Final = 5.0
@@ -35,8 +45,45 @@ def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[
     ]
 
 
+class _EarlierAgent:
+    """Command of an agent that an earlier process has started, which was killed."""
+
+    def __init__(self, pid: int, began: str) -> None:
+        self.pid, self._began = pid, began
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end; its status is not known.
+
+        Raises:
+            TimeoutExpired: It still runs after that many seconds.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while runs(self.pid, self._began):
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
+            time.sleep(_LOOK_SECONDS)
+        return _LOST_STATUS
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if runs(self.pid, self._began):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
 class HostAgents:
-    """One agent on each host while a block runs; one that fails is restarted."""
+    """One agent on each host while a block runs; one that fails is restarted.
+
+    The commands that run are in a file of the run's folder: if this process is killed,
+    the next one takes them over, or ends them if they are agents of another supervisor.
+    """
 
     def __init__(
         self,
@@ -66,7 +113,7 @@ class HostAgents:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._wanted: set[str] = set()
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: dict[str, subprocess.Popen[bytes] | _EarlierAgent] = {}
         self._threads: dict[str, threading.Thread] = {}
 
     def __enter__(self) -> HostAgents:
@@ -76,8 +123,36 @@ class HostAgents:
             WhaleError: The key of the run cannot be written.
         """
         make_key(self._logs / FOLDER / KEY)
+        self._take_over()
         self.set_hosts(self._first)
         return self
+
+    def _take_over(self) -> None:
+        """Takes over the commands of an earlier process that still run."""
+        path = self._logs / FOLDER / AGENTS
+        try:
+            told = json.loads(path.read_text())
+            earlier = {h: _EarlierAgent(*told["agents"][h]) for h in told["agents"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        for host, agent in earlier.items():
+            if told.get("supervisor") == self._supervisor and host in self._shells:
+                self._running[host] = agent
+                thread = threading.Thread(target=self._keep, args=(host,), daemon=True)
+                self._threads[host] = thread
+                thread.start()
+            else:
+                agent.terminate()
+
+    def _record(self) -> None:
+        """Writes the commands that run to a file, for a process that takes over."""
+        agents = {h: [p.pid, began_at(p.pid)] for h, p in self._running.items()}
+        told = {"supervisor": self._supervisor, "agents": agents}
+        path = self._logs / FOLDER / AGENTS
+        with contextlib.suppress(OSError):  # Of a full disk: nothing can take over.
+            part = path.with_name(f"{AGENTS}.part")
+            part.write_text(json.dumps(told))
+            part.replace(path)
 
     def set_hosts(self, hosts: Iterable[str]) -> None:
         """Starts agents on hosts that have none, and ends those of other hosts.
@@ -141,14 +216,16 @@ class HostAgents:
         path = self._logs / FOLDER / f"agent-{host.replace('/', '_')}.log"
         while True:
             with self._lock:
-                if not self._is_wanted(host):
+                process = self._running.get(host)  # Of an earlier process.
+                if process is None and not self._is_wanted(host):
                     del self._threads[host]
                     return
                 try:
-                    process = self._running[host] = self._start(host, path)
+                    if process is None:
+                        process = self._running[host] = self._start(host, path)
+                        self._record()
                 except OSError as error:
                     why = error.strerror
-                    process = None
             if process is None:
                 tell_user(f"the agent of {host} cannot be started: {why}")
                 self._over.wait(hold)
@@ -159,6 +236,7 @@ class HostAgents:
                 hold = _HOLD_SECONDS
             with self._lock:
                 del self._running[host]
+                self._record()
                 if not self._is_wanted(host):
                     continue
                 if status == 0 and not self._is_queued:

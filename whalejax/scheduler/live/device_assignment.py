@@ -94,6 +94,8 @@ class Placing:
                 if may_start:  # Members wait for a new supervisor.
                     self._start(job, run, max(run.reader.size, job.request.devices[0]))
             elif run.has_opened and run.reader.ending is None:
+                if run.lacks_front and may_start:
+                    self._start(job, run, max(run.reader.size, job.request.devices[0]))
                 self._find_failed(job, run)
                 self._resize(job, run)
             self._release(job, run)

@@ -120,6 +120,14 @@ class JobRun:
         return is_held(self.home / FRONT) or is_held(self.home / FOLDER)
 
     @property
+    def lacks_front(self) -> bool:
+        """Whether nobody keeps the agents of its hosts, though its supervisor runs."""
+        is_there = self._front is not None and self._front.poll() is None
+        if self._hosts is None or is_there or is_held(self.home / FRONT):
+            return False
+        return is_held(self.home / FOLDER)
+
+    @property
     def has_opened(self) -> bool:
         """Whether the supervisor that was started last has written to its journal."""
         return self.reader.starts > self._starts_before
@@ -189,7 +197,8 @@ class JobRun:
             port=0 if self._hosts is None else self._port(),
             platform=platform,
         )
-        self._starts_before = self.reader.starts
+        if not is_held(self.home / FOLDER):
+            self._starts_before = self.reader.starts
         words = [sys.executable, "-m", "whalejax.scheduler.live.job_supervisor"]
         with (self.home / LOG).open("ab") as log:
             self._front = subprocess.Popen(

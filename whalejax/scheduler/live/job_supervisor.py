@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -20,9 +21,10 @@ import msgspec
 from whalejax.distributed.launch_env import joined_address
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.elastic.launching import ProcessPlaces, supervise
+from whalejax.journals.journal import EVENTS, FOLDER, read
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import FolderLock
+from whalejax.runtime.folder_lock import FolderLock, is_held
 from whalejax.scheduler.live.job_run import FRONT, JobLaunch, read_hosts
 
 
@@ -56,11 +58,14 @@ def main(words: Sequence[str]) -> int:
     try:
         command = [sys.executable, "-m", "whalejax.elastic.elastic_worker"]
         with contextlib.ExitStack() as stack:
+            places = _start_agents(told, home, stack)
+            if told.hosts is not None and _outlives_supervisor(home):
+                return 0
             return supervise(
                 [*command, json.dumps(told.options)],
                 home,
                 _settings(told),
-                _start_agents(told, home, stack),
+                places,
                 seconds=_EXIT_SECONDS,
                 devices=None if told.devices is None else tuple(told.devices),
                 environment={"JAX_PLATFORMS": "cpu"} if told.platform == "cpu" else {},
@@ -82,6 +87,21 @@ def _settings(told: JobLaunch) -> SupervisorSettings:
     if told.hosts is None or told.hosts.engine is None:
         return settings
     return dataclasses.replace(settings, wait_seconds=_QUEUE_SECONDS)
+
+
+def _outlives_supervisor(home: Path) -> bool:
+    """Waits for a supervisor whose own such process was killed, if there is one;
+    returns whether it has ended its run.
+    """
+    if not is_held(home / FOLDER):
+        return False
+    while is_held(home / FOLDER):
+        time.sleep(_LOOK_SECONDS)
+    has_ended = False
+    for said in read(home / FOLDER / EVENTS):
+        if said["event"] in ("opened", "ending"):
+            has_ended = said["event"] == "ending"
+    return has_ended
 
 
 def _start_agents(
