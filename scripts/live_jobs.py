@@ -321,6 +321,28 @@ def undisturbed(folder: Path, steps: int, **values: Any) -> list[float]:
     return [line["loss"] for line in lines_of(path)]
 
 
+def audit_faults(
+    serving: Serving, folder: Path, steps: Mapping[str, int], **values: Any
+) -> list[dict[str, Any]]:
+    """Returns the audits of jobs that are not as if nothing had disturbed them.
+
+    Args:
+        serving: Scheduler of the jobs.
+        folder: Folder of the run that nothing disturbs.
+        steps: Number of steps of each job, by its name.
+        values: Arguments of ``make`` for that run.
+    """
+    expected = undisturbed(folder, max(steps.values()), **values)
+    faults = []
+    for name, count in steps.items():
+        found = audited(serving, name, count, expected[:count])
+        is_whole = found["steps"] == found["compared_losses"] == count
+        is_once = not found["samples_lost"] and not found["samples_doubled"]
+        if not (is_whole and is_once and found["max_rel_loss_diff"] < 1e-5):
+            faults.append({"name": name, **found})
+    return faults
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Whole JSON lines of a file."""
     found = []

@@ -9,7 +9,7 @@ from typing import Final
 
 
 class Ending(enum.StrEnum):
-    """How a run or a member ended.
+    """Outcome of a run or a member.
 
     Attributes:
         COMPLETE: All steps are done, or all members left their loops at one step.
@@ -17,8 +17,8 @@ class Ending(enum.StrEnum):
         INTERRUPTED: Ended on request before it had a state that could be saved.
         FAILED: An error of its own ended it.
         REFUSED: Ended because its command or plan cannot be run at all.
-        LOST: Of a member: killed, frozen or unreachable. Of a run: too few members
-            were left.
+        LOST: Outcome of a member that was killed, frozen or unreachable, or of a run
+            with too few members.
     """
 
     COMPLETE = "complete"

@@ -48,7 +48,7 @@ class Equation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behaviour:
-    """How one equation treats dimensions.
+    """Treatment of dimensions by one equation.
 
     Attributes:
         factors: Groups of dimensions with one index letter.

@@ -132,8 +132,11 @@ class HostAgents:
         path = self._logs / FOLDER / AGENTS
         try:
             told = json.loads(path.read_text())
-            earlier = {h: _EarlierAgent(*told["agents"][h]) for h in told["agents"]}
-        except (OSError, ValueError, KeyError, TypeError):
+            earlier = {
+                host: _EarlierAgent(int(pid), str(began))
+                for host, (pid, began) in told["agents"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return
         for host, agent in earlier.items():
             if told.get("supervisor") == self._supervisor and host in self._shells:
