@@ -166,12 +166,8 @@ class LayoutCases:
     row: np.ndarray
     zero: np.ndarray
     count: np.ndarray
-    _cuts: dict[int, tuple[LeafFacts, list[Cuts]]] = field(
-        default_factory=dict, init=False
-    )
-    _origin: list[tuple[LayoutCases, np.ndarray]] = field(
-        default_factory=list, init=False
-    )
+    _cuts: dict[int, tuple[LeafFacts, list[Cuts]]] = field(default_factory=dict)
+    _origin: tuple[LayoutCases, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.row)
@@ -203,20 +199,20 @@ class LayoutCases:
 
     def take(self, rows: np.ndarray) -> LayoutCases:
         """Selects some of the cases."""
-        result = LayoutCases(
+        return LayoutCases(
             grid=self.grid,
             row=self.row[rows],
             zero=self.zero[rows],
             count=self.count[rows],
+            _origin=(self, rows),
         )
-        result._origin.append((self, rows))
-        return result
 
     def with_count(self, count: np.ndarray) -> LayoutCases:
         """Returns the same layouts with other numbers of micro-batches."""
-        result = dataclasses.replace(self, count=count)
-        result._origin.append((self, np.arange(len(self))))
-        return result
+        # Shard counts do not depend on the number of micro-batches.
+        return dataclasses.replace(
+            self, count=count, _cuts=self._cuts, _origin=self._origin
+        )
 
     @functools.cached_property
     def batches(self) -> list[tuple[Mapping[int, Table], np.ndarray]]:
@@ -257,20 +253,19 @@ class LayoutCases:
 
     def _cuts_of_origin(self, facts: LeafFacts) -> list[Cuts] | None:
         """Returns the counts from the cases that these were selected from, if known."""
-        for other, rows in self._origin:
-            known = other._cuts.get(id(facts), (facts, None))[1]
-            known = known or other._cuts_of_origin(facts)
-            if known is None:
-                continue
-            place = np.zeros(len(other), dtype=np.int64)
-            of = {}
-            for (_, some), cuts in zip(other.batches, known, strict=True):
-                place[some] = np.arange(len(some))
-                of[int(other.table[some[0]])] = cuts
-            return [
-                tuple(
-                    cut.take(place[rows[some]]) for cut in of[int(self.table[some[0]])]
-                )
-                for _, some in self.batches
-            ]
-        return None
+        origin, rows = self, np.arange(len(self))
+        while id(facts) not in origin._cuts:
+            if origin._origin is None:
+                return None
+            origin, selected = origin._origin
+            rows = selected[rows]
+        place = np.zeros(len(origin), dtype=np.int64)
+        of = {}
+        known = origin._cuts[id(facts)][1]
+        for (_, some), cuts in zip(origin.batches, known, strict=True):
+            place[some] = np.arange(len(some))
+            of[int(origin.table[some[0]])] = cuts
+        return [
+            tuple(cut.take(place[rows[some]]) for cut in of[int(self.table[some[0]])])
+            for _, some in self.batches
+        ]

@@ -266,6 +266,11 @@ class _StageTimes:
     def _use(self, cases: LayoutCases) -> None:
         self.cases, self.number = cases, len(cases)
         self.parts = cases.count // self.model.traced_parts
+        # Axes that no case uses have one size for all of them.
+        self.sizes: list[tuple[str, Any]] = [
+            (axis, size if (size > 1).any() else np.int64(1))
+            for axis, size in cases.mesh.items()
+        ]
         # A single case needs no groups.
         self.single: list[tuple[np.ndarray, Mapping[int, Table], CostSetting]] = []
         if len(cases) == 1:
@@ -324,11 +329,14 @@ class _StageTimes:
         first, inverse = distinct_columns(columns)
         order = np.argsort(inverse, kind="stable")
         bounds = np.searchsorted(inverse[order], np.arange(1, len(first)))
+        model = self.model
         for one, rows in zip(first.tolist(), np.split(order, bounds), strict=True):
-            mesh = {axis: size[rows] for axis, size in self.cases.mesh.items()}
-            some = dataclasses.replace(
-                self._setting(mesh),
-                num_micro_batches=self.parts[rows],
+            some = CostSetting(
+                {a: size[rows] if size.ndim else size for a, size in self.sizes},
+                self.parts[rows],
+                model.cluster,
+                model.dims,
+                self.batch_roles,
                 like=self.cases.mesh_at(one),
             )
             yield rows, self.cases.tables_at(one), some

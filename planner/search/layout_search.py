@@ -182,7 +182,8 @@ class _Layouts:
 
     def copy(self) -> _Layouts:
         """Returns a copy with its own cache of the parameters' shard counts."""
-        return dataclasses.replace(self, cases=dataclasses.replace(self.cases))
+        cases = dataclasses.replace(self.cases, _cuts={}, _origin=None)
+        return dataclasses.replace(self, cases=cases)
 
     def take(self, rows: np.ndarray) -> _Layouts:
         """Selects some of the layouts."""

@@ -31,11 +31,13 @@ class LeafShardCounts:
 
     def take(self, rows: np.ndarray) -> LeafShardCounts:
         """Selects some of the meshes."""
+        layouts = self.compute, self.param, self.gradient, self.optimizer
+        taken = {
+            id(one): one.take(rows) for one in {id(x): x for x in layouts}.values()
+        }
+        compute, param, gradient, optimizer = (taken[id(one)] for one in layouts)
         return LeafShardCounts(
-            compute=self.compute.take(rows),
-            param=self.param.take(rows),
-            gradient=self.gradient.take(rows),
-            optimizer=self.optimizer.take(rows),
+            compute=compute, param=param, gradient=gradient, optimizer=optimizer
         )
 
     @property

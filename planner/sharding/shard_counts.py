@@ -44,15 +44,18 @@ class ShardCounts:
 
     def take(self, rows: np.ndarray) -> ShardCounts:
         """Selects some of the meshes."""
-
-        def some(value: Any) -> Any:
-            return value[rows] if isinstance(value, np.ndarray) else value
-
-        axes = {axis: some(here) for axis, here in self.axes.items()}
-        return ShardCounts(tuple(map(some, self.per_dim)), axes)
+        values = [*self.per_dim, *self.axes.values()]
+        some = [v[rows] if isinstance(v, np.ndarray) else v for v in values]
+        dims = len(self.per_dim)
+        axes = dict(zip(self.axes, some[dims:], strict=True))
+        return ShardCounts(tuple(some[:dims]), axes)
 
     def where(self, mask: Any, other: ShardCounts) -> ShardCounts:
         """Takes these counts where a mask is true, and others elsewhere."""
+        if self is other or np.all(mask):
+            return self
+        if not np.any(mask):
+            return other
         pairs = zip(self.per_dim, other.per_dim, strict=True)
         return ShardCounts(
             tuple(np.where(mask, *pair) for pair in pairs),
@@ -183,6 +186,8 @@ def with_storage_axis(
     """
     size = mesh[axis]
     left = (size > 1) & np.logical_not(cut.shards(axis))
+    if not np.any(left):
+        return cut
     storage_axis = _ShardCountsBuilder(cut.per_dim, cut.axes)
     for dim in dims:
         if not left.any():

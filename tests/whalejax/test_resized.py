@@ -218,3 +218,27 @@ def test_another_batch_is_not_traced(
     assert answer(estimate.what_if(batch=256)) == answer(fresh)
     with pytest.raises(AssertionError, match="is traced again"):
         estimate.what_if(precision="bf16")
+
+
+def test_other_clusters_ask_the_optimizer_only_once_what_may_be_offloaded() -> None:
+    counted = {"updates": 0}
+    inner = optax.sgd(1e-3, momentum=0.9)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        counted["updates"] += 1
+        return inner.update(updates, state, params)
+
+    net = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    plan = wh.plan(
+        lambda net, x: ((x @ net["w"]) ** 2).mean(),
+        net,
+        x,
+        optimizer=optax.GradientTransformation(inner.init, update),
+        cluster="h100:2",
+        offload="optimizer",
+    )
+    before = counted["updates"]
+    plan.what_if(cluster="h100:4")
+    # The operations of an update are counted for each plan.
+    assert counted["updates"] - before == 1

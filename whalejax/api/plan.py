@@ -227,7 +227,7 @@ def plan(
     for name in TABLE_SETTINGS:
         del settings[name]
     result = PlanRequest(**settings).plan(*question)
-    notes = table_notes(*question, trainable=trainable, axis_names=axis_names)
+    notes = table_notes(result)
     return (
         dataclasses.replace(result, notes=(*result.notes, *notes)) if notes else result
     )

@@ -391,7 +391,9 @@ class PlanQuestion:
         self._check_mesh()
         request, adapter = self.request, programs.adapter
         graph, traced = programs.graph, programs.traced
-        hosts = functools.cache(lambda: offloadable_state(adapter, self.optimizer))
+        hosts = functools.partial(
+            programs.of_optimizer, offloadable_state, self.optimizer
+        )
         state = optimizer_bytes(adapter, self.optimizer, self.cluster.platform)
         options = fixed_options(
             request,
@@ -415,7 +417,9 @@ class PlanQuestion:
             policies=tuple(p for p in REMAT_POLICIES if traced.names or p != "named"),
             hosted=hosts,
             one_part=not self.beside_swarm,  # Each peer of a swarm has one part.
-            sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
+            sliced=functools.partial(
+                programs.of_optimizer, elementwise, self.optimizer
+            ),
         )
         check_combine(
             result,

@@ -7,14 +7,13 @@ plan of a model that is mostly tables has a note on the savings.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
-import numpy as np
 
-from whalejax.adapters.base import adapt
 from whalejax.api.plan_request import PlanRequest
 from whalejax.api.tables_request import TablesRequest
 from whalejax.capture.batch import aval_of
@@ -22,6 +21,7 @@ from whalejax.meshes.checks import Arguments
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.sharding.parameter_layout import are_most, looked_up_tables
 from whalejax.tables.table_plan_record import whole_plan
 from whalejax.tables.tables_plan import cut_program
 from whalejax.user_code.ambient_mesh import without_mesh
@@ -152,32 +152,23 @@ def refuse_table_settings(settings: Mapping[str, Any]) -> None:
 
 
 @without_mesh
-def table_notes(
-    loss_fn: Callable[..., Any],
-    model: Any,
-    batch: Any,
-    *,
-    trainable: Any,
-    axis_names: Any,
-) -> tuple[str, ...]:
+def table_notes(plan: Plan) -> tuple[str, ...]:
     """Returns the note on the savings of placed tables.
 
     It is empty if tables are less than half of the parameters.
 
     Args:
-        loss_fn, model, batch, trainable, axis_names: Arguments of ``wh.plan``,
-            unchanged.
+        plan: Plan without placed tables.
     """
-    names = {"trainable": trainable, "axis_names": axis_names}
-    adapter = adapt(model, loss_fn, **names).without_values()
+    question: Any = plan.question
+    adapter, graph = question.adapter, question.programs().graph
     leaves = jax.tree.leaves(adapter.params)
-    sizes = [int(np.prod(leaf.shape)) for leaf in leaves]
-    flat = [s for s, x in zip(sizes, leaves, strict=True) if len(x.shape) == 2]
-    ids = any(np.dtype(x.dtype).kind in "iu" for x in _plain(batch))
-    if sum(sizes) < _FEWEST_PARAMS or 2 * sum(flat) < sum(sizes) or not ids:
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    looked_up = looked_up_tables(graph)
+    if sum(sizes) < _FEWEST_PARAMS or not are_most(looked_up, graph.params):
         return ()
     try:
-        program = cut_program(adapter, jax.tree.map(aval_of, batch))
+        program = cut_program(adapter, question.batch)
     except Exception:  # The loss was planned, so it is not at fault.
         return ()
     stored = sum(sizes[n] for n in program.tables)
@@ -193,8 +184,3 @@ def table_notes(
         'it. tables=wh.sparse_optimizer("adagrad", …) in place of optimizer= for them '
         "updates the rows that were read, and places each table where it costs least",
     )
-
-
-def _plain(batch: Any) -> list[Any]:
-    avals = [aval_of(leaf) for leaf in jax.tree.leaves(batch)]
-    return [x for x in avals if isinstance(x.dtype, np.dtype)]

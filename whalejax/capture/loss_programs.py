@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -24,6 +24,9 @@ from whalejax.planner.model.rebatch import rebatch_graph
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.spmd_search import ProgramCache
 from whalejax.planner.sharding.precision_regions import checked_precisions
+
+
+T = TypeVar("T")
 
 
 class Programs:
@@ -46,10 +49,25 @@ class Programs:
     def __init__(self, adapter: Adapter, capture: Callable[[], Captured]) -> None:
         self.adapter = adapter
         self.known: ProgramCache = ProgramCache()
+        self._of_optimizers: dict[tuple[object, int], tuple[Any, Any]] = {}
         self._capture = capture
         self.blocks = functools.cache(self._blocks)
         self.cut = functools.cache(self._cut)
         self.again = functools.cache(self._trace_again)
+
+    def of_optimizer(self, compute: Callable[[Adapter, Any], T], optimizer: Any) -> T:
+        """Returns a fact about the model and an optimizer, computed at the first call.
+
+        Args:
+            compute: Computes the fact from the adapter and the optimizer.
+            optimizer: Optax transformation.
+        """
+        key = compute, id(optimizer)
+        if key not in self._of_optimizers:
+            # The optimizer is stored too, so that its id stays its own.
+            self._of_optimizers[key] = optimizer, compute(self.adapter, optimizer)
+        result: T = self._of_optimizers[key][1]
+        return result
 
     @functools.cached_property
     def captured(self) -> Captured:
@@ -102,6 +120,7 @@ class ResizedPrograms(Programs):
         num_micro_batches: int,
     ) -> None:
         super().__init__(like.adapter, capture)
+        self._of_optimizers = like._of_optimizers
         self._like = like
         self._size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
         self._count = num_micro_batches
