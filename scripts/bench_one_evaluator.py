@@ -180,7 +180,7 @@ def said(one: Drawn) -> tuple[Any, Iterator[tuple[str, dict[str, float]]]]:
 
     def kept(*arguments: Any, **options: Any) -> Any:
         found = searched(*arguments, **options)
-        searches.extend(search for _, search in found)
+        searches.extend(search for _, search in found.found)
         return found
 
     spmd_search.searches = kept

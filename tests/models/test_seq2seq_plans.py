@@ -70,7 +70,7 @@ def test_is_planned(name: str) -> None:
     assert math.prod(size for _, size in plan.axes) == 8
     assert plan.memory.total_bytes <= cluster.memory_bytes
     # Gradients and parameters of ten billion fill a device of 80 GB.
-    assert name != "m6-10b" or sharded(plan)
+    assert name != "m6-10b" or plan.zero == 2 or sharded(plan)
 
 
 @pytest.mark.full

@@ -7,7 +7,6 @@ judge it.
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,23 +29,16 @@ SMALL = [(kind, row) for kind, row in ROWS if row["model"] == "gpt-small"]
 
 
 def _plan(kind: str, row: dict[str, Any]) -> wh.Plan:
-    plan = _keeping(kind, row["model"], row["batch"])
-    return plan if row["remat"] == "none" else plan.what_if(remat=row["remat"])
-
-
-@functools.cache
-def _keeping(kind: str, model: str, batch: int) -> wh.Plan:
-    """The plan that computes nothing again; others ask it, without another trace."""
-    job = models.job(model, annotated=False)
+    job = models.job(row["model"], annotated=False)
     return wh.plan(
         job.loss_fn,
         jobs.abstract_model(job),
-        job.batch_at(0, batch),
+        job.batch_at(0, row["batch"]),
         optimizer=job.optimizer,
         cluster=wh.Cluster.load(MEASURED / f"{kind}.toml"),
         precision="bf16",
         num_micro_batches=1,
-        remat="none",
+        remat=row["remat"],
         offload=(),
         attention="gather",
         loss_chunks=1,

@@ -136,7 +136,8 @@ def plan(
             ``"activations"`` (saved values of recomputed layers, between forward and
             backward pass) and ``"params"`` (parameters that scans over layers slice;
             their gradients stay on the device); ``"none"`` or ``()`` for nothing. None
-            lets the planner choose, if nothing fits without.
+            lets the planner choose where a layout does not fit without it, or only in
+            more micro-batches.
         sequence_parallel: Whether the axis ``tensor`` shards the sequence between the
             products whose heads, width or vocabulary it shards. None lets the planner
             choose.
