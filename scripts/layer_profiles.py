@@ -118,12 +118,6 @@ def layer_seconds(runs: Runs, known: Constants) -> Array:
     return found
 
 
-def fitted_by(found: Profiles, index: int) -> tuple[str, str]:
-    """Under which name and type a layer's efficiency is looked up."""
-    run = found.runs[index]
-    return run.device.kind.name, run.speed
-
-
 def fit_kinds(found: Profiles, base: Constants, kept: Array | None = None) -> Constants:
     """Constants with the efficiencies of kinds that the layers tell.
 

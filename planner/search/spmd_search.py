@@ -205,23 +205,6 @@ def _normalised_mesh(mesh: Mapping[str, int] | None) -> dict[str, int]:
     return {a: n for a, n in every if n > 1 or a not in SPATIAL_AXES}
 
 
-def attention_variants(
-    graph: Graph, request: Request, again: Again | None
-) -> dict[Chosen, Graph]:
-    """Returns the requested variants of the loss: unchanged, and with blockwise
-    attention.
-    """
-    variants: dict[Chosen, Graph] = {}
-    if not request.attention:
-        variants[()] = graph
-    if again is not None and request.attention != ():
-        blocks = request.attention or ((ALL, "ring"),)
-        ringed = again((), blocks, 1)
-        if any(op.kind == ATTENTION for op in ringed.ops):
-            variants[blocks] = ringed
-    return variants
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramAnalyses:
     """Programs of one loss, analysed for the devices of a cluster.

@@ -152,11 +152,6 @@ class Pipeline:
             thread.start()
 
     @property
-    def submitted(self) -> int:
-        """Number of submitted batches."""
-        return self._submitted
-
-    @property
     def is_over(self) -> bool:
         """Whether the pipeline was closed, or has failed."""
         return self._over or self._failure is not None

@@ -201,11 +201,6 @@ def size_of(dim: Dim) -> tuple[int, int]:
     return math.prod(a.part for a in dim), math.prod(a.whole for a in dim)
 
 
-def sample_dims(value: Value) -> list[int]:
-    """Returns the dimensions that contain samples."""
-    return [i for i, dim in enumerate(value.dims) if is_samples(dim)]
-
-
 def plain_dim(part: int, whole: int) -> Dim:
     """Returns a dimension of which nothing is known."""
     return () if part == whole == 1 else (Atom(Along.PLAIN, part, whole),)
