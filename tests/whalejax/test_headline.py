@@ -65,6 +65,31 @@ def test_tokens_are_those_that_the_model_reads() -> None:
     assert math.isclose(work.step_flops, dense + scores, rel_tol=0.01)
 
 
+@pytest.mark.parametrize(
+    ("tables", "tokens"), [(1, 16 * 24), (2, 0)], ids=["a sequence", "columns"]
+)
+def test_tokens_need_no_name(tables: int, tokens: int) -> None:
+    """A leaf of any name whose embeddings are multiplied is one of tokens."""
+    net = {
+        "words": jax.ShapeDtypeStruct((256, 32), jnp.float32),
+        "up": jax.ShapeDtypeStruct((32 * (tables**2), 64), jnp.float32),
+    }
+
+    def sequences(net: Any, batch: Any) -> Any:
+        hidden = jnp.tanh(net["words"][batch["ids"][:, :-1]] @ net["up"])
+        return (hidden.sum(-1) - batch["ids"][:, 1:].astype(jnp.float32)).mean()
+
+    def columns(net: Any, batch: Any) -> Any:
+        read = [net["words"][batch["ids"][:, i]] for i in range(4)]
+        return jnp.tanh(jnp.concatenate(read, -1) @ net["up"]).mean()
+
+    loss = sequences if tables == 1 else columns
+    batch = {"ids": jax.ShapeDtypeStruct((16, 25), jnp.int32)}
+    plan = wh.plan(loss, net, batch, optimizer=optax.sgd(0.1), cluster="h100:2")
+    assert work_of(plan).tokens == tokens
+    assert plan.throughput().work.unit == ("tokens" if tokens else "samples")
+
+
 def test_the_work_does_not_depend_on_the_plan() -> None:
     plain = planned("gpt-test", "h100:4")
     other = planned(

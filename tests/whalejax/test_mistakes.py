@@ -427,6 +427,15 @@ def test_a_mistake_is_named(name: str) -> None:
         call()
 
 
+def test_another_loss_on_the_same_model_is_said(tmp_path: Path) -> None:
+    plan().save(tmp_path / "plan.json")
+    for one in (plan(), wh.Plan.load(tmp_path / "plan.json")):
+        with pytest.warns(UserWarning, match="is not the one that the plan was made"):
+            wh.compile(one, lambda m, b: 2 * loss(m, b), net(), optimizer=ADAM)
+        # An evaluation may measure something else.
+        wh.compile(one, lambda m, b: jnp.sqrt(loss(m, b)), net())
+
+
 def test_a_class_of_nnx_is_given_its_random_numbers() -> None:
     """``step.init(Net)`` is what people write first."""
     key = jax.random.key(3)
