@@ -89,7 +89,7 @@ def layout_text(plan: PlanData) -> str:
     if idle := plan.shares.count(0):
         each = plan.num_devices // len(plan.shares)
         words += f" · {idle * each} of {plan.num_devices} devices idle"
-    own = option_words(plan)
+    own = option_words(plan, plan.axis_sizes)
     own += precision_words(plan.precisions, plan.precision)
     own += pipeline_words(plan)
     beyond = plan.beyond.words() if plan.beyond else ()
