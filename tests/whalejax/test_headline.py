@@ -348,3 +348,31 @@ def test_a_token_that_gathers_its_expert_meets_that_one() -> None:
     work = work_of(wh.plan(loss, net, x, cluster="h100:1"))
     assert work.parameters == 64 * 8 + 2 * 8 * 64 * 256
     assert work.active == 64 * 8 + 2 * 64 * 256
+
+
+def test_a_kind_without_a_list_price_is_named() -> None:
+    plan = planned("mlp", "v5e:2x2")
+    assert "price   no list price of TPU v5e: give price_per_hour in a " in str(plan)
+    assert plan.throughput().price is None
+    for cluster in ("h100:4", "cpu:4"):
+        assert "no list price" not in str(planned("mlp", cluster))
+
+
+@pytest.mark.relaxed_promotion
+def test_utilization_is_of_the_type_that_devices_multiply_in() -> None:
+    """JAX's default precision multiplies float32 as bfloat16 on TPUs."""
+    types = {"v5e:2x2": "bf16", "h100:4": "tf32", "v100-32:4": "f32", "cpu:4": "f32"}
+    for cluster, dtype in types.items():
+        speed = planned("mlp", cluster).throughput()
+        assert (speed.work.dtype, speed.dtype) == ("f32", dtype)
+        assert f"({dtype})" in str(speed)
+        assert repr(speed) == f"<Throughput {speed}>"
+    mixed = planned("mlp", "v100-32:4+p100-16:4", precision="f16")
+    assert mixed.throughput().dtype in ("f16", "f16 and f32")
+
+
+@pytest.mark.relaxed_promotion
+def test_replicas_that_differ_divide_the_batch() -> None:
+    plan = planned("gpt-test", "v100-32:4+p100-16:4", mesh={"data": 8}, size=32)
+    assert plan.shares
+    assert "axes    default (unmarked)  data: micro-batches" in str(plan)

@@ -156,6 +156,6 @@ def _gather_note(
     fills = "FILL" in str(equation.params["mode"])
     yield (
         f"{BEYOND}{table} has {rows:,} rows, and row {int(last) - 1:,} is read, "
-        f"counted from 0. JAX gives {'NaN' if fills else 'the last row'} instead of an error. "
-        "Make the model for sequences of this length"
+        f"counted from 0. JAX gives {'NaN' if fills else 'the last row'} instead of an "
+        "error. Make the model for sequences of this length"
     )

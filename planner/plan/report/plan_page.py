@@ -200,6 +200,9 @@ def _link_text(
 def _regions(plan: PlanData, width: int | None) -> Iterator[Line]:
     for region in plan.compute:
         axes = [f"{axis}: {', '.join(roles)}" for axis, roles in region.axes if roles]
+        if plan.shares and not any(axis == "data" for axis, _ in region.axes):
+            # Each replica has a program of its own.
+            axes = ["data: micro-batches", *axes]
         marks = " > ".join(region.marks) or "unmarked"
         pieces = [f"{region.task_graph} ({marks})", " · ".join(axes) or "whole"]
         yield from paragraph("axes", pieces, width)
