@@ -206,15 +206,23 @@ def run_words(speed: Throughput, units: float) -> str:
 
 def headline(plan: PlanData, width: int | None) -> list[Line]:
     """Renders the model's size, the predicted speed and the price."""
+    lines: list[Line] = []
+    for name, words in headline_words(plan):
+        lines += paragraph(name, words, width, " · ")
+    return lines
+
+
+def headline_words(plan: PlanData) -> list[tuple[str, list[str]]]:
+    """Returns the model's size, the predicted speed and the price, each with its name.
+
+    Plans from older files have none.
+    """
     if plan.work is None:
         return []
     speed = throughput(plan)
-    lines = [
-        *paragraph("model", model_words(plan.work), width, " · "),
-        *paragraph("speed", speed_words(speed), width, " · "),
-    ]
-    words = price_words(speed) or unknown_price_words(plan.cluster)
-    return [*lines, *(paragraph("price", words, width, " · ") if words else ())]
+    price = price_words(speed) or unknown_price_words(plan.cluster)
+    rows = [("model", model_words(plan.work)), ("speed", speed_words(speed))]
+    return [*rows, *([("price", price)] if price else [])]
 
 
 def unknown_price_words(cluster: Cluster) -> list[str]:
