@@ -292,7 +292,7 @@ def _largest(
         low, high = (larger, 0) if fits(larger) else (low, larger)
     unit = parts if low >= parts else 1
     while low and len(tried) < MOST_PLANS:
-        kept = _kept(tried[low])
+        kept = _layout_options(tried[low])
         if high <= low * (_COARSE if kept else CLOSENESS):
             break
         middle = _between(low, high, tried) // unit * unit
@@ -321,7 +321,7 @@ def _largest(
     )
 
 
-def _kept(plan: Plan | PlanError) -> dict[str, Any]:
+def _layout_options(plan: Plan | PlanError) -> dict[str, Any]:
     return kept_layout(plan, {}) if isinstance(plan, Plan) else {}
 
 
@@ -351,7 +351,7 @@ def _bisected(
         return True
 
     while high - low > unit and len(tried) < MOST_PLANS:
-        layout = _kept(tried[low])
+        layout = _layout_options(tried[low])
         if not layout:
             break
         first, last = low, high
