@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +54,8 @@ class Torus:
         wrap_multiple: Divisor of an axis's length for which the axis wraps.
         wrap_needs_all: Whether no axis wraps unless all do.
         max_chips: Largest number of chips in one slice.
+        slices: Lengths of each slice that the vendor offers, in order; empty if a slice
+            is a part of one cube, whose edge is ``wrap_multiple``, or whole cubes.
     """
 
     link: Link
@@ -59,6 +63,7 @@ class Torus:
     wrap_multiple: int
     wrap_needs_all: bool
     max_chips: int
+    slices: tuple[tuple[int, ...], ...] = ()
 
     def wraps(self, lengths: tuple[int, ...]) -> tuple[bool, ...]:
         """Returns whether each axis of a slice of these lengths is a ring rather than a
@@ -68,6 +73,49 @@ class Torus:
         if self.wrap_needs_all:
             return (all(each) and len(lengths) == self.dims,) * len(lengths)
         return each
+
+    def has_slice(self, lengths: tuple[int, ...]) -> bool:
+        """Returns whether the vendor offers slices of these lengths.
+
+        >>> torus = entry("v5p").torus
+        >>> torus.has_slice((2, 2, 4)), torus.has_slice((3, 5, 7))
+        (True, False)
+        """
+        lengths = tuple(sorted((*lengths, *[1] * (self.dims - len(lengths)))))
+        if self.slices:
+            return lengths in self.slices
+        edge = self.wrap_multiple
+        is_part = all(length <= edge and edge % length == 0 for length in lengths)
+        return is_part or all(length % edge == 0 for length in lengths)
+
+    def near_slices(self, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Returns the offered slices next to these lengths: one with fewer chips, or as
+        many, and one with more.
+
+        >>> entry("v5e").torus.near_slices((3, 5))
+        [(2, 4), (4, 4)]
+        >>> entry("v5p").torus.near_slices((3, 5, 7))
+        [(4, 4, 4), (4, 4, 8)]
+        """
+        chips = math.prod(lengths)
+        offered = [s for s in self._offered() if math.prod(s) <= self.max_chips]
+        # Of slices of as many chips, the one closest to a cube.
+        sizes = [(math.prod(lengths), sum(lengths), lengths) for lengths in offered]
+        below = [(-size, edges, s) for size, edges, s in sizes if size <= chips]
+        above = [each for each in sizes if each[0] > chips]
+        return [min(each)[-1] for each in (below, above) if each]
+
+    def _offered(self) -> Iterable[tuple[int, ...]]:
+        if self.slices:
+            return self.slices
+        edge = self.wrap_multiple
+        parts = [n for n in range(1, edge) if edge % n == 0] + [edge]
+        cubes = range(edge, self.max_chips // edge ** (self.dims - 1) + 1, edge)
+        return (
+            lengths
+            for each in (parts, cubes)
+            for lengths in itertools.combinations_with_replacement(each, self.dims)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +256,7 @@ def _entry(
             wrap_multiple=shape["wrap_multiple"],
             wrap_needs_all=shape["wrap_needs_all"],
             max_chips=shape["max_chips"],
+            slices=tuple(map(tuple, shape.get("slices", ()))),
         )
     own = tuple(s for s in sources if s.field.partition(".")[0] not in links)
     return CatalogueEntry(

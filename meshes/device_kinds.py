@@ -38,6 +38,7 @@ from whalejax.meshes.measured_points import Source as Source
 from whalejax.meshes.measured_points import TimedModel as TimedModel
 from whalejax.meshes.measured_points import effective_size as effective_size
 from whalejax.meshes.texts import MOST_NAME, as_json, is_shown_as_written, quoted
+from whalejax.meshes.units import gigabytes
 
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -62,7 +63,7 @@ KEPT_BYTES = 2**25
 default limits (DEFAULT_MMAP_THRESHOLD_MAX, 64 bits)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DeviceKind:
     """One kind of device, for the planner.
 
@@ -160,6 +161,10 @@ class DeviceKind:
             moved = [(nbytes, min(rate, most)) for nbytes, rate in moved]
         object.__setattr__(self, "_memory", Curve(moved) if moved else None)
         object.__setattr__(self, "_efficiency", {})
+
+    def __repr__(self) -> str:
+        memory = gigabytes(self.memory_bytes)
+        return f"<DeviceKind {self.name}: {self.display_name()}, {memory}>"
 
     @property
     def family(self) -> str:

@@ -14,7 +14,7 @@ together, so code that only passes an option on does not name it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
@@ -206,15 +206,19 @@ def options_off(*keep: str) -> dict[str, Any]:
     return {k: v for k, v in options_of(StepOptions()).items() if k not in keep}
 
 
-def option_words(chosen: StepOptions) -> list[str]:
+def option_words(chosen: StepOptions, axes: Container[str]) -> list[str]:
     """Describes each option, except the mesh, that has an effect.
 
-    >>> option_words(StepOptions(remat=(("*", "full"),), loss_chunks=16))
+    Args:
+        chosen: Options of a plan.
+        axes: Mesh axes of the plan, without those of size 1.
+
+    >>> option_words(StepOptions(remat=(("*", "full"),), loss_chunks=16), ())
     ['remat full', 'logits in 16 chunks']
     """
     words = [
         "sequence parallel" if chosen.sequence_parallel else "",
-        attention_words(chosen.attention),
+        attention_words(chosen.attention, axes),
         remat_words(chosen.remat),
         offload_words(chosen.offload),
         f"logits in {chosen.loss_chunks} chunks" if chosen.loss_chunks > 1 else "",
@@ -223,13 +227,17 @@ def option_words(chosen: StepOptions) -> list[str]:
     return [*filter(None, words)]
 
 
-def option_rows(chosen: StepOptions) -> list[tuple[str, str]]:
-    """Returns the (name, value) of every option for a table of settings."""
+def option_rows(chosen: StepOptions, axes: Container[str]) -> list[tuple[str, str]]:
+    """Returns the (name, value) of every option for a table of settings.
+
+    Args:
+        chosen, axes: Arguments of ``option_words``, unchanged.
+    """
     return [
         ("remat", remat_words(chosen.remat).removeprefix("remat ")),
         ("offload", " and ".join(chosen.offload)),
         ("seq", "parallel over tensor" if chosen.sequence_parallel else ""),
-        ("attends", attention_words(chosen.attention)),
+        ("attends", attention_words(chosen.attention, axes)),
         ("logits", f"{chosen.loss_chunks} chunks"),
         *[("combine", combine_words(chosen.combine))] * (chosen.combine != "mean"),
     ]
@@ -357,18 +365,26 @@ def offload_words(offload: tuple[str, ...]) -> str:
     return f"{' and '.join(offload)} in host memory" if offload else ""
 
 
-def attention_words(attention: Chosen) -> str:
+def attention_words(attention: Chosen, axes: Container[str]) -> str:
     """Describes a plan's attention; empty if it runs as the model defines it.
 
-    >>> attention_words((("*", "ring"),))
-    'ring attention'
-    >>> attention_words((("default", "ring"), ("split", "gather")))
+    Keys and values go round only where ``context`` shards the sequence; elsewhere each
+    device computes its scores in blocks.
+
+    Args:
+        attention: Variant of attention, by TaskGraph.
+        axes: Mesh axes of the plan, without those of size 1.
+
+    >>> attention_words((("*", "ring"),), ["data"])
+    'attention in blocks'
+    >>> attention_words((("default", "ring"), ("split", "gather")), ["context"])
     'ring attention in default'
     """
     names = [name for name, kind in attention if kind == "ring"]
     if not names:
         return ""
-    return "ring attention" + f" in {', '.join(names)}" * (names != [ALL])
+    words = "ring attention" if "context" in axes else "attention in blocks"
+    return words + f" in {', '.join(names)}" * (names != [ALL])
 
 
 def remat_words(remat: Remat) -> str:

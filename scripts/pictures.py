@@ -42,7 +42,7 @@ def pages() -> Iterator[tuple[str, int, str]]:
         target = Path(folder) / "chart.html"
         given["found"].chart().save(target)
         yield "chart", 500, target.read_text()
-    yield "plan", 840, shown(given["plan"])
+    yield "plan", 880, shown(given["plan"])
     yield "topology", 200, shown(given["across"])
     yield "shards", 400, shown(given["kernel"])
     yield "timeline", 260, shown(given["line"])

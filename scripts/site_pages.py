@@ -67,6 +67,7 @@ _PICTURE: Final = re.compile(
     r'<picture>\s*<source[^>]* srcset="([^"]+)">\s*'
     r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
+_READ: Final = (".py", ".toml", ".csv", ".json")
 _CACHE: Final = ROOT / ".cache" / "notebooks"
 
 
@@ -172,11 +173,12 @@ def _run_notebook(path: Path) -> Any:
 
 
 def _state(path: Path) -> str:
-    """A hash of a notebook and of all Python that it may run."""
+    """A hash of a notebook, and of all Python and data that it may read."""
     found = hashlib.sha256(path.read_bytes())
     for room in ("whalejax", "planner", "meshes", "models"):
-        for file in sorted((ROOT / room).rglob("*.py")):
-            found.update(file.read_bytes())
+        for file in sorted((ROOT / room).rglob("*")):
+            if file.suffix in _READ:
+                found.update(file.read_bytes())
     return found.hexdigest()[:16]
 
 

@@ -65,6 +65,21 @@ ARGUMENT_SYNONYMS: Final = _by_synonym(
 """Names of arguments in other libraries, and ours."""
 
 
+COMMAND_SYNONYMS: Final = _by_synonym(
+    """
+    batch: largest_batch max_batch batch_size
+    diff: compare
+    doctor: env info
+    estimate: predict
+    profile: bench benchmark trace
+    show: print describe inspect cost price
+    train: run fit resume
+    why: explain
+    """
+)
+"""Names that people try for commands, and ours."""
+
+
 def near_names(
     given: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None
 ) -> list[str]:

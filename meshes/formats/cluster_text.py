@@ -251,7 +251,11 @@ def _torus_part(
         )
         return None
     groups = numbers.pop(0) if len(numbers) == dims + 1 else 1
-    lengths = tuple(numbers) if len(numbers) > 1 else near_cube(numbers[0], dims)
+    lengths = tuple(numbers)
+    if len(numbers) == 1:
+        offered = torus.near_slices(lengths)[0]
+        is_offered = math.prod(offered) == numbers[0]
+        lengths = offered if is_offered else near_cube(numbers[0], dims)
     chips = math.prod(lengths)
     if chips > torus.max_chips:
         problems.add(
@@ -260,7 +264,32 @@ def _torus_part(
             f"{name}:2x{'x'.join('4' * dims)}"
         )
         return None
+    if not torus.has_slice(lengths):
+        before = (groups,) if groups > 1 else ()
+        near = [
+            f"{name}:{'x'.join(map(str, before + shape))}"
+            for shape in torus.near_slices(lengths)
+        ]
+        problems.add(
+            f"{term!r} has slices of {'×'.join(map(str, lengths))} chips, and "
+            f"{_slice_rule(name, torus)}. Nearest: {' or '.join(near)}. A torus of "
+            "your own can be described in a TOML file"
+        )
+        return None
     return _Part(entry=found, groups=groups, lengths=lengths)
+
+
+def _slice_rule(name: str, torus: Torus) -> str:
+    """Describes the slices of a kind that the vendor offers."""
+    if torus.slices:
+        shapes = ["×".join(map(str, shape)) for shape in torus.slices]
+        return f"slices of {name} are {', '.join(shapes[:-1])} or {shapes[-1]}"
+    edge = torus.wrap_multiple
+    parts = [str(n) for n in range(1, edge) if edge % n == 0]
+    return (
+        f"lengths of a slice of {name} are each {', '.join(parts)} or {edge}, or all "
+        f"multiples of {edge}"
+    )
 
 
 def _check_together(parts: list[_Part], problems: Problems) -> None:

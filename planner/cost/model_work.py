@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from whalejax.meshes.dtypes import dtype_name
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, RAGGED, Graph, Op
@@ -123,7 +124,11 @@ def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
 
 
 def _tokens(graph: Graph, rows: int) -> int:
-    """Returns the tokens of the traced batch, by the names of its leaves."""
+    """Returns the tokens of the traced batch.
+
+    They are the integers of a leaf with one of ``TOKEN_NAMES``, or else of one whose
+    embeddings are the rows of most of the work with weights.
+    """
     leaves = {
         tensor.path.rpartition(".")[2].partition("[")[0]: tensor
         for tensor in graph.tensors
@@ -133,29 +138,46 @@ def _tokens(graph: Graph, rows: int) -> int:
         and len(tensor.shape) <= 2
         and math.prod(tensor.shape) > graph.batch_size
     }
-    for name in TOKEN_NAMES:
-        if name in leaves:
-            count = math.prod(leaves[name].shape)
-            # The last token of a sample is often only a target.
-            read = rows if 0 <= count - rows <= graph.batch_size else count
-            return read + _tokens_beside(graph, leaves[name].id)
-    return 0
+    lookups = _lookups(graph)
+    named = next((leaves[name].id for name in TOKEN_NAMES if name in leaves), None)
+    if named is not None:
+        count = math.prod(graph.tensors[named].shape)
+        # The last token of a sample is often only a target.
+        read = rows if 0 <= count - rows <= graph.batch_size else count
+    else:
+        by_rows = {lookups[t.id].rows: t.id for t in leaves.values() if t.id in lookups}
+        if rows not in by_rows or rows <= graph.batch_size:
+            return 0  # Work is proportional to something else, such as samples.
+        named, read = by_rows[rows], rows
+    words = lookups[named].words if named in lookups else None
+    return read + sum(
+        lookup.rows
+        for leaf, lookup in lookups.items()
+        if leaf != named and lookup.words == words
+    )
 
 
-def _tokens_beside(graph: Graph, tokens: int) -> int:
-    """Returns the tokens of other leaves, such as those of a decoder next to an
-    encoder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lookup:
+    """Reads of tables of parameters by one leaf of the batch.
 
-    They index tables with as many words; targets are compared, not looked up.
+    Attributes:
+        words: Rows of the largest table.
+        rows: Number of rows that are read.
+    """
 
-    Args:
-        graph: Captured loss.
-        tokens: Leaf of the batch whose tokens are already counted.
+    words: int
+    rows: int
+
+
+def _lookups(graph: Graph) -> dict[int, _Lookup]:
+    """Returns the reads of tables by each leaf of the batch that indexes some.
+
+    Targets are compared, not looked up.
     """
     weight = graph.weight_tensors()
     leaf_of = {t.id: t.id for t in graph.tensors if t.kind == "batch"}
-    words: dict[int, int] = {}
-    read: dict[int, int] = {}
+    lookups: dict[int, _Lookup] = {}
     for op in graph.ops:
         leaves = {leaf_of[t] for t in op.operands if t in leaf_of}
         if len(leaves) != 1:
@@ -163,17 +185,15 @@ def _tokens_beside(graph: Graph, tokens: int) -> int:
         (leaf,) = leaves
         table = op.operands[0]
         if op.kind == "gather" and weight[table] and table not in leaf_of:
-            words[leaf] = max(words.get(leaf, 0), graph.tensors[table].shape[0])
+            before = lookups.get(leaf, _Lookup(words=0, rows=0))
             result = graph.tensors[op.results[0]]
-            rows = math.prod(result.shape[:-1]) * op.trip
-            read[leaf] = max(read.get(leaf, 0), rows)
+            lookups[leaf] = _Lookup(
+                words=max(before.words, graph.tensors[table].shape[0]),
+                rows=max(before.rows, math.prod(result.shape[:-1]) * op.trip),
+            )
         else:
             leaf_of |= dict.fromkeys(op.results, leaf)
-    return sum(
-        count
-        for leaf, count in read.items()
-        if leaf != tokens and words[leaf] == words.get(tokens)
-    )
+    return lookups
 
 
 def _active_parameters(graph: Graph, products: Sequence[Op], rows: int) -> int:

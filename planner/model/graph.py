@@ -322,7 +322,8 @@ class Graph:
         batch_dims: (tensor id, dimension) of the batch dimension of each batch leaf.
         num_micro_batches: Number of parts of the global batch before tracing.
         weighted: Whether the user divides by a weight of their own (``WeightedLoss``).
-        model_hash: Short hash of leaf paths, shapes and dtypes, batch and marks.
+        model_hash: Short hash of leaf paths, shapes and dtypes, batch and marks; after
+            a dash that of the operations.
         unknown_primitives: Distinct names of primitives without a rule.
         undeclared_marks: Text of marks that were entered but cover no operation.
         whole: Ids of the loss's other results (statistics, metrics); every device has

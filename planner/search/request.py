@@ -155,10 +155,10 @@ class LayoutCandidate(StepOptions):
     @property
     def layout(self) -> str:
         """Text that describes the layout."""
-        axes = [f"{a} {n}" for a, n in self.mesh.items() if n > 1]
-        words = " × ".join(axes) or "one device"
+        axes = {axis: size for axis, size in self.mesh.items() if size > 1}
+        words = " × ".join(f"{a} {n}" for a, n in axes.items()) or "one device"
         if self.zero:
             words += f", ZeRO-{self.zero}"
         if self.num_micro_batches > 1:
             words += f", {self.num_micro_batches} micro-batches"
-        return ", ".join([words, *option_words(self)])
+        return ", ".join([words, *option_words(self, axes)])

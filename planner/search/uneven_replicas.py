@@ -132,7 +132,11 @@ class Replicas:
         total = self.plan.num_micro_batches
         words = f"data {len(self.kinds)}{inner}, {self.share_words} of {total} "
         zero = [f"ZeRO-{self.case.zero}"] if self.case.zero else []
-        each = (f"{words}micro-batches", *zero, *option_words(self.plan))
+        each = (
+            f"{words}micro-batches",
+            *zero,
+            *option_words(self.plan, self.plan.axis_sizes),
+        )
         return ", ".join(each)
 
     @property

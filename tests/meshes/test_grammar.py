@@ -117,8 +117,10 @@ def test_every_torus_has_its_devices_or_an_error(name: str, numbers: list[int]) 
     found = entries()[name]
     assert found.torus is not None
     text = f"{name}:{'x'.join(map(str, numbers))}"
-    chips = math.prod(numbers[-found.torus.dims :])
-    if len(numbers) > found.torus.dims + 1 or chips > found.torus.max_chips:
+    lengths = tuple(numbers[-found.torus.dims :])
+    is_too_large = math.prod(lengths) > found.torus.max_chips
+    is_too_long = len(numbers) > found.torus.dims + 1
+    if is_too_long or is_too_large or not found.torus.has_slice(lengths):
         with pytest.raises(WhaleError):
             cluster(text)
     else:
@@ -127,9 +129,34 @@ def test_every_torus_has_its_devices_or_an_error(name: str, numbers: list[int]) 
         assert Cluster.from_json(parsed.to_json()) == parsed
 
 
+@pytest.mark.parametrize("name", TORUS_KINDS)
+def test_the_slices_next_to_any_lengths_are_offered(name: str) -> None:
+    torus = entries()[name].torus
+    assert torus is not None
+    for lengths in [(3, 5, 7)[: torus.dims], (1,), (64,), (96,), (2, 9)]:
+        near = torus.near_slices(lengths)
+        assert near and all(torus.has_slice(shape) for shape in near)
+        chips = [math.prod(shape) for shape in near]
+        assert chips[0] <= math.prod(lengths) and all(
+            more > math.prod(lengths) for more in chips[1:]
+        )
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        (
+            "v5p:3x5x7",
+            "'v5p:3x5x7' has slices of 3×5×7 chips, and lengths of a slice of v5p are "
+            "each 1, 2 or 4, or all multiples of 4. Nearest: v5p:4x4x4 or v5p:4x4x8. A "
+            "torus of your own can be described in a TOML file",
+        ),
+        (
+            "v5e:2x3x5",
+            "'v5e:2x3x5' has slices of 3×5 chips, and slices of v5e are 1×1, 2×2, 2×4, "
+            "4×4, 4×8, 8×8, 8×16 or 16×16. Nearest: v5e:2x2x4 or v5e:2x4x4. A torus of "
+            "your own can be described in a TOML file",
+        ),
         ("h100x8", "'h100x8' has no colon. Write h100:8"),
         ("h100 8", "'h100 8' has no colon. Write h100:8"),
         (

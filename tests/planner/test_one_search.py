@@ -165,7 +165,7 @@ def choices(layout: str) -> dict[str, Any]:
         "remat": ((ALL, policy[1]),) if policy else (),
         "offload": tuple(hosted[1].split(" and ")) if hosted else (),
         "sequence_parallel": "sequence parallel" in layout,
-        "attention": ((ALL, "ring"),) if "ring attention" in layout else (),
+        "attention": ((ALL, "ring"),) if "attention" in layout else (),
         "loss_chunks": number(r"logits in (\d+) chunks", 1),
     }
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from whalejax.meshes.jax_mesh import build_mesh, partition_spec
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.timed_schedule import table_of, time_schedule
+from whalejax.planner.plan.report.headline import headline_words
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 
 
@@ -132,6 +134,19 @@ def test_notes_and_paths_are_escaped() -> None:
     html = html_of(plan)
     checked(html)
     assert "a&lt;b&gt;&amp;c" in html and "1 &lt; 2 &amp; 3" in html
+
+
+def test_a_plan_in_a_notebook_begins_with_its_first_numbers() -> None:
+    """Size, speed, utilization and price, as the text has them."""
+    plan = plain()
+    html = html_of(plan)
+    for name, words in headline_words(plan):
+        assert f'<th scope="row">{name}</th>' in html
+        assert escape(" · ".join(words)) in html
+    assert "MFU" in html and "USD an hour" in html
+    assert "5 arrays of parameters" in html
+    older = dataclasses.replace(plan, work=None)
+    assert not headline_words(older) and "MFU" not in html_of(older)
 
 
 def test_a_plan_that_lacks_memory_says_so_in_words() -> None:

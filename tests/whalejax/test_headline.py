@@ -65,6 +65,31 @@ def test_tokens_are_those_that_the_model_reads() -> None:
     assert math.isclose(work.step_flops, dense + scores, rel_tol=0.01)
 
 
+@pytest.mark.parametrize(
+    ("tables", "tokens"), [(1, 16 * 24), (2, 0)], ids=["a sequence", "columns"]
+)
+def test_tokens_need_no_name(tables: int, tokens: int) -> None:
+    """A leaf of any name whose embeddings are multiplied is one of tokens."""
+    net = {
+        "words": jax.ShapeDtypeStruct((256, 32), jnp.float32),
+        "up": jax.ShapeDtypeStruct((32 * (tables**2), 64), jnp.float32),
+    }
+
+    def sequences(net: Any, batch: Any) -> Any:
+        hidden = jnp.tanh(net["words"][batch["ids"][:, :-1]] @ net["up"])
+        return (hidden.sum(-1) - batch["ids"][:, 1:].astype(jnp.float32)).mean()
+
+    def columns(net: Any, batch: Any) -> Any:
+        read = [net["words"][batch["ids"][:, i]] for i in range(4)]
+        return jnp.tanh(jnp.concatenate(read, -1) @ net["up"]).mean()
+
+    loss = sequences if tables == 1 else columns
+    batch = {"ids": jax.ShapeDtypeStruct((16, 25), jnp.int32)}
+    plan = wh.plan(loss, net, batch, optimizer=optax.sgd(0.1), cluster="h100:2")
+    assert work_of(plan).tokens == tokens
+    assert plan.throughput().work.unit == ("tokens" if tokens else "samples")
+
+
 def test_the_work_does_not_depend_on_the_plan() -> None:
     plain = planned("gpt-test", "h100:4")
     other = planned(
@@ -323,3 +348,31 @@ def test_a_token_that_gathers_its_expert_meets_that_one() -> None:
     work = work_of(wh.plan(loss, net, x, cluster="h100:1"))
     assert work.parameters == 64 * 8 + 2 * 8 * 64 * 256
     assert work.active == 64 * 8 + 2 * 64 * 256
+
+
+def test_a_kind_without_a_list_price_is_named() -> None:
+    plan = planned("mlp", "v5e:2x2")
+    assert "price   no list price of TPU v5e: give price_per_hour in a " in str(plan)
+    assert plan.throughput().price is None
+    for cluster in ("h100:4", "cpu:4"):
+        assert "no list price" not in str(planned("mlp", cluster))
+
+
+@pytest.mark.relaxed_promotion
+def test_utilization_is_of_the_type_that_devices_multiply_in() -> None:
+    """JAX's default precision multiplies float32 as bfloat16 on TPUs."""
+    types = {"v5e:2x2": "bf16", "h100:4": "tf32", "v100-32:4": "f32", "cpu:4": "f32"}
+    for cluster, dtype in types.items():
+        speed = planned("mlp", cluster).throughput()
+        assert (speed.work.dtype, speed.dtype) == ("f32", dtype)
+        assert f"({dtype})" in str(speed)
+        assert repr(speed) == f"<Throughput {speed}>"
+    mixed = planned("mlp", "v100-32:4+p100-16:4", precision="f16")
+    assert mixed.throughput().dtype in ("f16", "f16 and f32")
+
+
+@pytest.mark.relaxed_promotion
+def test_replicas_that_differ_divide_the_batch() -> None:
+    plan = planned("gpt-test", "v100-32:4+p100-16:4", mesh={"data": 8}, size=32)
+    assert plan.shares
+    assert "axes    default (unmarked)  data: micro-batches" in str(plan)

@@ -72,6 +72,14 @@ def test_goes_on_where_the_state_stands() -> None:
     assert [*half.losses, *rest.losses] == plain_losses(6)[0]
 
 
+def test_a_state_that_a_loop_took_is_refused_in_words() -> None:
+    step = shared_step()
+    state = fresh_state(step)
+    loop.train(step, state, batches, steps=1)
+    with pytest.raises(wh.WhaleError, match="this state was consumed by a step"):
+        loop.train(step, state, batches, steps=2)  # the cell of a notebook, run again
+
+
 def test_nothing_to_do() -> None:
     step = shared_step()
     done = loop.train(step, fresh_state(step), batches, steps=2)

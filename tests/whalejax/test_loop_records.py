@@ -167,6 +167,8 @@ def test_batches_may_come_one_after_the_other(step: wh.TrainStep) -> None:
         ({"patience": 2}, "there is no evaluation: give eval_batches"),
         ({"eval_batches": [data(1)], "best": "loss"}, "it needs save_dir"),
         ({"eval_batches": [data(1)], "patience": 1}, "patience needs best"),
+        ({"keep": 5}, "keep is 5; it needs save_dir, the folder of the checkpoints"),
+        ({"save_every": 2}, "save_every is 2; it needs save_dir"),
         ({"keep": 0}, "keep is 0; expected a whole number, 1 or more"),
         ({"best_mode": "least"}, "best_mode is 'least'"),
         ({"eval_batches": []}, "eval_batches gave no batch"),

@@ -427,6 +427,15 @@ def test_a_mistake_is_named(name: str) -> None:
         call()
 
 
+def test_another_loss_on_the_same_model_is_said(tmp_path: Path) -> None:
+    plan().save(tmp_path / "plan.json")
+    for one in (plan(), wh.Plan.load(tmp_path / "plan.json")):
+        with pytest.warns(UserWarning, match="is not the one that the plan was made"):
+            wh.compile(one, lambda m, b: 2 * loss(m, b), net(), optimizer=ADAM)
+        # An evaluation may measure something else.
+        wh.compile(one, lambda m, b: jnp.sqrt(loss(m, b)), net())
+
+
 def test_a_class_of_nnx_is_given_its_random_numbers() -> None:
     """``step.init(Net)`` is what people write first."""
     key = jax.random.key(3)
@@ -548,6 +557,10 @@ def test_what_is_printed_by_accident_is_short() -> None:
     assert repr(state()) == "<TrainState of step 0: 676 parameters, 4 arrays>"
     for value in (plan().cluster, wh.cluster("h100:4x8")):
         assert repr(value) == f"<Cluster {value.describe()}>"
+    job = wh.Job(loss, lambda key: net(), BATCH, ADAM, batch_size=16, name="mine")
+    assert repr(job) == "<Job 'mine': loss, batches of 16>"
+    (kind,) = wh.cluster("v5e:4x4").kinds
+    assert repr(kind) == "<DeviceKind v5e: TPU v5e, 16.9 GB>"
     done = wh.loop.train(step(), state(), lambda i: BATCH, steps=3)
     assert repr(done).startswith("<LoopResult of 3 steps after 0, loss 0")
     assert len(repr(done)) < 80
@@ -565,6 +578,10 @@ WORDS = {
     "plan no.py:make --cluster h100:8": "there is no such file",
     "plan mlp --set clases=3 --cluster h100:8": "nearest: classes",
     "pln mlp": "there is no command 'pln'. Did you mean 'plan'?",
+    "compare a.json b.json": "there is no command 'compare'. Did you mean 'diff'?",
+    "explain a.json x": "there is no command 'explain'. Did you mean 'why'?",
+    "show a.json --tokens abc": "--tokens is 'abc'; expected a number",
+    "plan mlp --margin much": "--margin is 'much'; expected a number",
     "show no.json": "there is no such plan file",
     "search mlp": "--on is missing; expected --on h100:8",
     "search mlp --on h100-8": "Write h100:8",

@@ -13,7 +13,7 @@ import pytest
 import whalejax as wh
 from tests.whalejax.test_displays import checked, plain
 from whalejax import jobs, models
-from whalejax.display.sliders import kept_layout
+from whalejax.planner.plan.kept_layout import kept_layout
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax's norms rely on it

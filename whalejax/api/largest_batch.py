@@ -3,13 +3,15 @@
 A batch that is computed in parts may have any size, so the search is for the largest
 part: the samples that all devices process at a time. It needs few plans: sizes grow
 sixteenfold until one does not fit. The memory that this size needs gives an estimate of
-the limit. Sizes near the estimate are tried until the smallest that does not fit
-exceeds the largest that fits by at most an eighth.
+the limit, near which further sizes are tried. Between the largest that fits and the
+smallest that does not, the layout of the former is kept, which plans in a fraction of a
+second; a search over all layouts then confirms both ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +22,14 @@ import optax
 from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
 from whalejax.api.search import named_clusters
 from whalejax.meshes import Cluster
-from whalejax.meshes.arguments.near_names import near_hint
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
-from whalejax.meshes.checks import short_repr
-from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
-from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.meshes.units import count_text, gigabytes, milliseconds
+from whalejax.planner.plan.kept_layout import kept_layout
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.headline import speed_words
 from whalejax.planner.plan.report.plan_page import page_width
+from whalejax.planner.plan.report.search_data import place_of_cluster
 from whalejax.planner.plan.report.text_layout import Line, paragraph, plain, table
 from whalejax.planner.plan.report.why import layout_text
 from whalejax.planner.plan_errors import NothingFits, PlanError
@@ -39,7 +40,17 @@ GROWTH: Final = 16
 """Ratio of the next batch size to the last, while batches fit."""
 
 CLOSENESS: Final = 1.125
-"""The search ends at this ratio of a size that does not fit to one that fits."""
+"""The search ends at this ratio of a size that does not fit to one that fits, if no
+layout can be kept: replicas that differ, and stages with programs of their own.
+"""
+
+_PARTS: Final = 256
+"""The smallest size that does not fit exceeds the largest that fits by at most this
+part of it, or by a sample of each device.
+"""
+
+_COARSE: Final = 1.25
+"""Ratio at which the layout of the size that fits is kept."""
 
 MOST_PLANS: Final = 16
 """Largest number of plans for one cluster."""
@@ -48,7 +59,7 @@ MOST_SAMPLES: Final = 2**30
 """Largest number of samples that is tried."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LargestBatch:
     """The largest batch on one cluster.
 
@@ -62,7 +73,7 @@ class LargestBatch:
         next_samples: Number of samples of the smallest tried batch that does not fit;
             None if all do, up to ``MOST_SAMPLES``: larger ones may fit too.
         problem: Error of the smallest batch that does not fit; None if all do.
-        num_plans: Number of plans that were made.
+        num_plans: Number of searches over all layouts.
     """
 
     name: str
@@ -72,6 +83,12 @@ class LargestBatch:
     next_samples: int | None
     problem: PlanError | None
     num_plans: int
+
+    def __repr__(self) -> str:
+        layout = "" if self.plan is None else f": {layout_text(self.plan)}"
+        above = f", not {self.next_samples:,}" if self.next_samples else ""
+        samples = count_text(self.samples, "sample")
+        return f"<LargestBatch of {samples}{above} on {self.name}{layout}>"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -88,13 +105,10 @@ class LargestBatches(Sequence[LargestBatch]):
     batches: tuple[LargestBatch, ...]
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, str):
-            names = [batch.name for batch in self.batches]
-            if index not in names:
-                hint = near_hint(index, names) or f"; there are {', '.join(names)}"
-                raise WhaleError(f"there is no batch on {short_repr(index)}{hint}")
-            return self.batches[names.index(index)]
-        return self.batches[index]
+        if isinstance(index, slice):
+            return self.batches[index]
+        names = [batch.name for batch in self.batches]
+        return self.batches[place_of_cluster(index, names, "batch")]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -145,7 +159,13 @@ class LargestBatches(Sequence[LargestBatch]):
         Args:
             width: Columns of a line; None does not wrap lines.
         """
-        head = ["cluster", "largest batch", "micro-batch", "layout", "step"]
+        head = [
+            "cluster",
+            "largest batch",
+            "micro-batch",
+            "layout",
+            "step",
+        ]
         head += ["speed", "utilization", "memory per device"]
         rows = self.rows()
         lines = table(head, rows, width, right=[1, 2]) if rows else []
@@ -153,6 +173,13 @@ class LargestBatches(Sequence[LargestBatch]):
             if batch.plan is None:
                 text = f"on {batch.name}: {' '.join(str(batch.problem).split())}"
                 lines += paragraph("none", [text], width)
+        above = [
+            f"{batch.next_samples:,} on {batch.name}"
+            for batch in self.batches
+            if batch.samples and batch.next_samples
+        ]
+        if above:
+            lines += paragraph("too many", [", ".join(above)], width)
         text = (
             "a global batch of any multiple can be computed in parts, one after the "
             "other: num_micro_batches="
@@ -264,11 +291,20 @@ def _largest(
         larger = min(low * GROWTH, most)
         low, high = (larger, 0) if fits(larger) else (low, larger)
     unit = parts if low >= parts else 1
-    while low and high > low * CLOSENESS and len(tried) < MOST_PLANS:
+    while low and len(tried) < MOST_PLANS:
+        kept = _layout_options(tried[low])
+        if high <= low * (_COARSE if kept else CLOSENESS):
+            break
         middle = _between(low, high, tried) // unit * unit
         if not low < middle < high:
             break
         low, high = (middle, high) if fits(middle) else (low, middle)
+    if low and high:
+        again = functools.partial(
+            question.replan, cluster=cluster, num_micro_batches=micro_batches
+        )
+        finest = max(unit, low // _PARTS // unit * unit)
+        low = _bisected(low, high, finest, tried, fits, again)
     plan = tried.get(low)
     not_fitting = [n for n, one in tried.items() if not isinstance(one, Plan)]
     refused = min(not_fitting, default=0)
@@ -283,6 +319,56 @@ def _largest(
         problem=problem if isinstance(problem, PlanError) else None,
         num_plans=len(tried),
     )
+
+
+def _layout_options(plan: Plan | PlanError) -> dict[str, Any]:
+    return kept_layout(plan, {}) if isinstance(plan, Plan) else {}
+
+
+def _bisected(
+    low: int,
+    high: int,
+    unit: int,
+    tried: Mapping[int, Plan | PlanError],
+    fits: Callable[[int], bool],
+    again: Callable[..., Plan],
+) -> int:
+    """Returns the largest size that fits, with the next one tried.
+
+    Args:
+        low, high: A size that fits, and one that does not.
+        unit: Difference of sizes that are considered.
+        tried: Result of each size that was searched.
+        fits: Function that searches all layouts for a size.
+        again: Function that plans a size with given options.
+    """
+
+    def fits_alike(samples: int, layout: Mapping[str, Any]) -> bool:
+        try:
+            again(batch=samples, **layout)
+        except PlanError:
+            return False
+        return True
+
+    while high - low > unit and len(tried) < MOST_PLANS:
+        layout = _layout_options(tried[low])
+        if not layout:
+            break
+        first, last = low, high
+        while last - first > unit:
+            middle = (first + last) // 2 // unit * unit
+            if fits_alike(middle, layout):
+                first = middle
+            else:
+                last = middle
+        # Another layout may be better at this size, or hold the next one.
+        if first == low or not fits(first):
+            first = low
+        if fits(first + unit):
+            low = first + unit
+        else:
+            low, high = first, first + unit
+    return low
 
 
 def _between(low: int, high: int, tried: Mapping[int, Plan | PlanError]) -> int:

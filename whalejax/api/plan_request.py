@@ -72,6 +72,7 @@ from whalejax.capture.precision import (
     widest_work,
 )
 from whalejax.capture.split_checks import check_split, split_note
+from whalejax.capture.table_reads import BEYOND
 from whalejax.lowering.batch_record import batch_leaves, batch_tree, tree_bytes
 from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.lowering.pipeline_mpmd.update_partition import check_update
@@ -282,7 +283,7 @@ class PlanQuestion:
         request = dataclasses.replace(self.request, **changes)
         asked = dataclasses.replace(self, batch=batch, cluster=cluster, request=request)
         try:
-            return asked.plan()
+            plan = asked.plan()
         except (TypeError, ValueError) as error:
             if length is None or isinstance(error, WhaleError):
                 raise
@@ -291,6 +292,12 @@ class PlanQuestion:
                 f"the loss takes no sequences of {length} ({first}). A table of "
                 "positions has a length of its own: make the model for it"
             ) from error
+        beyond = [note for note in plan.notes if note.startswith(BEYOND)]
+        if length is not None and beyond:
+            raise PlanError(
+                f"the loss takes no sequences of {length}. It {'. It '.join(beyond)}"
+            )
+        return plan
 
     @property
     def sequence_length(self) -> int | None:

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from whalejax.adapters.base import Adapter
 from whalejax.capture.batch import TracedLeaf
@@ -276,7 +277,8 @@ def _ops(
 
 
 def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
-    """Returns sixteen hex digits over the leaves, the global batch and the marks.
+    """Returns sixteen hex digits over the leaves, the global batch and the marks, and
+    after a dash eight over the operations of the loss.
 
     Args:
         graph: Graph of the loss as the user wrote it.
@@ -294,4 +296,23 @@ def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
     marks = {mark for region in graph.task_graphs for mark in region.marks}
     marked = sorted(map(scope_name, marks))
     text = json.dumps([model, batch, marked, sorted(kinds.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    digits = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{digits}-{_loss_hash(graph)}"
+
+
+_OF_SHAPES: Final = {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "squeeze",
+    "transpose",
+}
+"""Operations that depend on sizes and on the precision, and compute nothing."""
+
+
+def _loss_hash(graph: Graph) -> str:
+    # Numbers are left out: a mean divides by the size of a micro-batch.
+    kinds = Counter(op.kind for op in graph.ops if op.kind not in _OF_SHAPES)
+    text = json.dumps(sorted(kinds.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

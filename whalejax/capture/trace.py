@@ -65,6 +65,7 @@ from whalejax.capture.sharding_constraints import (
 )
 from whalejax.capture.sorted_rows import holds_sort, rows_after, with_sorted_rows
 from whalejax.capture.split_dims.rewrite import taken_apart
+from whalejax.capture.table_reads import short_table_notes
 from whalejax.capture.walk import FlatProgram, KnownRules, SortedRows, holds_tiles
 from whalejax.capture.walk_records import Position, Value
 from whalejax.jaxpr.fewer_rows import BatchRows
@@ -385,6 +386,7 @@ class _Reader:
         )
         graph, notes = aligned(graph, self.adapter.short)
         walk.notes += [*notes, *constraint_notes(program)]
+        walk.notes += short_table_notes(program, self.adapter.param_paths)
         return graph, walk, results
 
 

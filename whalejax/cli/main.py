@@ -172,10 +172,11 @@ def _check_command_name(argv: Sequence[str]) -> None:
     """Refuses a first word that is not a command, and names the nearest one."""
     if not argv or argv[0].startswith("-") or argv[0] in COMMAND_NAMES:
         return
-    from whalejax.meshes.arguments.near_names import near_hint
+    from whalejax.meshes.arguments.near_names import COMMAND_SYNONYMS, near_hint
 
+    hint = near_hint(argv[0], COMMAND_NAMES, COMMAND_SYNONYMS)
     raise WhaleError(
-        f"there is no command {argv[0]!r}{near_hint(argv[0], COMMAND_NAMES) or '.'} "
+        f"there is no command {argv[0]!r}{hint or '.'} "
         f"Commands: {', '.join(COMMAND_NAMES)}"
     )
 

@@ -65,6 +65,7 @@ _WHOLE: Final = {
 _SECONDS: Final = ("exit_timeout", "patience", "seconds", "timeout")
 _SECONDS_OR_NONE: Final = ("mtbf", "restart", "snapshot", "recovery", "repair")
 _MOST_SECONDS: Final = 1e12
+_NUMBERS: Final = (*_SECONDS, *_SECONDS_OR_NONE, "margin", "tokens")
 _MAY_BE_EMPTY: Final = ("cpu_quota", "arguments")
 _NO_FOLDER: Final = (
     "csv",
@@ -130,7 +131,7 @@ def _check_numbers(argv: Sequence[str]) -> None:
             raise WhaleError(
                 f"--{option} is {short_repr(behind)}; expected a whole number"
             )
-        if name in (*_SECONDS, *_SECONDS_OR_NONE) and not _is_float(behind):
+        if name in _NUMBERS and not _is_float(behind):
             raise WhaleError(f"--{option} is {short_repr(behind)}; expected a number")
 
 

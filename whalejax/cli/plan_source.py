@@ -80,8 +80,8 @@ def planned_job(
     if not source:
         raise WhaleError(
             f"{path} does not say which model it is for, because it was made from "
-            "Python. Name the model with --model (and --set), or call plan.verify(...) "
-            "or wh.check(...) where the plan is made"
+            "Python. Name the model with --model (and --set), or call plan.verify(…), "
+            "wh.check(…) or step.profile(…) where the plan is made"
         )
     if model is None and is_file(source[0]):
         words = " ".join(["--set", *map(shlex.quote, source[1:])] * (len(source) > 1))

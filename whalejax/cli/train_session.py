@@ -292,6 +292,7 @@ class _Session:
         )
         state, checkpoint = self._restore_or_init(step)
         first = int(state.step)
+        saves, evaluates = options.save is not None, job.eval_batches is not None
         with Meter(
             self.console,
             "training",
@@ -305,8 +306,8 @@ class _Session:
                 self.batches_from(state),
                 steps=options.steps,
                 save_dir=options.save,
-                save_every=options.save_every,
-                keep=options.keep,
+                save_every=options.save_every if saves or evaluates else None,
+                keep=options.keep if saves else None,
                 eval_batches=job.eval_batches,
                 eval_every=options.eval_every,
                 best=options.best,

@@ -20,6 +20,7 @@ from whalejax.display.page import (
 )
 from whalejax.meshes.units import gigabytes
 from whalejax.meshes.units import milliseconds as seconds_text
+from whalejax.planner.plan.report.headline import headline_words
 from whalejax.planner.plan.report.parameter_table import ParameterRow, parameter_rows
 from whalejax.planner.plan.report.plan_page import (
     SHOWN_ROWS,
@@ -27,6 +28,7 @@ from whalejax.planner.plan.report.plan_page import (
     crossings,
     hints,
     other_notes,
+    region_axes,
     share_words,
     stage_rows,
     traffic_rows,
@@ -58,6 +60,7 @@ def plan_html(plan: PlanData) -> str:
         (
             f"<h3>Plan for {escape(plan.cluster.describe())}</h3>",
             f"<p>{escape(layout_text(plan))}</p>",
+            _headline(plan),
             f'<div class="pair">{_time(plan)}{_memory(plan)}</div>',
             _mesh(plan),
             *_stages(plan),
@@ -68,6 +71,14 @@ def plan_html(plan: PlanData) -> str:
             *_candidate_table(plan),
         )
     )
+
+
+def _headline(plan: PlanData) -> str:
+    rows = (
+        f'<th scope="row">{escape(name)}</th>' + cell(" · ".join(words))
+        for name, words in headline_words(plan)
+    )
+    return table((), rows) if plan.work else ""
 
 
 def _term_rows(
@@ -139,7 +150,7 @@ def _parameters(plan: PlanData) -> str:
     count = sum(row.count for row in rows)
     total = gigabytes(sum(row.device_bytes for row in rows))
     plural = "s" if count > 1 else ""
-    caption = f"{count:,} parameter{plural}, {total} per device"
+    caption = f"{count:,} array{plural} of parameters, {total} per device"
     found = table(names, cells[:SHOWN_ROWS], caption=caption)
     rest = by_size[SHOWN_ROWS:]
     if rest:
@@ -171,7 +182,7 @@ def _regions(plan: PlanData) -> str:
     rows = (
         cell(region.task_graph)
         + cell(" > ".join(region.marks) or "unmarked")
-        + cell(" · ".join(f"{a}: {', '.join(r)}" for a, r in region.axes if r) or "–")
+        + cell(region_axes(plan, region) or "–")
         for region in plan.compute
     )
     return table(("TaskGraph", "marks", "axis: dimensions"), rows)

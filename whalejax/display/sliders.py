@@ -20,15 +20,14 @@ from whalejax.display.plan_pages import plan_html
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import cluster
 from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.kept_layout import kept_layout
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_errors import NothingFits
-from whalejax.planner.step_options import REMAT_POLICIES, options_of
+from whalejax.planner.step_options import REMAT_POLICIES
 
 
 _TIMES = (0.25, 0.5, 1, 2, 4)
 """Offered batches, relative to the planned one."""
-
-_NOTHING = "none"
 
 _SAME = "as planned"
 """First value of controls; ipywidgets accept no None."""
@@ -124,38 +123,6 @@ class Sliders:
         drawn: dict[str, Any] = dict(self.widget._repr_mimebundle_())
         html = fragment(self._html())
         return {**drawn, "text/html": html, "text/plain": str(self)}
-
-
-def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings of ``what_if`` that keep a plan's layout after changes.
-
-    Args:
-        plan: Plan whose layout is kept.
-        asked: Other changes; ``cluster`` may have more or fewer devices.
-
-    Returns:
-        The settings, except the number of micro-batches; empty if the mesh cannot have
-        that many devices.
-    """
-    if plan.stage_plans or plan.pipelines or plan.shares:
-        return {}
-    sizes = dict(plan.axes)
-    count = cluster(asked["cluster"]).num_devices if "cluster" in asked else None
-    if count is not None and count != plan.num_devices:
-        for axis in ("data", "fsdp"):
-            rest = plan.num_devices // sizes.get(axis, 1)
-            if axis in sizes and count % rest == 0:
-                sizes[axis] = count // rest
-                break
-        else:
-            return {}
-    options: dict[str, Any] = options_of(plan)
-    options["remat"] = dict(plan.remat) or _NOTHING
-    options["offload"] = plan.offload or _NOTHING
-    options["attention"] = dict(plan.attention) or None
-    options.pop("num_micro_batches", None)
-    kept = {**options, "mesh": sizes, "zero": plan.zero}
-    return {name: value for name, value in kept.items() if name not in asked}
 
 
 def _micro_batches(plan: PlanData, asked: Mapping[str, Any]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.lowering.global_arrays import is_here, settle
-from whalejax.lowering.train_state import TrainState
+from whalejax.lowering.train_state import TrainState, check_alive
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
@@ -54,6 +54,10 @@ def __dir__() -> list[str]:
 _LEFTOVER: Final = re.compile(
     rf"step_\d{{6,}}(\.deleted|{re.escape(UNFINISHED_SUFFIX)})"
 )
+
+
+_SAVE_EVERY: Final = 100
+_KEEP: Final = 3
 
 
 Hook = Callable[[int, Mapping[str, Any]], Any]
@@ -105,8 +109,8 @@ def train(
     *,
     steps: int,
     save_dir: str | os.PathLike[str] | None = None,
-    save_every: int = 100,
-    keep: int = 3,
+    save_every: int | None = None,
+    keep: int | None = None,
     eval_batches: Callable[[], Iterable[Any]] | Sequence[Any] | None = None,
     eval_every: int | None = None,
     best: str | None = None,
@@ -131,7 +135,8 @@ def train(
         steps: Total number of steps, including those before a resumption.
         save_dir: Folder of the checkpoints, ``step_000100``; None writes none.
         save_every: Number of steps between checkpoints; the last step is saved too.
-        keep: Number of latest checkpoints to keep.
+            None takes 100.
+        keep: Number of latest checkpoints to keep; None keeps 3.
         eval_batches: Batches of an evaluation: a sequence, or a function that returns
             new ones each time. Metrics of an evaluation are means over its batches,
             weighted by their samples.
@@ -167,6 +172,7 @@ def train(
     settings = dict(locals())
     del settings["state"], settings["batches"]
     _check_order(step, state, batches)
+    check_alive(state)
     with ExitStack() as opened:
         run = _run_of(opened, int(state.step), **settings)
         return run.go(state, _batch_function(batches, run.rhythm.first))
@@ -193,7 +199,7 @@ def _run_of(
     """
     folder = None if save_dir is None else Path(save_dir)
     _check_arguments(step=step, save_dir=folder, **given)
-    every, batches = given["save_every"], given["eval_batches"]
+    every, batches = given["save_every"] or _SAVE_EVERY, given["eval_batches"]
     rhythm = _Rhythm(
         first=first,
         steps=given["steps"],
@@ -211,7 +217,7 @@ def _run_of(
         step=step,
         rhythm=rhythm,
         folder=folder,
-        keep=given["keep"],
+        keep=given["keep"] or _KEEP,
         resumed_from=resumed_from,
         losses=LossesInFlight(
             records.tell, getattr(step, "steps_in_flight", STEPS_IN_FLIGHT)
@@ -418,10 +424,8 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
     problems = Arguments("loop.train")
     if not callable(step):
         problems.refuse("step", step, "what wh.compile gives")
-    for name in ("save_every", "keep"):
-        problems.whole(name, given[name], least=1)
     problems.whole("steps", given["steps"])
-    for name in ("eval_every", "patience"):
+    for name in ("save_every", "keep", "eval_every", "patience"):
         problems.whole(name, given[name], least=1, none=True)
     problems.choice("best_mode", given["best_mode"], ("min", "max"))
     _check_functions(problems, given)
@@ -435,11 +439,23 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
                     "evaluation: give "
                     "eval_batches, a list of batches or a function that gives them"
                 )
-    elif given["best"] is not None and given["save_dir"] is None:
-        problems.add(f"best is {short_repr(given['best'])}; it needs save_dir")
+    if given["save_dir"] is None:
+        _check_without_folder(problems, given)
     if given["patience"] is not None and given["best"] is None:
         problems.add("patience needs best, the metric that is to become better")
     problems.raise_if_any()
+
+
+def _check_without_folder(problems: Arguments, given: Mapping[str, Any]) -> None:
+    """Records options of checkpoints, of which none is written without a folder."""
+    evaluates = given["eval_batches"] is not None
+    needing = ["keep", *(["best"] if evaluates else ["save_every"])]
+    for name in needing:
+        if given[name] is not None:
+            problems.add(
+                f"{name} is {short_repr(given[name])}; it needs save_dir, the folder "
+                "of the checkpoints"
+            )
 
 
 def _check_functions(problems: Arguments, given: Mapping[str, Any]) -> None:

@@ -34,6 +34,14 @@ _OTHER_MODEL: Final = (
 )
 
 
+_OTHER_LOSS: Final = (
+    "this loss is not the one that the plan was made for: the model is the same, and "
+    "the operations are not (or another version of JAX traced them). The step trains "
+    "the loss that wh.compile was given; time and memory were predicted for the other. "
+    "Plan again with wh.plan(loss_fn, …), or give wh.compile the loss of the plan"
+)
+
+
 def devices_of(plan: Plan, devices: Any) -> list[Any]:
     """Returns the devices of a plan: the given ones, or all.
 
@@ -166,13 +174,19 @@ def check_same_shapes(plan: Plan, adapter: Adapter) -> None:
     problems.raise_if_any(PlanError, title=_OTHER_MODEL)
 
 
-def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
+def check_same_model(
+    plan: Plan, captured: Captured, example: Any, *, trains: bool = True
+) -> None:
     """Raises if a plan was made for another model or batch, and lists the differences.
+
+    It warns of another loss on the same model: its operations may differ only because
+    another version of JAX traced them.
 
     Args:
         plan: Plan to run.
         captured: Captured loss of the model to run.
         example: Global batch of the model.
+        trains: Whether the loss is trained; an evaluation may have another.
 
     Raises:
         PlanError: The model or batch differs; lists all leaves.
@@ -180,8 +194,12 @@ def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
     problems = Problems()
     planned = {x.path: (x.shape, x.dtype, x.trained) for x in plan.leaves}
     given = {t.path: (t.shape, t.dtype, not t.frozen) for t in captured.graph.params}
+    planned_model, _, planned_loss = plan.model_hash.partition("-")
+    model, _, loss = captured.graph.model_hash.partition("-")
     # A file may have the hash of one model and the parameters of another.
-    if captured.graph.model_hash == plan.model_hash and planned == given:
+    if model == planned_model and planned == given:
+        if planned_loss not in ("", loss) and trains:
+            warn(_OTHER_LOSS)
         return
     for path in sorted(set(planned) | set(given)):
         a, b = planned.get(path), given.get(path)
@@ -195,8 +213,8 @@ def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
         problems.add(f"the batch: the plan is for {shapes}, given is {here}")
     if not problems:
         problems.add(
-            f"the loss or its marks changed (the plan has hash {plan.model_hash}, the "
-            f"model {captured.graph.model_hash})"
+            f"the loss or its marks changed (the plan has hash {planned_model}, the "
+            f"model {model})"
         )
     problems.raise_if_any(
         PlanError,

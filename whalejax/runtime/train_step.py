@@ -824,7 +824,7 @@ def step_of(
     except Exception:
         check_same_shapes(plan, adapter)  # which may have failed the loss
         raise
-    check_same_model(plan, captured, example)
+    check_same_model(plan, captured, example, trains=optimizer is not None)
     evaluating = adapter.evaluating() if optimizer is None else None
     if evaluating is None:
         check_split(captured, plan)

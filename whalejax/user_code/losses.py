@@ -168,7 +168,7 @@ class LossResult:
 
 
 @names_arguments("wh.Job", instance="job")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Job:
     """All inputs of ``whalejax train file.py:function``.
 
@@ -234,6 +234,11 @@ class Job:
             check_function(problems, "eval_batches", sets)
         problems.raise_if_any()
         object.__setattr__(self, "batch_size", plain(self.batch_size))
+
+    def __repr__(self) -> str:
+        loss = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
+        size = f", batches of {self.batch_size}" if self.batch_size else ""
+        return f"<Job {self.name!r}: {loss}{size}>"
 
     def batch_at(self, step: int, size: int | None = None) -> Any:
         """Returns the global batch of one step.

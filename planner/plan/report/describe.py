@@ -88,7 +88,8 @@ def _of_axis(plan: PlanData, axis: str) -> str:
     if axis == "data" and plan.shares:
         words += f", shares {' '.join(map(str, plan.shares))} of its micro-batches"
     if axis == "context":
-        words += f", {attention_words(plan.attention) or 'keys and values gathered'}"
+        attention = attention_words(plan.attention, plan.axis_sizes)
+        words += f", {attention or 'keys and values gathered'}"
     where: dict[str, list[str]] = {}
     for region in plan.compute:
         for name, roles in region.axes:

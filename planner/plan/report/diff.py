@@ -316,7 +316,7 @@ def _settings(plan: PlanData) -> list[tuple[str, str]]:
         ("parts", f"{count} micro-batch{'es' if count > 1 else ''}"),
         ("ZeRO", f"{plan.zero} over data" if plan.zero else ""),
         ("dtype", ", ".join(precision_words(plan.precisions, plan.precision)) or "f32"),
-        *option_rows(plan),
+        *option_rows(plan, plan.axis_sizes),
         ("stages", f"{stages.words()} ({stages.executor})" if stages else ""),
         ("layers", "+".join(map(str, stages.layers)) if stages else ""),
         ("shares", " ".join(map(str, plan.shares))),

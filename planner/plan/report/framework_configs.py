@@ -71,7 +71,7 @@ def unsaid_options(plan: PlanData, *said: str) -> list[str]:
     if plan.zero:
         found.append(f"ZeRO-{plan.zero} over data")
     if "options" not in said:
-        found += option_words(plan)
+        found += option_words(plan, plan.axis_sizes)
     if plan.compiler_options:
         found.append("compiler options")
     if plan.device_order:
@@ -298,7 +298,11 @@ def _maxtext_command(plan: PlanData) -> tuple[list[str], list[str]]:
     if "activations" in plan.offload:
         unsaid.append("offload of activations")
     said = ("remat", "offload")
-    unsaid += [text for text in option_words(plan) if not text.startswith(said)]
+    unsaid += [
+        text
+        for text in option_words(plan, plan.axis_sizes)
+        if not text.startswith(said)
+    ]
     return flags, unsaid
 
 

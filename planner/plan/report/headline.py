@@ -10,9 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whalejax.meshes.checks import Arguments
+from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.units import count_digits, count_text, duration_text
-from whalejax.planner.plan.report.prices import HourlyPrice, hourly_price
+from whalejax.planner.plan.report.prices import (
+    HourlyPrice,
+    hourly_price,
+    listed_price,
+)
 from whalejax.planner.plan.report.table_text import whole_seconds
 from whalejax.planner.plan.report.text_layout import Line, paragraph
 from whalejax.planner.plan_data import PlanData
@@ -20,7 +25,7 @@ from whalejax.planner.plan_entries import ModelWork
 from whalejax.planner.plan_errors import PlanError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Throughput:
     """Speed and price of a plan's step.
 
@@ -28,7 +33,8 @@ class Throughput:
         work: Size of the model and work of a step.
         step_seconds: Seconds of a step, predicted or measured.
         num_devices: Number of devices that the plan uses.
-        dtype: Type of most products, such as ``"bf16"``.
+        dtype: Type in which devices multiply most, such as ``"bf16"``; several types
+            for devices of several kinds, as ``"f16 and f32"``.
         peak_flops_per_second: Sum of the devices' peaks in that type.
         price: Price of the cluster for an hour; None if unknown.
     """
@@ -98,6 +104,9 @@ class Throughput:
     def __str__(self) -> str:
         return " · ".join([*speed_words(self), *price_words(self)])
 
+    def __repr__(self) -> str:
+        return f"<Throughput {self}>"
+
 
 def throughput(plan: PlanData, step_seconds: float | None = None) -> Throughput:
     """Returns the speed and the price of a plan's step.
@@ -124,7 +133,7 @@ def throughput(plan: PlanData, step_seconds: float | None = None) -> Throughput:
         work=plan.work,
         step_seconds=step_seconds or whole_seconds(plan),
         num_devices=plan.num_devices,
-        dtype=plan.cluster.kinds[0].multiplies_in(dtype),
+        dtype=" and ".join(dict.fromkeys(_product_type(plan, kind) for kind in kinds)),
         peak_flops_per_second=sum(
             kind.peak_flops(kind.multiplies_in(dtype)) for kind in kinds
         ),
@@ -136,6 +145,13 @@ def _devices(plan: PlanData) -> list[DeviceKind]:
     every = [node.kind for node in plan.cluster.nodes for _ in range(node.count)]
     order = plan.device_order or range(plan.num_devices)
     return [every[number] for number in order]
+
+
+def _product_type(plan: PlanData, kind: DeviceKind) -> str:
+    """Returns the type in which a kind of device does most of a model's products."""
+    assert plan.work is not None
+    name = kind.multiplies_in(plan.work.dtype)
+    return "bf16" if name == "f32" and plan.cluster.compiler.narrow_products else name
 
 
 def model_words(work: ModelWork) -> list[str]:
@@ -190,15 +206,44 @@ def run_words(speed: Throughput, units: float) -> str:
 
 def headline(plan: PlanData, width: int | None) -> list[Line]:
     """Renders the model's size, the predicted speed and the price."""
+    lines: list[Line] = []
+    for name, words in headline_words(plan):
+        lines += paragraph(name, words, width, " · ")
+    return lines
+
+
+def headline_words(plan: PlanData) -> list[tuple[str, list[str]]]:
+    """Returns the model's size, the predicted speed and the price, each with its name.
+
+    Plans from older files have none.
+    """
     if plan.work is None:
         return []
     speed = throughput(plan)
-    lines = [
-        *paragraph("model", model_words(plan.work), width, " · "),
-        *paragraph("speed", speed_words(speed), width, " · "),
+    price = price_words(speed) or unknown_price_words(plan.cluster)
+    rows = [("model", model_words(plan.work)), ("speed", speed_words(speed))]
+    return [*rows, *([("price", price)] if price else [])]
+
+
+def unknown_price_words(cluster: Cluster) -> list[str]:
+    """Describes which kinds of devices have no price, and how to give one.
+
+    CPUs need none: their plans are tried on the machine at hand.
+    """
+    kinds = [
+        kind
+        for kind in cluster.kinds
+        if kind.platform != "cpu"
+        and kind.price_per_hour is None
+        and listed_price(kind) is None
     ]
-    words = price_words(speed)
-    return [*lines, *(paragraph("price", words, width, " · ") if words else ())]
+    if not kinds:
+        return []
+    names = " and ".join(kind.display_name() for kind in kinds)
+    return [
+        f"no list price of {names}: give price_per_hour in a cluster file, or prices= "
+        "of wh.search"
+    ]
 
 
 def flops_text(flops: float) -> str:

@@ -39,6 +39,7 @@ from whalejax.planner.plan.report.why import (
     whole_reasons,
 )
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import RegionTable
 from whalejax.planner.sharding.layout import STAGE
 
 
@@ -199,10 +200,21 @@ def _link_text(
 
 def _regions(plan: PlanData, width: int | None) -> Iterator[Line]:
     for region in plan.compute:
-        axes = [f"{axis}: {', '.join(roles)}" for axis, roles in region.axes if roles]
         marks = " > ".join(region.marks) or "unmarked"
-        pieces = [f"{region.task_graph} ({marks})", " · ".join(axes) or "whole"]
+        pieces = [
+            f"{region.task_graph} ({marks})",
+            region_axes(plan, region) or "whole",
+        ]
         yield from paragraph("axes", pieces, width)
+
+
+def region_axes(plan: PlanData, region: RegionTable) -> str:
+    """Describes the dimensions that each mesh axis shards in a TaskGraph."""
+    axes = [f"{axis}: {', '.join(roles)}" for axis, roles in region.axes if roles]
+    if plan.shares and not any(axis == "data" for axis, _ in region.axes):
+        # Each replica has a program of its own.
+        axes = ["data: micro-batches", *axes]
+    return " · ".join(axes)
 
 
 def _stages(plan: PlanData, width: int | None) -> Iterator[Line]:

@@ -7,7 +7,7 @@ be printed, compared and written wherever a plan can.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -139,34 +139,13 @@ class SearchData(Sequence[Plan]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
     def __getitem__(self, index: int | str | slice) -> Plan | tuple[Plan, ...]:
-        if isinstance(index, str):
-            return self.plans[self.names.index(self._known_name(index))]
-        if not isinstance(index, slice) and not is_whole(index):
-            raise WhaleError(
-                f"index is {short_repr(index)}; expected the number of a plan, from 0, "
-                f"or one of {', '.join(dict.fromkeys(self.names))}"
-            )
-        try:
+        if isinstance(index, slice):
             return self.plans[index]
-        except IndexError:
-            raise IndexError(
-                f"there is no plan {index}: {len(self)} were found, numbered from 0"
-            ) from None
+        refused = {cluster.name: cluster.reason for cluster in self.refused}
+        return self.plans[place_of_cluster(index, self.names, "plan", refused)]
 
     def __len__(self) -> int:
         return len(self.plans)
-
-    def _known_name(self, name: str) -> str:
-        """Returns the name of a cluster with a plan, or raises."""
-        if name in self.names:
-            return name
-        why = next((f": {r.reason}" for r in self.refused if r.name == name), "")
-        names = list(dict.fromkeys(self.names))
-        hint = "" if why else near_hint(name, names)
-        raise WhaleError(
-            f"there is no plan on {short_repr(name)}{why}{hint or '; there are plans '}"
-            f"{'' if hint else 'on ' + ', '.join(names)}"
-        )
 
     def step_price(self, index: int = 0) -> float | None:
         """Returns the price of one step of a plan; None if a kind of device has no
@@ -309,6 +288,50 @@ class SearchData(Sequence[Plan]):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def place_of_cluster(
+    index: Any,
+    names: Sequence[str],
+    noun: str,
+    refused: Mapping[str, str] | None = None,
+) -> int:
+    """Returns the place of a result that is asked for by its number or cluster.
+
+    Args:
+        index: Number from 0, or name of a cluster.
+        names: Cluster of each result.
+        noun: Noun for a result in messages.
+        refused: Reasons of clusters without a result, by name.
+
+    Raises:
+        WhaleError: No cluster has this name, or the index is neither.
+        IndexError: No result has this number.
+
+    >>> place_of_cluster("h100:8", ["v5e:4x4", "h100:8"], "plan")
+    1
+    """
+    known = list(dict.fromkeys(names))
+    if isinstance(index, str):
+        if index in known:
+            return names.index(index)
+        why = (refused or {}).get(index, "")
+        hint = "" if why else near_hint(index, known)
+        there = f"; there are {noun}s on {', '.join(known)}" if known else ""
+        raise WhaleError(
+            f"there is no {noun} on {short_repr(index)}{why and f': {why}'}"
+            f"{hint or there}"
+        )
+    if not is_whole(index):
+        raise WhaleError(
+            f"index is {short_repr(index)}; expected the number of a {noun}, from 0, "
+            f"or one of {', '.join(known)}"
+        )
+    if not -len(names) <= index < len(names):
+        raise IndexError(
+            f"there is no {noun} {index}: {len(names)} were found, numbered from 0"
+        )
+    return int(index)
 
 
 def price_of(cluster: Cluster, seconds: float) -> float | None:

@@ -89,7 +89,7 @@ def layout_text(plan: PlanData) -> str:
     if idle := plan.shares.count(0):
         each = plan.num_devices // len(plan.shares)
         words += f" · {idle * each} of {plan.num_devices} devices idle"
-    own = option_words(plan)
+    own = option_words(plan, plan.axis_sizes)
     own += precision_words(plan.precisions, plan.precision)
     own += pipeline_words(plan)
     beyond = plan.beyond.words() if plan.beyond else ()
@@ -299,7 +299,9 @@ def _whole_reason(
         return f"whole: {blocked}"
     model = [(a, n) for a, n in plan.axes if a in ("fsdp", "expert", "tensor")]
     if not model:
-        return "whole: no axis of this mesh shards parameters (only data)"
+        others = " and ".join(axis for axis, _ in plan.axes)
+        rest = f" (only {others})" if others else ""
+        return f"whole: no axis of this mesh shards parameters{rest}"
     failing = [(a, n) for a, n in model if leaf.shape[dim] % n]
     if failing:
         return "whole: " + ", ".join(

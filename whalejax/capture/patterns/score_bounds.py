@@ -41,18 +41,36 @@ def interval(
         The bounds; ``ANY`` itself if no rule exists for such equations.
     """
     equation = node.equation
-    name = equation.primitive.name
-    dtype = np.dtype(equation.outvars[0].aval.dtype)
-    logical = dtype.kind == "b"
-    if name == "iota":
-        dim = equation.params["dimension"]
-        tag, last = node.tags[dim], equation.params["shape"][dim] - 1.0
-        first, last = (0.0, last) if tag is None else extents.get(tag, (0.0, last))
-        return _rounded((first, last), dtype, exact=True)
+    if equation.primitive.name == "iota":
+        tag = node.tags[equation.params["dimension"]]
+        extent = None if tag is None else extents.get(tag)
+        return equation_interval(equation, (), extent)
     operands = [
         _bounds(atom.val) if number is None else known[number]
         for atom, number in zip(equation.invars, node.inputs, strict=True)
     ]
+    return equation_interval(equation, operands)
+
+
+def equation_interval(
+    equation: Any, operands: Sequence[Interval], extent: Any = None
+) -> Interval:
+    """Returns bounds of an equation's result.
+
+    Args:
+        equation: Equation with one result.
+        operands: Bounds of its operands.
+        extent: First and last position of an ``iota``; None for all.
+
+    Returns:
+        The bounds; ``ANY`` itself if no rule exists for such equations.
+    """
+    name = equation.primitive.name
+    dtype = np.dtype(equation.outvars[0].aval.dtype)
+    logical = dtype.kind == "b"
+    if name == "iota":
+        last = equation.params["shape"][equation.params["dimension"]] - 1.0
+        return _rounded((0.0, last) if extent is None else extent, dtype, exact=True)
     rule = _INTERVALS.get(name)
     turned = logical and name == "convert_element_type"
     if rule is None or turned or (name == "not" and not logical):

@@ -1,0 +1,49 @@
+"""Settings that keep the layout of a plan when something else of it changes.
+
+A plan whose layout is given takes a fraction of a second, so that sliders can move and
+sizes can be bisected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from whalejax.meshes.cluster import cluster
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.step_options import options_of
+
+
+_NOTHING = "none"
+
+
+def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings of ``what_if`` that keep a plan's layout after changes.
+
+    Args:
+        plan: Plan whose layout is kept.
+        asked: Other changes; ``cluster`` may have more or fewer devices.
+
+    Returns:
+        The settings, except the number of micro-batches; empty if the mesh cannot have
+        that many devices.
+    """
+    if plan.stage_plans or plan.pipelines or plan.shares:
+        return {}
+    sizes = dict(plan.axes)
+    count = cluster(asked["cluster"]).num_devices if "cluster" in asked else None
+    if count is not None and count != plan.num_devices:
+        for axis in ("data", "fsdp"):
+            rest = plan.num_devices // sizes.get(axis, 1)
+            if axis in sizes and count % rest == 0:
+                sizes[axis] = count // rest
+                break
+        else:
+            return {}
+    options: dict[str, Any] = options_of(plan)
+    options["remat"] = dict(plan.remat) or _NOTHING
+    options["offload"] = plan.offload or _NOTHING
+    options["attention"] = dict(plan.attention) or None
+    options.pop("num_micro_batches", None)
+    kept = {**options, "mesh": sizes, "zero": plan.zero}
+    return {name: value for name, value in kept.items() if name not in asked}

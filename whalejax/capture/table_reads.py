@@ -1,0 +1,161 @@
+"""Finds reads of rows that a table does not have, such as positions of long sequences.
+
+JAX does not raise for an index outside an array: a gather clamps it or gives NaN. A
+table of positions that is too short for its sequence goes unnoticed in this way.
+
+Indices are known while tracing if they follow from positions and constants alone; their
+bounds are computed as those of attention masks are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.patterns.score_bounds import ANY, Interval, equation_interval
+
+
+BEYOND: Final = "reads beyond a table: "
+"""Beginning of the notes."""
+
+_LARGEST_CONSTANT: Final = 2**20
+
+
+def short_table_notes(program: Any, paths: Sequence[str]) -> list[str]:
+    """Returns a note for each table that is shorter than the rows that are read.
+
+    Args:
+        program: Traced loss, whose first inputs are the parameters.
+        paths: Path of each parameter.
+    """
+    body, _ = _compat.open_jaxpr(program)
+    names = dict(zip(body.invars, paths, strict=False))
+    return list(dict.fromkeys(_notes(program, names, {})))
+
+
+def _notes(
+    program: Any, names: Mapping[Any, str], given: Mapping[Any, Interval]
+) -> Iterator[str]:
+    """Yields the notes of a program and of those inside it.
+
+    Args:
+        program: Program, open or closed.
+        names: Paths of the parameters among its variables.
+        given: Known bounds of its inputs.
+    """
+    body, constants = _compat.open_jaxpr(program)
+    names, known = dict(names), dict(given)
+    for variable, value in zip(body.constvars, constants, strict=True):
+        if getattr(value, "size", 1) <= _LARGEST_CONSTANT:
+            known[variable] = _constant(value)
+    for equation in body.eqns:
+        operands = [_bounds(atom, known) for atom in equation.invars]
+        if equation.primitive.name == "gather":
+            yield from _gather_note(equation, operands[1], names)
+        elif inner := _compat.inner_jaxprs(equation):
+            yield from _inner_notes(equation, inner, operands, names)
+        if _passes_on(equation) and (path := _path(equation.invars[0], names)):
+            names[equation.outvars[0]] = path
+        known |= _result_bounds(equation, operands)
+
+
+def _bounds(atom: Any, known: Mapping[Any, Interval]) -> Interval:
+    return _constant(atom.val) if _compat.is_literal(atom) else known.get(atom, ANY)
+
+
+def _constant(value: Any) -> Interval:
+    array = np.asarray(value) if hasattr(value, "dtype") else np.asarray([value])
+    if array.dtype.kind not in "iub" or not array.size:
+        return ANY
+    return float(array.min()), float(array.max())
+
+
+def _path(atom: Any, names: Mapping[Any, str]) -> str | None:
+    return None if _compat.is_literal(atom) else names.get(atom)
+
+
+def _passes_on(equation: Any) -> bool:
+    return equation.primitive.name in ("convert_element_type", "copy", "reshape")
+
+
+def _result_bounds(equation: Any, operands: list[Interval]) -> dict[Any, Interval]:
+    """Returns the bounds of an equation's results that are known."""
+    inner = _compat.inner_jaxprs(equation)
+    if inner and len(inner) == 1 and equation.primitive.name != "scan":
+        body, _ = _compat.open_jaxpr(inner[0])
+        if len(body.invars) != len(operands):
+            return {}
+        known = dict(zip(body.invars, operands, strict=True))
+        for each in body.eqns:
+            known |= _result_bounds(each, [_bounds(x, known) for x in each.invars])
+        results = [_bounds(atom, known) for atom in body.outvars]
+        pairs = zip(equation.outvars, results, strict=True)
+        return {variable: bounds for variable, bounds in pairs if bounds != ANY}
+    if inner or len(equation.outvars) != 1 or not _is_integer(equation.outvars[0]):
+        return {}
+    if equation.primitive.name != "iota" and ANY in operands:
+        return {}
+    if equation.primitive.name == "select_n" and operands[0][0] != operands[0][1]:
+        return {}  # Which values are chosen is not known, so neither is the largest.
+    low, high = equation_interval(equation, operands)
+    finite = np.isfinite(low) and np.isfinite(high)
+    return {equation.outvars[0]: (float(low), float(high))} if finite else {}
+
+
+def _is_integer(variable: Any) -> bool:
+    dtype = getattr(variable.aval, "dtype", None)
+    if dtype is None or _compat.is_key_dtype(dtype):
+        return False
+    return np.dtype(dtype).kind in "iub"
+
+
+def _inner_notes(
+    equation: Any,
+    inner: Sequence[Any],
+    operands: Sequence[Interval],
+    names: Mapping[Any, str],
+) -> Iterator[str]:
+    """Yields the notes of the programs inside an equation."""
+    for program in inner:
+        body, _ = _compat.open_jaxpr(program)
+        # A conditional's first operand chooses the branch.
+        skipped = len(equation.invars) - len(body.invars)
+        if skipped not in (0, 1) or equation.primitive.name == "while":
+            continue
+        outer = equation.invars[skipped:]
+        carried: range | tuple[()] = ()
+        if equation.primitive.name == "scan":
+            parts = _compat.scan_parts(equation)
+            carried = range(parts.num_consts, parts.num_consts + parts.num_carries)
+        pairs = list(zip(body.invars, outer, operands[skipped:], strict=True))
+        given = {
+            variable: bounds
+            for index, (variable, _, bounds) in enumerate(pairs)
+            if bounds != ANY and index not in carried
+        }
+        inside = {v: path for v, atom, _ in pairs if (path := _path(atom, names))}
+        yield from _notes(program, inside, given)
+
+
+def _gather_note(
+    equation: Any, indices: Interval, names: Mapping[Any, str]
+) -> Iterator[str]:
+    """Yields a note if the last index lies behind the table's last row."""
+    numbers = equation.params["dimension_numbers"]
+    if len(numbers.start_index_map) != 1 or "CLIP" in str(equation.params["mode"]):
+        return  # Who clips the indices knows of it.
+    dim = numbers.start_index_map[0]
+    rows = equation.invars[0].aval.shape[dim]
+    last = float(indices[1]) + equation.params["slice_sizes"][dim]
+    if not np.isfinite(last) or last <= rows:
+        return
+    table = _path(equation.invars[0], names) or "a table of the loss"
+    fills = "FILL" in str(equation.params["mode"])
+    yield (
+        f"{BEYOND}{table} has {rows:,} rows, and row {int(last) - 1:,} is read, "
+        f"counted from 0. JAX gives {'NaN' if fills else 'the last row'} instead of an "
+        "error. Make the model for sequences of this length"
+    )
