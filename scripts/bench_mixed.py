@@ -302,7 +302,7 @@ class _Run:
         kept, self.runner._balance = self.runner._balance, Rebalance(several)
         batch = self.trained._layout.place(self.batch_at(0))
         mine = self.runner._mine
-        seen = {r: self.runner._seen(self.state, r) for r in mine}
+        seen = {r: self.runner._local_view(self.state, r) for r in mine}
         start = time.perf_counter()
         jax.block_until_ready(self.runner._ran(seen, batch))
         seconds = time.perf_counter() - start
