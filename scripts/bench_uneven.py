@@ -68,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     layers = tuple(arguments.layers)
     uneven = _Training(layers)
-    with mock.patch.object(stage_body, "counted", _masked):
+    with mock.patch.object(stage_body, "run_dynamic_loop", _masked):
         alike = _Training(layers)
     found: dict[str, Any] = {}
     for key, masked in (("", _ByHand(layers)), ("_alike", alike)):
