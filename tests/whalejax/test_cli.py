@@ -323,6 +323,8 @@ def test_every_wrong_option_is_listed_at_once(here: Path, capsys: Captured) -> N
     ("words", "expected"),
     [
         (["--resume"], "--resume was given without --save DIR"),
+        (["--keep", "5"], "--keep 5 was given without --save DIR"),
+        (["--best", "loss"], "--best loss was given without --save DIR"),
         (["--save", "jobs.py"], "--save jobs.py is a file; expected a directory"),
         (["--save", "gs://bucket/run"], "is an address; checkpoints are written to a"),
     ],

@@ -20,6 +20,9 @@ from whalejax.meshes.errors import Problems, WhaleError
 _ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches", "--mesh")
 """Planning options that elastic runs accept."""
 
+_ONE_PROCESS: Final = ("csv", "eval_every", "best", "early_stop")
+"""Options of the training loop of one process."""
+
 
 def launch_elastic(command: LaunchCommand) -> int:
     """Runs a script as processes that may fail and rejoin.
@@ -87,6 +90,14 @@ def train_elastically(command: TrainCommand) -> int:
                     f"{name} was given, which elastic runs do not take: each process "
                     "runs the whole model as one replica, or its part by --mesh. Leave "
                     "it out, or leave out --processes"
+                )
+        for name in _ONE_PROCESS:
+            value = getattr(command, name)
+            if value is not None:
+                problems.add(
+                    f"--{name.replace('_', '-')} {value} was given, which elastic runs "
+                    "do not take. Leave it out, evaluate the checkpoints of --save, or "
+                    "leave out --processes"
                 )
         try:
             mesh_asked(command.mesh)

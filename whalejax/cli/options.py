@@ -118,8 +118,9 @@ class TrainCommand:
     """write checkpoints into this directory"""
     save_every: int = 100
     """steps between checkpoints; there is one after the last step too"""
-    keep: Annotated[int, option(metavar="K")] = 3
-    """number of latest checkpoints to keep in the directory of --save"""
+    keep: Annotated[int | None, option(metavar="K")] = None
+    """number of latest checkpoints to keep in the directory of --save; 3 if left
+    out"""
     csv: Annotated[Path | None, option(metavar="FILE.csv")] = None
     """write a row for each step: loss, metrics, seconds"""
     eval_every: OptionalNumber = None

@@ -174,6 +174,12 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
     if options.save is None:
         if options.resume:
             problems.add("--resume was given without --save DIR; say where from")
+        for name, value in (("--keep", options.keep), ("--best", options.best)):
+            if value is not None:
+                problems.add(
+                    f"{name} {value} was given without --save DIR, the directory of "
+                    "the checkpoints. Give both, or leave it out"
+                )
         return None
     try:
         problem = _unwritable(options.save)

@@ -126,6 +126,7 @@ def main(words: Sequence[str]) -> int:
             steps=options["steps"],
             save=options["save"],
             save_every=options["save_every"],
+            keep=options.get("keep") or 3,
             batch=options["batch"],
             num_micro_batches=options["micro_batches"],
             precision=precision_asked(options["precision"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.driven import Driven
+from whalejax.cli.elastic_launch import encode_command
 from whalejax.cli.elastic_outcome import sentence
 from whalejax.cli.main import main
+from whalejax.cli.options import TrainCommand
+from whalejax.elastic import elastic_worker
 from whalejax.elastic.supervisor.event_messages import event_message
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
@@ -256,6 +260,41 @@ def test_options_that_contradict_each_other_are_refused(
     assert main([*words, str(script)]) == 2
     said = capsys.readouterr().err
     assert "--cpu-quota is 50,50; with MIN:MAX no process has one" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--csv", "rows.csv"),
+        ("--eval-every", "2"),
+        ("--best", "loss"),
+        ("--early-stop", "2"),
+    ],
+)
+def test_options_of_one_process_are_refused(
+    words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = ["--save", str(tmp_path / "run")]
+    assert main(["train", "mlp-test", "--processes", "1:2", *save, *words]) == 2
+    said = capsys.readouterr().err
+    assert f"{' '.join(words)} was given, which elastic runs do not take" in said
+
+
+def test_members_keep_the_asked_number_of_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, Any] = {}
+
+    def train(job: Any, **options: Any) -> list[Any]:
+        given.update(options)
+        return []
+
+    monkeypatch.setattr("whalejax.elastic.training.train_elastic", train)
+    command = TrainCommand(model="mlp-test", save=Path("run"), keep=5)
+    assert elastic_worker.main([encode_command(command)]) == 0
+    assert given["keep"] == 5
+    elastic_worker.main([encode_command(dataclasses.replace(command, keep=None))])
+    assert given["keep"] == 3
 
 
 def test_lines_without_their_fields_end_nothing(tmp_path: Path) -> None:
