@@ -105,6 +105,25 @@ def test_a_trace_is_played_through(
     assert "first" in text and "makespan" in text and "1.00 of static" in text
 
 
+def test_a_simulation_shows_its_progress_on_a_terminal(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["jobs", "simulate", str(written(tmp_path, TRACE)), "--cluster", "h100:4"]
+    monkeypatch.delenv("CI", raising=False)
+    assert main([*words, "--json"]) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert captured.err == ""  # It is no terminal.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main([*words, "--json"]) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    for text in ("planning first", "simulating static", "simulating throughput", "2/2"):
+        assert text in captured.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

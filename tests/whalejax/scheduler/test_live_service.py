@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,24 @@ def test_a_name_is_a_job_s_own(opened: Any, tmp_path: Path) -> None:
     assert [one.name for one in jobs(service).jobs] == ["one"]
 
 
+@pytest.mark.parametrize("name", ["socket", "key", "jobs.jsonl", "whalejax.lock"])
+def test_a_name_of_the_scheduler_s_own_files_is_refused(
+    opened: Any, tmp_path: Path, name: str
+) -> None:
+    why = refused(opened().answer(job(tmp_path, name)))
+    assert f"--name is {name!r}" in why and "is the scheduler's own" in why
+
+
+def test_checkpoints_of_a_job_that_is_not_known_are_not_taken(
+    opened: Any, tmp_path: Path
+) -> None:
+    service = opened()
+    (tmp_path / "jobs" / "one").mkdir()  # Its journal was removed.
+    why = refused(service.answer(job(tmp_path)))
+    assert "whose checkpoints this job would take. Give another --name" in why
+    assert jobs(service).jobs == []
+
+
 def test_more_devices_than_there_are_are_refused(opened: Any, tmp_path: Path) -> None:
     why = refused(opened().answer(job(tmp_path, devices=(6, 8))))
     assert "--devices is 6:8" in why and "has 4: 2 too few" in why
@@ -146,6 +165,25 @@ def test_jobs_are_paused_resumed_and_cancelled_once(
     assert "was cancelled, and ends behind a step" in why
     service.turn(0.0)
     assert jobs(service).jobs[0].status == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("event", "status"), [("paused", "paused"), ("cancelled", "cancelled")]
+)
+def test_a_kill_within_a_change_leaves_no_devices(
+    opened: Any, tmp_path: Path, event: str, status: str
+) -> None:
+    service = opened()
+    service.answer(job(tmp_path))
+    plan(service, "one", 1.0, 2.0)
+    service._book.record("placed", name="one", kind="", size=2)
+    service._book.record(event, name="one")  # Here it was killed.
+    service = opened()
+    service.turn(0.0)
+    service.turn(0.0)
+    (report,) = jobs(service).jobs
+    assert (report.status, report.target) == (status, 0)
+    assert not service._runs["one"].is_alive
 
 
 def test_a_decision_outlives_the_scheduler(opened: Any, tmp_path: Path) -> None:
@@ -426,9 +464,72 @@ def test_a_table_goes_on_without_a_scheduler(
     monkeypatch.setattr("whalejax.cli.jobs.jobs_table._AGAIN_SECONDS", 0.0)
     live_table(find)
     shown = capsys.readouterr().out
-    for text in ("1 → 2", "3/9", "~20", "1:15", "first line", "1 of 4 devices held"):
+    for text in ("1 → 2", "3/9", "~20", "1:15", "1 of 4 devices held"):
         assert text in shown
-    assert "second line" not in shown and "a note" in shown and not answers
+    assert "one: first line\nsecond line" in shown
+    assert "a note" in shown and not answers
+
+
+def test_jobs_that_have_ended_are_below_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports = [
+        JobReport(name=f"old{n}", status="failed", ended_at=float(n), why="it " * 99)
+        for n in range(7)
+    ]
+    reports.append(JobReport(name="new", status="running"))
+    found = Jobs(jobs=reports, cluster="4×CPU", devices=4, pid=1, notes=[])
+    monkeypatch.setattr("whalejax.cli.jobs.job_commands.ask", lambda *_, **__: found)
+    assert main(["jobs", "show", "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = [line.split()[0] for line in lines if line.strip()]
+    assert first[1:8] == ["new", "ended", *(f"old{n}" for n in range(2, 7))]
+    assert "; 2 more jobs have ended (--all)" in lines[8]
+    assert " ".join(lines).count("it ") == 5 * 99  # Reasons are whole.
+    assert main(["jobs", "show", "--once", "--all"]) == 0
+    text = capsys.readouterr().out
+    assert "old0" in text and "(--all)" not in text
+
+
+def test_reports_of_many_jobs_are_one_answer(tmp_path: Path) -> None:
+    listening = LocalSocket(tmp_path)
+    reports = [JobReport(name=f"j{n}", status="failed", why="x" * 5000)
+               for n in range(2000)]  # fmt: skip
+    answer = Jobs(jobs=reports, cluster="", devices=1, pid=1, notes=[])
+    answering = threading.Thread(
+        target=lambda: listening.requests.get().answer.put(answer)
+    )
+    answering.start()
+    try:
+        assert ask(tmp_path, ShowJobs()) == answer
+    finally:
+        answering.join()
+        listening.close()
+
+
+def test_a_client_that_goes_away_is_served_once(opened: Any, tmp_path: Path) -> None:
+    """Its job is added without it, and a repeated command adds nothing."""
+    service = opened()
+    with (
+        socket.socket(socket.AF_UNIX) as link,
+        local_socket._short(tmp_path / "jobs" / SOCKET) as path,
+    ):
+        link.connect(path)
+        link.sendall(encoded(job(tmp_path)))
+    service._planning.submit = lambda request: None
+    while not service._book.jobs:
+        service.turn(0.05)
+    why = refused(service.answer(job(tmp_path)))
+    assert "a job is named 'one' already" in why
+    assert [one.name for one in jobs(service).jobs] == ["one"]
+
+
+def test_an_answer_that_does_not_come_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_socket, "_send_request", lambda *_: b"")
+    with pytest.raises(JobError, match="may have carried out the request. See whale"):
+        ask(tmp_path, ShowJobs())
 
 
 def test_commands_to_live_jobs_import_no_jax() -> None:

@@ -141,6 +141,13 @@ class Run:
         self.away: list[str] = []
         self.agents: set[str] = set()
         self.lacks_front = False
+        self.refused: dict[str, str] = {}
+
+    def refused_hosts(self) -> dict[str, str]:
+        return self.refused
+
+    def alike_hosts(self, host: str) -> list[str]:
+        return ["s-0", "s-1"]
 
     def want_hosts(self, hosts: Iterable[str]) -> None:
         self.wanted_hosts = dict.fromkeys(hosts, 0.0)
@@ -375,6 +382,63 @@ def test_failures_before_a_step_are_counted_by_slot(tmp_path: Path) -> None:
         told.event(2.0, "lost", name=name, why="it ended", step=0)
         reader.poll()
         assert reader.failures == [{1: 1}, {}, {1: 1}][number]
+
+
+def test_a_process_that_the_run_refuses_is_none_of_a_device(tmp_path: Path) -> None:
+    """A script that is changed while it runs does not cost the cluster its devices."""
+    told, reader = Journal(tmp_path), RunReader(tmp_path)
+    for name in ("m1", "m2", "m3"):
+        told.event(1.0, "started", name=name, slot=1, pid=0, began="1")
+        told.event(1.5, "refused", name=name, why="code of the loss is other")
+        told.event(2.0, "lost", name=name, why="it ended", step=0)
+    reader.poll()
+    assert reader.failures == {} and reader.refusal == "code of the loss is other"
+    told.event(3.0, "started", name="m4", slot=1, pid=0, began="1")
+    told.event(3.5, "ready", name="m4")
+    reader.poll()
+    assert reader.refusal == ""
+
+
+def test_a_job_that_others_push_aside_has_not_failed(tmp_path: Path) -> None:
+    host = Host(tmp_path, "a")
+    run = host.runs["a"]
+    for _ in range(MOST_LAUNCHES + 1):
+        host.place(a=2)
+        run.has(2)
+        host.place(a=0)  # Before its first step.
+        run.gone(Ending.INTERRUPTED)
+        host.turn()
+    assert len(run.started) == MOST_LAUNCHES + 1 and not host.book.jobs["a"].how
+
+
+@pytest.mark.parametrize("event", ["devices", "launched"])
+def test_a_disk_that_fills_up_in_a_turn_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    host = Host(tmp_path, "a", masks=True)
+    record, flush = host.book.record, host.book._lines.flush
+
+    def fails() -> bool:
+        host.book._lines.problem = "No space left on device"
+        return False
+
+    def fill(said: str, /, **fields: Any) -> None:
+        if said == event:
+            monkeypatch.setattr(host.book._lines, "flush", fails)
+        record(said, **fields)
+
+    monkeypatch.setattr(host.book, "record", fill)
+    host.place(a=2)
+    assert not host.runs["a"].started
+    monkeypatch.setattr(host.book._lines, "flush", flush)
+    monkeypatch.setattr(host.book, "record", record)
+    assert host.book.write() == ""
+    host.turn()
+    assert host.runs["a"].started == [(2, ["d0", "d1"])]
+    monkeypatch.setattr(host.book, "record", fill)
+    host.runs["a"].has(2)
+    host.place(a=4)
+    assert bool(host.runs["a"].resized) == (event == "launched")
 
 
 def test_nothing_is_started_that_is_not_written_down(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ class Placing:
     Attributes:
         failed: Devices that are not used any more, with the reasons: their processes
             fail again and again, while others of the same job do not.
+        refused: Hosts that the engine refuses to give, with its reasons; they are not
+            asked for any more.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Placing:
         self._book, self._runs = book, runs
         self._devices = devices
         self.failed: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
 
     def turn(self, *, may_start: bool) -> None:
         """Moves every job nearer to its target number of devices.
@@ -76,12 +79,11 @@ class Placing:
         Args:
             may_start: Whether processes may be started: the journal is on the disk.
         """
-        order = sorted(
-            self._book.unfinished(),
-            key=lambda job: (-job.request.priority, job.added_at),
-        )
+        self._find_refused()
         # Jobs that give up devices come first.
-        for job in sorted(order, key=lambda job: job.target >= len(job.devices)):
+        for job in sorted(
+            self._in_order(), key=lambda job: job.target >= len(job.devices)
+        ):
             run = self._runs[job.name]
             if not run.is_alive:
                 run.poll()  # Reads its last events.
@@ -97,9 +99,17 @@ class Placing:
                 if run.lacks_front and may_start:
                     self._start(job, run, max(run.reader.size, job.request.devices[0]))
                 self._find_failed(job, run)
+                self._give_back(job)
                 self._resize(job, run)
             self._release(job, run)
             self._want_hosts(job)
+
+    def _in_order(self) -> list[LiveJob]:
+        """Returns the jobs that have not ended, in the order of admission."""
+        return sorted(
+            self._book.unfinished(),
+            key=lambda job: (-job.request.priority, job.added_at),
+        )
 
     def free(self) -> list[str]:
         """Returns the usable devices that no job has."""
@@ -118,6 +128,8 @@ class Placing:
             for failed, why in self.failed.items():
                 for name in devices.of_host(*devices.hosts_of([failed])):
                     lost.setdefault(name, why)
+        for host, why in self.refused.items():
+            lost.update(dict.fromkeys(devices.of_host(host), why))
         for job in self._book.unfinished() if devices.has_hosts else ():
             for host in self._away_hosts(job, now):
                 why = f"{host} has no agent of {job.name}"
@@ -134,12 +146,74 @@ class Placing:
         run, devices = self._runs[job.name], self._devices
         if not run.is_alive:
             return []
-        if devices.engine is not None:
-            hosts = run.reader.agents.intersection(devices.hosts_of(job.devices))
-            there = sum(len(devices.of_host(host)) for host in hosts)
-            if there < job.request.devices[0]:
-                return []
+        if devices.engine is not None and not self._has_fewest(job):
+            return []
         return run.reader.away_hosts(run.wanted_hosts, now)
+
+    def _has_fewest(self, job: LiveJob) -> bool:
+        """Whether an engine has given a job enough of its hosts to run."""
+        devices, agents = self._devices, self._runs[job.name].reader.agents
+        hosts = agents.intersection(devices.hosts_of(job.devices))
+        there = sum(len(devices.of_host(host)) for host in hosts)
+        return there >= job.request.devices[0]
+
+    # What an engine does not give.
+
+    def _find_refused(self) -> None:
+        """Sets aside the hosts that an engine refuses, with all that are asked for by
+        the same command, unless it has given one of these.
+        """
+        if self._devices.engine is None:
+            return
+        runs = [self._runs[job.name] for job in self._book.unfinished()]
+        given = {host for run in runs for host in run.reader.agents}
+        for run in runs:
+            for host, why in run.refused_hosts().items():
+                alike = run.alike_hosts(host)
+                for name in [host] if given.intersection(alike) else alike:
+                    self.refused.setdefault(name, why)
+
+    def _refusal_of(self, job: LiveJob) -> str:
+        """Returns the engine's reason if the hosts that it gives never hold a job."""
+        devices = self._devices
+        refused = {name for host in self.refused for name in devices.of_host(host)}
+        counts = devices.counts(n for n in devices.names if n not in refused)
+        if any(count <= counts.get(kind, 0) for kind, count in job.options):
+            return ""
+        *_, why = self.refused.values()
+        return (
+            f"{devices.engine} refuses its nodes ({why}). Start jobs serve again with "
+            f"other options of --{devices.engine}, and resume the job"
+        )
+
+    def _give_back(self, job: LiveJob) -> None:
+        """Lets a job give its nodes back if an earlier one waits for nodes, too, and
+        neither has enough to run: each could wait for those of the other for ever.
+        """
+        has_some = self._runs[job.name].reader.agents
+        if job.behind or not (has_some and self._waits_long(job)):
+            return
+        for earlier in self._in_order():
+            if earlier is job:
+                return
+            if earlier.place[0] == job.place[0] and self._waits_long(earlier):
+                self._book.record("gave_back", name=job.name, to=earlier.name)
+                return
+
+    def _waits_long(self, job: LiveJob) -> bool:
+        """Whether a job has waited for its fewest hosts for a while."""
+        run = self._runs[job.name]
+        if self._devices.engine is None or not (job.target and run.is_alive):
+            return False
+        is_away = run.reader.away_hosts(run.wanted_hosts, time.time())
+        return bool(is_away) and not self._has_fewest(job)
+
+    def _is_behind(self, job: LiveJob) -> bool:
+        """Whether the job for which a job gave its nodes back still needs them."""
+        earlier = self._book.jobs.get(job.behind)
+        if earlier is None or not (earlier.wants_devices and earlier.target):
+            return False
+        return not (self._runs[earlier.name].is_alive and self._has_fewest(earlier))
 
     def _want_hosts(self, job: LiveJob) -> None:
         """Keeps agents on a job's hosts, and on those that it waits for."""
@@ -180,6 +254,8 @@ class Placing:
             self._end_job(job, how, ending[1])
         elif job.cancelled:
             self._end_job(job, CANCELLED, "it was cancelled")
+        elif self.refused and job.wants_devices and (why := self._refusal_of(job)):
+            self._book.record("paused", name=job.name, why=why)
         elif not run.has_opened and run.status() in _ERRORS:
             why = f"its supervisor did not start: {run.end_of_log()}"
             self._end_job(job, FAILED, why)
@@ -197,7 +273,7 @@ class Placing:
         """Starts a run that has no process, once enough devices are free."""
         if job.devices and not job.target:
             self._set_devices(job, [])
-        if not (job.target and may_start):
+        if not (job.target and may_start) or self._is_behind(job):
             return
         free = self._candidates(job)
         if len(free) >= job.target:
@@ -214,6 +290,8 @@ class Placing:
                 steps=step + more,
                 kind=job.place[0],
             )
+            if self._book.problem:  # Nothing starts that is not on the disk.
+                return
             run.reader.record_launch(time.time(), batch, job.place[0])
             self._start(job, run, job.target)
 
@@ -246,14 +324,16 @@ class Placing:
             order = sorted(job.devices, key=lambda name: name in lost)
             self._set_devices(job, order)
         # A change of the batch or the kind restarts the run from a checkpoint.
-        target = 0 if job.changes_batch else self._without_failed(job, run)
+        ends = job.changes_batch or bool(job.behind)
+        target = 0 if ends else self._without_failed(job, run)
         if target < size:
             run.resize(target, self._mask(job)[:target])
-        elif job.target > size and not job.changes_batch:
+        elif job.target > size and not ends:
             free = self._candidates(job)
             if len(free) >= job.target:
                 self._set_devices(job, free[: job.target])
-                run.resize(job.target, self._mask(job))
+                if not self._book.problem:
+                    run.resize(job.target, self._mask(job))
 
     def _without_failed(self, job: LiveJob, run: JobRun) -> int:
         """Returns the number of members before the first one on a lost device; 0 if

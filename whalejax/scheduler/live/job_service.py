@@ -40,7 +40,7 @@ from whalejax.scheduler.live.job_hosts import JobHosts
 from whalejax.scheduler.live.job_planning import PlannedJob, Planning
 from whalejax.scheduler.live.job_run import JobRun
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, make_private
-from whalejax.scheduler.live.remote_socket import RemoteSocket
+from whalejax.scheduler.live.remote_socket import KEY, RemoteSocket
 from whalejax.scheduler.live.reports import report_of
 from whalejax.scheduler.live.requests import (
     Add,
@@ -181,6 +181,7 @@ class JobService:
                 self._schedule.add(
                     self._table(job), self._remaining_steps(job), job.place
                 )
+        self._remove_idle()
         self._socket = LocalSocket(folder)
         self._held.callback(self._socket.close)
         if (address := self._settings.listen) is not None:
@@ -229,9 +230,17 @@ class JobService:
                 say_in_background(f"whalejax: nothing is decided: {error}")
         self._placing.turn(may_start=not self._problem)
         self._count_devices()
-        for name in [*self._schedule.places()]:
-            if not self._book.jobs[name].wants_devices:
-                self._schedule.remove(name)
+        self._remove_idle()
+
+    def _remove_idle(self) -> None:
+        """Takes the devices of jobs that want none: after a kill of the scheduler, the
+        journal may have a job's pause or cancellation without this.
+        """
+        for job in self._book.jobs.values():
+            if not job.wants_devices:
+                self._schedule.remove(job.name)
+                if not job.how:
+                    self._place(job, NOWHERE)
 
     def _write(self) -> None:
         """Writes delayed events; reports when this starts or stops failing."""
@@ -309,18 +318,21 @@ class JobService:
             self._schedule.add(self._table(job), self._remaining_steps(job))
 
     def _failed_note(self) -> str:
-        failed = self._placing.failed
+        failed, refused = self._placing.failed, self._placing.refused
+        hosts = self._devices_of_jobs.hosts_of
         away = {
-            k: v for k, v in self._placing.lost_devices().items() if k not in failed
+            name: why
+            for name, why in self._placing.lost_devices().items()
+            if name not in failed and not refused.keys() & hosts([name])
         }
         notes = []
         for what, lost in (
             ("devices that failed are used no more", failed),
+            ("nodes that are refused are not asked for again", refused),
             ("devices of hosts that are away are not used", away),
         ):
             if lost:
-                each = ", ".join(f"{name} ({why})" for name, why in lost.items())
-                notes.append(f"{what}: {each}")
+                notes.append(f"{what}: {_each_with_reason(lost)}")
         return "; ".join(notes)
 
     def _place(self, job: LiveJob, place: Place) -> None:
@@ -425,6 +437,13 @@ class JobService:
                 f"a job is named {request.name!r} already (it is "
                 f"{known.how or 'there'}); give another --name"
             )
+        home = self._settings.folder / request.name
+        if home.exists() or request.name == KEY:
+            raise JobError(
+                f"--name is {request.name!r}, and {home} is the scheduler's own, or of "
+                "a job that its journal does not have, whose checkpoints this job "
+                "would take. Give another --name, or move it away"
+            )
         if least > most:
             raise JobError(f"--devices is {least}:{most}; expected MIN at most MAX")
         every = self._devices_of_jobs.counts(self._names)
@@ -482,8 +501,7 @@ class JobService:
             case "cancel":
                 self._book.record("cancelled", name=job.name)
                 self._planning.withdraw(job.name)
-        self._schedule.remove(job.name)
-        self._place(job, NOWHERE)
+        self._remove_idle()
         return self._done_answer()
 
     def _done_answer(self) -> RequestDone:
@@ -524,6 +542,14 @@ class JobService:
             f"goes on with {self._cluster.describe()}. Put it back, or let the jobs "
             "end and start the scheduler again"
         )
+
+
+def _each_with_reason(lost: Mapping[str, str]) -> str:
+    """Returns names with their reasons, each reason once."""
+    names: dict[str, list[str]] = {}
+    for name, why in lost.items():
+        names.setdefault(why, []).append(name)
+    return ", ".join(f"{', '.join(each)} ({why})" for why, each in names.items())
 
 
 def _bytes_of(cluster: str) -> bytes:

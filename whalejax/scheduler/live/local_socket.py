@@ -156,7 +156,8 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
             break
         except TimeoutError as error:
             raise JobError(
-                f"the scheduler of {folder} answered nothing in {_SECONDS:.0f} s"
+                f"the scheduler of {folder} answered nothing in {_SECONDS:.0f} s; it "
+                "may carry out the request yet. See whalejax jobs show"
             ) from error
         except OSError as error:
             if time.monotonic() < end:
@@ -168,7 +169,11 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
                 f"{folder}, or give the --save of one that runs"
             ) from error
     if not line:
-        raise JobError(f"the scheduler of {folder} ended the connection. Ask again")
+        raise JobError(
+            f"the scheduler of {folder} ended the connection before its answer, and "
+            "may have carried out the request. See whalejax jobs show before you ask "
+            "again"
+        )
     answer = decoded_answer(line)
     if isinstance(answer, RequestRefused):
         raise JobError(answer.why)

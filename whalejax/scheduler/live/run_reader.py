@@ -186,7 +186,9 @@ class RunReader:
         costs: Measured costs of changes.
         first_step_at: Unix time of the first step of all runs.
         failures: Number of processes in a row that were lost before they were ready
-            for steps, by slot.
+            for steps, by slot; those that the run has refused do not count.
+        refusal: Reason why the run refused its newest process, such as a script that
+            was changed; empty once a further one is ready.
         agents: Names of the present agents of the newest run.
         away_since: Unix time at which each host lost its agent; the key ``""`` has the
             start of the run, for hosts that never had an agent.
@@ -207,6 +209,7 @@ class RunReader:
         self.costs = ChangeCosts()
         self.first_step_at: float | None = None
         self.failures: dict[int, int] = {}
+        self.refusal = ""
         self.agents: set[str] = set()
         self.away_since: dict[str, float] = {}
         self._not_ready: dict[str, int] = {}
@@ -305,7 +308,7 @@ class RunReader:
             case "opened":
                 self.starts += 1
                 self.size, self.members = 0, 0
-                self.failures, self._not_ready = {}, {}
+                self.failures, self._not_ready, self.refusal = {}, {}, ""
                 self.ending, self.drains = None, False
                 self.agents, self.away_since = set(), {"": said["time"]}
                 for name in [n for n, p in self._processes.items() if p.agent]:
@@ -321,6 +324,10 @@ class RunReader:
                 self._not_ready[said["name"]] = said["slot"]
             case "ready":
                 self.failures.pop(self._not_ready.pop(said["name"], -1), None)
+                self.refusal = ""
+            case "refused":
+                self._not_ready.pop(said.get("name", ""), None)
+                self.refusal = str(said.get("why", ""))
             case "lost":
                 slot = self._not_ready.pop(said["name"], None)
                 if slot is not None:
