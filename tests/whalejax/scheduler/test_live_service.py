@@ -199,6 +199,26 @@ def test_a_decision_outlives_the_scheduler(opened: Any, tmp_path: Path) -> None:
     assert service._schedule.places() == {"one": ("", 2), "two": ("", 2)}
 
 
+def test_the_journal_of_a_run_that_has_ended_is_not_read_again(
+    opened: Any, tmp_path: Path
+) -> None:
+    service = opened()
+    for name in ("one", "two"):
+        service.answer(job(tmp_path, name))
+        plan(service, name, 1.0, 2.0)
+    reader = service._runs["one"].reader
+    reader.step, reader.loss, reader.costs.starts = 7, 0.5, [12.0]
+    service._placing._end_job(service._book.jobs["one"], "complete", "")
+    folder = tmp_path / "jobs" / "one" / "elastic"
+    folder.mkdir(parents=True)
+    (folder / "commits.jsonl").write_text("unread\n")
+    service = opened()
+    report = jobs(service).jobs[0]
+    assert (report.step, report.loss, report.status) == (7, 0.5, "complete")
+    assert service._costs()["start_seconds"] == 12.0
+    assert service._runs["one"].reader._commits._place == 0
+
+
 # The cluster.
 
 

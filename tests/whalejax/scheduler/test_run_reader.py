@@ -143,6 +143,9 @@ class Run:
         self.lacks_front = False
         self.refused: dict[str, str] = {}
 
+    def summary(self) -> dict[str, Any]:
+        return {"step": self.step, "loss": None, "costs": {}}
+
     def refused_hosts(self) -> dict[str, str]:
         return self.refused
 

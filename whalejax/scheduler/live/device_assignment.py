@@ -72,6 +72,7 @@ class Placing:
         self._devices = devices
         self.failed: dict[str, str] = {}
         self.refused: dict[str, str] = {}
+        self._away: dict[str, str] | None = None
 
     def turn(self, *, may_start: bool) -> None:
         """Moves every job nearer to its target number of devices.
@@ -80,6 +81,7 @@ class Placing:
             may_start: Whether processes may be started: the journal is on the disk.
         """
         self._find_refused()
+        self._away = self._away_devices()  # Once for all jobs of this turn.
         # Jobs that give up devices come first.
         for job in sorted(
             self._in_order(), key=lambda job: job.target >= len(job.devices)
@@ -103,6 +105,7 @@ class Placing:
                 self._resize(job, run)
             self._release(job, run)
             self._want_hosts(job)
+        self._away = None
 
     def _in_order(self) -> list[LiveJob]:
         """Returns the jobs that have not ended, in the order of admission."""
@@ -123,19 +126,25 @@ class Placing:
 
     def lost_devices(self) -> dict[str, str]:
         """Returns the devices that failed or whose host has no agent, with reasons."""
-        lost, now, devices = dict(self.failed), time.time(), self._devices
+        lost, devices = dict(self.failed), self._devices
         if devices.engine is not None:  # It gives whole hosts.
             for failed, why in self.failed.items():
                 for name in devices.of_host(*devices.hosts_of([failed])):
                     lost.setdefault(name, why)
         for host, why in self.refused.items():
             lost.update(dict.fromkeys(devices.of_host(host), why))
+        away = self._away_devices() if self._away is None else self._away
+        return {**away, **lost}
+
+    def _away_devices(self) -> dict[str, str]:
+        """Returns the devices of hosts without an agent, with reasons."""
+        now, devices, away = time.time(), self._devices, dict[str, str]()
         for job in self._book.unfinished() if devices.has_hosts else ():
             for host in self._away_hosts(job, now):
                 why = f"{host} has no agent of {job.name}"
                 for name in devices.of_host(host):
-                    lost.setdefault(name, why)
-        return lost
+                    away.setdefault(name, why)
+        return away
 
     def _away_hosts(self, job: LiveJob, now: float) -> list[str]:
         """Returns the hosts of a job that have had no agent for a while.
@@ -265,7 +274,13 @@ class Placing:
             self._end_job(job, FAILED, f"{why}: {last}")
 
     def _end_job(self, job: LiveJob, how: str, why: str) -> None:
-        self._book.record("ended", name=job.name, how=how, why=why[-5000:])
+        self._book.record(
+            "ended",
+            name=job.name,
+            how=how,
+            why=why[-5000:],
+            run=self._runs[job.name].reader.summary(),
+        )
 
     # Starts and resizes.
 

@@ -54,6 +54,7 @@ class LiveJob:
         how: Kind of its end; empty before.
         why: Reason of its end, or of a pause that the scheduler made.
         ended_at: Unix time of its end, or None.
+        run: Step, loss and costs of its run at its end; empty before.
     """
 
     request: Add
@@ -75,6 +76,7 @@ class LiveJob:
     how: str = ""
     why: str = ""
     ended_at: float | None = None
+    run: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -241,6 +243,7 @@ def apply_event(
             job.cancelled = True
         case "ended":
             job.how, job.why = fields["how"], fields["why"]
+            job.run = fields.get("run", {})
             job.ended_at, job.place, job.devices = at, NOWHERE, []
 
 

@@ -102,7 +102,7 @@ class JobRun:
         """
         self.home, self._request, self._pool = home, request, pool
         self._hosts = hosts
-        self.reader = RunReader(home)
+        self.reader = RunReader(home, reads_noise=request.most_batch is not None)
         self.refusal = ""
         self._front: subprocess.Popen[bytes] | None = None
         self._asking: Future[str] | None = None

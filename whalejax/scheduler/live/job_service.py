@@ -168,6 +168,9 @@ class JobService:
         self._placing = Placing(self._book, self._runs, self._devices_of_jobs)
         for job in self._book.jobs.values():
             run = self._run_of(job)
+            if job.run:  # Its journals may be long.
+                run.reader.restore(job.run)
+                continue
             for at, before, after in job.placed:
                 run.reader.record_decision(at, before, after)
             for launch in job.launched_at:
@@ -509,8 +512,8 @@ class JobService:
         return RequestDone(note=self._full() if self._problem else "")
 
     def _show(self) -> Answer:
-        places = self._schedule.places()
-        tables = {name: self._table(self._book.jobs[name]) for name in places}
+        costs, places = self._costs(), self._schedule.places()
+        tables = {name: self._table(self._book.jobs[name], costs) for name in places}
         return requests.Jobs(
             jobs=[
                 report_of(job, self._runs[job.name], tables.get(job.name))

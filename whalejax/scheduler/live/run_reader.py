@@ -6,6 +6,7 @@ by number of members, and the costs of changes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from collections.abc import Iterator, Mapping
@@ -194,11 +195,12 @@ class RunReader:
             start of the run, for hosts that never had an agent.
     """
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, *, reads_noise: bool = True) -> None:
         """Stores the folder; reads nothing yet.
 
         Args:
             home: Folder of the run.
+            reads_noise: Whether to read the noise scale from the metrics.
         """
         self._events = _Lines(home / FOLDER / journal.EVENTS)
         self._commits = _Lines(home / FOLDER / journal.COMMITS)
@@ -217,7 +219,7 @@ class RunReader:
         self._begun: dict[int, tuple[int, float]] = {}
         self._paces: dict[tuple[int, str, int], _Pace] = {}
         self._launches: list[tuple[float, int, str]] = []
-        self._noise = NoiseReader(home / METRICS)
+        self._noise = NoiseReader(home / METRICS) if reads_noise else None
         self._asked: list[_RecordedDecision] = []
         self._last: tuple[int, int, float] = (-1, 0, 0.0)
 
@@ -240,12 +242,27 @@ class RunReader:
         for name, process in [*self._processes.items()]:
             if not process.agent and not runs(process.pid, process.began):
                 del self._processes[name]
-        self._noise.poll()
+        if self._noise is not None:
+            self._noise.poll()
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what is known of a run that has ended, as fields for a journal."""
+        costs = dataclasses.asdict(self.costs)
+        return {"step": self.step, "loss": self.loss, "costs": costs}
+
+    def restore(self, summary: Mapping[str, Any]) -> None:
+        """Sets what an earlier reader knew, in place of reading the run again.
+
+        Args:
+            summary: Fields from ``summary``.
+        """
+        self.step, self.loss = summary["step"], summary["loss"]
+        self.costs = ChangeCosts(**summary["costs"])
 
     @property
     def noise_scale(self) -> float | None:
         """Measured noise scale of the gradient in samples, or None."""
-        return self._noise.value
+        return None if self._noise is None else self._noise.value
 
     def record_launch(self, at: float, batch: int, kind: str = "") -> None:
         """Records that the scheduler started the run.
