@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -412,6 +413,33 @@ def test_a_folder_that_is_gone_is_said_by_planning(tmp_path: Path) -> None:
     assert planned is not None and planned.name == "one"
     assert "it cannot be planned" in planned.refusal and "gone" in planned.refusal
     assert planning.poll() is None
+
+
+def test_a_job_whose_code_hangs_does_not_keep_others_from_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1e6)\n")
+    monkeypatch.setattr("whalejax.scheduler.live.job_planning._ALONE_SECONDS", 0.0)
+    planning = Planning(cluster("cpu:4"))
+    try:
+        planning.submit(job(tmp_path, "hangs", model=f"{tmp_path}/hangs.py:make"))
+        planning.submit(job(tmp_path, "gone", model="no-such-model"))
+        end = time.monotonic() + 120
+        while (planned := planning.poll()) is None:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert planned.name == "gone" and "no-such-model" in planned.refusal
+        monkeypatch.setattr("whalejax.scheduler.live.job_planning._MOST_SECONDS", 0.0)
+        planned = planning.poll()
+        assert planned is not None and planned.name == "hangs"
+        assert planned.refusal == "it was not planned in 0 s"
+        planning.submit(job(tmp_path, "hangs", model=f"{tmp_path}/hangs.py:make"))
+        assert planning.poll() is None
+        (process,) = [one.process for one in planning._running]
+        planning.withdraw("hangs")
+        assert process.returncode is not None and planning.poll() is None
+    finally:
+        planning.close()
 
 
 BROKEN = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,24 @@ def test_members_without_a_supervisor_are_taken_back(tmp_path: Path) -> None:
     run.is_alive = False  # Both that and what would start it again were killed.
     host.turn()
     assert run.started[-1] == (3, []) and host.book.jobs["a"].launches == 1
+
+
+def test_what_a_killed_scheduler_has_just_started_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not have locked its folder yet, and would have other devices."""
+    host = Host(tmp_path, "a")
+    host.place(a=3)
+    run = host.runs["a"]
+    run.is_alive = False
+    runs: Any = host.runs
+    host.placing = Placing(host.book, runs, host.placing._devices)
+    host.place(a=2)
+    assert len(run.started) == 1
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + 11)
+    host.turn()
+    assert len(run.started) == 2
 
 
 def test_a_supervisor_that_does_not_start_fails_its_job(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ MOST_FAILURES: Final = 3
 """Number of processes in a row, lost before they were ready for steps, after which
 their device counts as failed."""
 
+_STARTING_SECONDS: Final = 10.0
 _ERRORS: Final = (1, 2)
 """Exit statuses of a supervisor that could not start."""
 
@@ -73,6 +74,7 @@ class Placing:
         self.failed: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self._away: dict[str, str] | None = None
+        self._began_at = time.time()
 
     def turn(self, *, may_start: bool) -> None:
         """Moves every job nearer to its target number of devices.
@@ -290,6 +292,8 @@ class Placing:
             self._set_devices(job, [])
         if not (job.target and may_start) or self._is_behind(job):
             return
+        if self._may_be_starting(job):
+            return
         free = self._candidates(job)
         if len(free) >= job.target:
             self._set_devices(job, free[: job.target])
@@ -309,6 +313,13 @@ class Placing:
                 return
             run.reader.record_launch(time.time(), batch, job.place[0])
             self._start(job, run, job.target)
+
+    def _may_be_starting(self, job: LiveJob) -> bool:
+        """Whether an earlier scheduler has just started a process for a job, which may
+        not have locked the job's folder yet.
+        """
+        at = job.launched_at[-1][0] if job.launched_at else -math.inf
+        return at < self._began_at and time.time() - at < _STARTING_SECONDS
 
     def _start(self, job: LiveJob, run: JobRun, size: int) -> None:
         least, most = job.request.devices
