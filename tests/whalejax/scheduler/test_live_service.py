@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,29 @@ def test_a_full_disk_loses_nothing_and_is_told(
     assert JobBook(tmp_path / "jobs").jobs["one"].options
 
 
+def test_nothing_is_started_on_a_disk_that_is_almost_full(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its journal has room yet, and a supervisor would not."""
+    service = opened()
+    free = types.SimpleNamespace(f_bavail=1000, f_frsize=4096)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.statvfs", lambda folder: free)
+        answer = service.answer(job(tmp_path))
+        assert isinstance(answer, RequestDone)
+        assert "has 4.1 MB left, less than 16 MB: jobs go on, and none" in answer.note
+        service._planning.withdraw("one")
+        plan(service, "one", 1.0)
+        service._enter(service._book.jobs["one"])
+        service.turn(0.0)
+        (report,) = jobs(service).jobs
+        assert report.target == 1 and not service._runs["one"].is_alive
+        assert jobs(service).notes == [answer.note]
+    service.answer(JobChange(name="one", what="cancel"))
+    service.turn(0.0)
+    assert jobs(service).notes == []
+
+
 # The socket.
 
 
@@ -440,6 +464,30 @@ def test_a_job_whose_code_hangs_does_not_keep_others_from_a_plan(
         assert process.returncode is not None and planning.poll() is None
     finally:
         planning.close()
+
+
+TALKS = """
+import atexit, sys
+
+def make():
+    print("half a line", end="")
+    atexit.register(lambda: print("goodbye\\n{}", file=sys.stderr))
+    raise ValueError("no model")
+"""
+
+
+def test_what_user_code_prints_is_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "talks.py").write_text(TALKS)
+    planning = Planning(cluster("cpu:4"))
+    try:
+        planning.submit(job(tmp_path, model=f"{tmp_path}/talks.py:make"))
+        end = time.monotonic() + 120
+        while (planned := planning.poll()) is None:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        planning.close()
+    assert "ValueError: no model (at " in planned.refusal
 
 
 BROKEN = """

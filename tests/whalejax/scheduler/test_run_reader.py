@@ -99,6 +99,23 @@ def test_lines_that_are_cut_short_are_read_when_they_are_whole(tmp_path: Path) -
     assert reader.size == 3
 
 
+def test_a_journal_that_cannot_be_opened_now_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, reader = Journal(tmp_path), RunReader(tmp_path)
+    told.event(1.0, "resized", size=3)
+
+    def fails(*given: object, **more: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", fails)
+        reader.poll()
+    assert reader.size == 0
+    reader.poll()
+    assert reader.size == 3
+
+
 def test_a_run_that_starts_again_is_another(tmp_path: Path) -> None:
     told, reader = Journal(tmp_path), RunReader(tmp_path)
     told.event(1.0, "opened")
@@ -276,13 +293,15 @@ def test_another_kind_of_devices_takes_another_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_run_that_ends_otherwise_starts_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [Ending.DRAINED, Ending.INTERRUPTED, Ending.LOST])
+def test_a_run_that_ends_otherwise_starts_again(tmp_path: Path, ending: Ending) -> None:
+    """Somebody else told it to end, or its hosts were gone."""
     host = Host(tmp_path, "a")
     run = host.runs["a"]
     host.place(a=2)
     for _ in range(MOST_LAUNCHES - 1):
         run.has(2)
-        run.gone(Ending.DRAINED)  # Somebody else told it to end.
+        run.gone(ending)
         host.turn()
     assert len(run.started) == MOST_LAUNCHES
     run.has(2)

@@ -41,9 +41,9 @@ _ENDS: Final[Mapping[Ending, str]] = {
     Ending.COMPLETE: COMPLETE,
     Ending.FAILED: FAILED,
     Ending.REFUSED: REFUSED,
-    Ending.LOST: FAILED,
 }
-"""Ends of a run that also end its job; after others the run starts again."""
+"""Ends of a run that also end its job. After others the run starts again: it was asked
+to end, or lost its hosts while no scheduler gave it others."""
 
 
 class Placing:
@@ -74,6 +74,7 @@ class Placing:
         self.failed: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self._away: dict[str, str] | None = None
+        self._given: set[str] = set()
         self._began_at = time.time()
 
     def turn(self, *, may_start: bool) -> None:
@@ -177,11 +178,11 @@ class Placing:
         if self._devices.engine is None:
             return
         runs = [self._runs[job.name] for job in self._book.unfinished()]
-        given = {host for run in runs for host in run.reader.agents}
+        self._given.update(host for run in runs for host in run.reader.agents)
         for run in runs:
             for host, why in run.refused_hosts().items():
                 alike = run.alike_hosts(host)
-                for name in [host] if given.intersection(alike) else alike:
+                for name in [host] if self._given.intersection(alike) else alike:
                     self.refused.setdefault(name, why)
 
     def _refusal_of(self, job: LiveJob) -> str:
@@ -268,7 +269,8 @@ class Placing:
         elif self.refused and job.wants_devices and (why := self._refusal_of(job)):
             self._book.record("paused", name=job.name, why=why)
         elif not run.has_opened and run.status() in _ERRORS:
-            why = f"its supervisor did not start: {run.end_of_log()}"
+            log = run.end_of_log() or f"it ended with status {run.status()}"
+            why = f"its supervisor did not start: {log}"
             self._end_job(job, FAILED, why)
         elif job.launches >= MOST_LAUNCHES and job.target:
             why = f"it was started {job.launches} times without a new step"

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ _ALONE_SECONDS: Final = 20.0
 """Seconds after which the next job is planned beside one that is not done."""
 
 _MOST_AT_ONCE: Final = 4
+_RESULTS: Final = ("refused", "options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,15 +169,26 @@ class Planning:
         return None
 
 
+def _result_in(lines: Sequence[str]) -> dict[str, Any] | None:
+    """Returns the result among the lines that a process and the user's code printed."""
+    for line in reversed(lines):
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, dict) and not told.keys().isdisjoint(_RESULTS):
+            return told
+    return None
+
+
 def _planned_job(ended: _PlanProcess) -> PlannedJob:
     """Returns the result of a process that has ended."""
     name = ended.name
     os.lseek(ended.output, 0, os.SEEK_SET)
     with os.fdopen(ended.output, "rb") as file:
         lines = file.read().decode(errors="replace").splitlines()
-    try:
-        told = json.loads(lines[-1])
-    except (ValueError, IndexError):
+    told = _result_in(lines)
+    if told is None:
         end = "\n".join(lines[-5:]) or "it printed nothing"
         status = ended.process.returncode
         text = f"planning it ended with status {status}: {visible(end)[-1000:]}"

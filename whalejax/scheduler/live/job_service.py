@@ -56,6 +56,9 @@ from whalejax.scheduler.schedule import JobSchedule, elastic
 
 _TURN_SECONDS: Final = 0.2
 _ASKING_THREADS: Final = 4
+_LEAST_FREE_BYTES: Final = 16_000_000
+"""Free space of its folder without which no run is started."""
+
 _MEMBERS_GO_ON_SECONDS: Final = 0.4
 """Assumed time without steps when the number of members changes, until measured."""
 
@@ -246,19 +249,35 @@ class JobService:
                     self._place(job, NOWHERE)
 
     def _write(self) -> None:
-        """Writes delayed events; reports when this starts or stops failing."""
-        was, self._problem = self._problem, self._book.write()
+        """Writes delayed events; reports when the disk becomes full, or has space."""
+        was = self._problem
+        self._book.write()
+        self._look_at_disk()
         if self._problem and not was:
-            say_in_background(f"whalejax: {self._full()}")
+            say_in_background(f"whalejax: {self._problem}")
         elif was and not self._problem:
-            say_in_background("whalejax: the journal can be written again")
+            say_in_background("whalejax: there is space again")
 
-    def _full(self) -> str:
-        return (
-            f"the journal in {self._settings.folder} cannot be written "
-            f"({self._problem}): what happens is held in memory, jobs go on, and none "
-            "is started until there is space"
-        )
+    def _look_at_disk(self) -> None:
+        """Finds out whether the disk is full: for the journal, or for what a start
+        writes.
+        """
+        folder, self._problem = self._settings.folder, ""
+        goes_on = "jobs go on, and none is started until there is space"
+        if why := self._book.problem:
+            self._problem = (
+                f"the journal in {folder} cannot be written ({why}): what happens is "
+                f"held in memory, {goes_on}"
+            )
+            return
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(folder)
+            free_bytes = disk.f_bavail * disk.f_frsize
+            if free_bytes < _LEAST_FREE_BYTES:
+                self._problem = (
+                    f"{folder} has {free_bytes / 1e6:.1f} MB left, less than "
+                    f"{_LEAST_FREE_BYTES / 1e6:.0f} MB: {goes_on}"
+                )
 
     def _look_at(self, job: LiveJob) -> None:
         """Reads the progress of a job's run."""
@@ -508,8 +527,8 @@ class JobService:
         return self._done_answer()
 
     def _done_answer(self) -> RequestDone:
-        self._problem = self._book.problem
-        return RequestDone(note=self._full() if self._problem else "")
+        self._look_at_disk()
+        return RequestDone(note=self._problem)
 
     def _show(self) -> Answer:
         costs, places = self._costs(), self._schedule.places()
@@ -526,15 +545,12 @@ class JobService:
                 note
                 for note in (
                     self._cluster_note(),
-                    self._disk_note(),
+                    self._problem,
                     self._failed_note(),
                 )
                 if note
             ],
         )
-
-    def _disk_note(self) -> str:
-        return self._full() if self._problem else ""
 
     def _cluster_note(self) -> str:
         """Returns a note if the cluster file has changed; otherwise an empty text."""

@@ -111,7 +111,7 @@ class _Lines:
             with self._path.open("rb") as file:
                 file.seek(self._place)
                 text = file.read()
-        except FileNotFoundError:
+        except OSError:  # It is not there yet, or too many files are open.
             return
         self._place += len(text)
         *lines, self._rest = (self._rest + text).split(b"\n")
@@ -332,6 +332,9 @@ class RunReader:
                     del self._processes[name]  # They end with their supervisor.
             case "restarted":
                 self.starts += 1
+                # Those that are still there join again.
+                self.away_since |= dict.fromkeys(self.agents, said["time"])
+                self.agents = set()
             case "resized":
                 self.size = said["size"]
             case "started":
