@@ -46,11 +46,15 @@ def test_a_trace_is_read_in_the_order_of_arrivals(tmp_path: Path) -> None:
     [
         ("name,arrival\n", "has no column model, batch, steps, devices"),
         (HEAD, "it holds no job"),
+        ("x" * 200_000, "line 1: it is no row of a CSV file"),
         (HEAD + "a,-1,m,8,1,1,,\n", "line 2: arrival is '-1'; expected a number"),
         (HEAD + "a,0,m,8:4,1,1,,\n", "line 2: batch is '8:4'; expected N or MIN:MAX"),
         (HEAD + "a,0,m,64:100,1,1,,\n", "expected a largest batch of 128 or more"),
         (HEAD + ",0,m,8,1,1,,\n", "line 2: name is ''; expected a name"),
         (HEAD + "a,0,m,8,1,1,,\n" * 2, "2 jobs are named 'a'"),
+        (HEAD + f"a,0,m,8,{'9' * 5000},1,,\n", "line 2: steps is '9999"),
+        (HEAD + f"a,0,m,8,1,1:{'9' * 5000},,\n", "line 2: devices is '1:9999"),
+        (HEAD + f"{'a' * 200_000},0,m,8,1,1,,\n", "line 2: it is no row of a CSV"),
     ],
 )
 def test_what_no_trace_says_is_refused(tmp_path: Path, text: str, message: str) -> None:

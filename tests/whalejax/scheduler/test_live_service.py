@@ -352,6 +352,19 @@ def test_only_its_user_may_open_the_socket(opened: Any, tmp_path: Path) -> None:
     assert stat.S_IMODE(open_to_all.stat().st_mode) == 0o700
 
 
+def test_a_folder_with_other_files_is_not_closed_to_others(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    (shared / "data.csv").touch()
+    with pytest.raises(JobError, match="has other files, and other users may open it"):
+        make_private(shared)
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o755
+    (shared / "jobs.jsonl").touch()  # Its own, whose mode somebody has changed.
+    make_private(shared)
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+
+
 def test_a_folder_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.job_book import JOURNAL
 from whalejax.scheduler.live.requests import (
     MOST_BYTES,
     Answer,
@@ -59,6 +60,12 @@ def make_private(folder: Path) -> None:
                 "runs code as you. Give a folder of your own as --save"
             )
         if stat.S_IMODE(status.st_mode) & 0o077:
+            if any(folder.iterdir()) and not (folder / JOURNAL).exists():
+                raise JobError(
+                    f"{folder} has other files, and other users may open it: a "
+                    "scheduler's folder is for its user alone. Give a new folder as "
+                    "--save"
+                )
             folder.chmod(0o700)
     except OSError as error:
         raise JobError(
