@@ -479,6 +479,11 @@ def test_a_node_that_slurm_refuses_leaves_those_that_it_gave(tmp_path: Path) -> 
             "been revoked\n",
             "",
         ),
+        (
+            "srun: error: Unable to allocate resources: Job violates accounting/QOS "
+            "policy (job submit limit, user's size and/or time limits)\n",
+            "",
+        ),
         ("srun: error: n0: task 0: Exited with exit code 1\n", ""),
         ("Traceback\nsrun: error: Invalid --mem specification\n", ""),
         ("", ""),

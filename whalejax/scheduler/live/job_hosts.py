@@ -20,7 +20,11 @@ Engine = Literal["slurm", "ray"]
 _PLACEHOLDERS: Final = ("{kind}", "{devices}")
 _SRUN: Final = ("srun:", 'Try "srun')
 _ACCEPTED: Final = (" queued ", " allocated ", " allocation ", " task ", " step ")
-_UNREACHED: Final = ("slurm controller", "timed out", "connect", "transmitted")
+_MAY_PASS: Final = (
+    *("slurm controller", "timed out", "connect", "transmitted"),
+    *("temporarily", "policy", "inactive"),
+)
+"""Words of errors that do not depend on the options: Slurm is not reached, or full."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,8 @@ def slurm_refusal(output: str) -> str:
         output: Whole output of a command of ``srun`` that has failed.
 
     Returns:
-        The line; empty if Slurm has taken the request, or could not be reached.
+        The line; empty if Slurm has taken the request, could not be reached, or may
+        take it later.
 
     >>> slurm_refusal("srun: error: Invalid --time specification")
     'srun: error: Invalid --time specification'
@@ -115,7 +120,7 @@ def slurm_refusal(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if not all(line.startswith(_SRUN) for line in lines):
         return ""
-    if any(word in line for line in lines for word in (*_ACCEPTED, *_UNREACHED)):
+    if any(word in line for line in lines for word in (*_ACCEPTED, *_MAY_PASS)):
         return ""
     errors = [line for line in lines if line.startswith(_SRUN[0])]
     return errors[-1] if errors else ""
