@@ -33,6 +33,10 @@ MOST_FAILURES: Final = 3
 """Number of processes in a row, lost before they were ready for steps, after which
 their device counts as failed."""
 
+_MOST_FAILED_STARTS: Final = 2
+"""Number of supervisors that do not start after which a job fails: the first may have
+found its port taken, or the disk full."""
+
 _STARTING_SECONDS: Final = 10.0
 _ERRORS: Final = (1, 2)
 """Exit statuses of a supervisor that could not start."""
@@ -268,7 +272,11 @@ class Placing:
             self._end_job(job, CANCELLED, "it was cancelled")
         elif self.refused and job.wants_devices and (why := self._refusal_of(job)):
             self._book.record("paused", name=job.name, why=why)
-        elif not run.has_opened and run.status() in _ERRORS:
+        elif (
+            not run.has_opened
+            and run.status() in _ERRORS
+            and job.launches >= _MOST_FAILED_STARTS
+        ):
             log = run.end_of_log() or f"it ended with status {run.status()}"
             why = f"its supervisor did not start: {log}"
             self._end_job(job, FAILED, why)
