@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -385,6 +386,35 @@ def test_a_job_waits_in_the_queue_and_grows_later(tmp_path: Path) -> None:
     assert not host.placing.lost_devices()
 
 
+def test_a_job_keeps_its_members_if_its_second_node_comes_first(
+    tmp_path: Path,
+) -> None:
+    host = Host(tmp_path, "a")
+    names = [f"s-{node}/{number}" for node in range(2) for number in range(2)]
+    devices = JobDevices(dict.fromkeys(names, ""), {"": "gpu"}, True, "slurm")
+    host.placing._devices = devices
+    run = host.runs["a"]
+    host.place(a=4)
+    run.has(4)
+    run.held_slots, run.agents, run.away = {2, 3}, {"s-1"}, ["s-0"]
+    host.turn()
+    host.place(a=2)
+    assert not run.resized and host.devices()["a"] == names
+    run.has(4)
+    run.agents, run.away = {"s-0", "s-1"}, []
+    host.place(a=4)
+    assert not run.resized and host.devices()["a"] == names
+    # The later node is given back, as before.
+    run.agents, run.away = {"s-0"}, ["s-1"]
+    host.place(a=2)
+    assert run.resized == [2]
+    # A node whose device has failed is none that waits.
+    run.agents, run.away = {"s-0", "s-1"}, []
+    host.placing.failed["s-0/1"] = "it broke"
+    host.place(a=2)
+    assert run.resized[-1] == 0
+
+
 def engine_host(folder: Path, *names: str) -> Host:
     """Two nodes of two devices that Slurm gives, and jobs that need both."""
     host = Host(folder, *names)
@@ -563,6 +593,18 @@ def test_agents_follow_the_hosts_of_a_job(
         until(*lines, "end a", "end b", "start a", "start b", "end a", "end b")
 
 
+def until_recorded(folder: Path, *names: str) -> None:
+    """Waits until the file of running agents has those of these hosts."""
+    end = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            told = json.loads((folder / "elastic" / "agents.json").read_text())
+            if sorted(told["agents"]) == sorted(names):
+                return
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_agents_of_a_killed_process_are_taken_over(
     tmp_path: Path, told: tuple[str, Callable[..., None]]
 ) -> None:
@@ -571,6 +613,7 @@ def test_agents_of_a_killed_process_are_taken_over(
     killed = HostAgents(shells, "x:1", tmp_path, processes=1)
     killed.__enter__()
     until("start a", "start b")
+    until_recorded(tmp_path, "a", "b")
     killed._over.set()  # Nobody looks after them any more.
     with HostAgents(shells, "x:1", tmp_path, processes=1, hosts=["a"]) as agents:
         until("start a", "start b")
@@ -581,6 +624,7 @@ def test_agents_of_a_killed_process_are_taken_over(
     killed = HostAgents({"a": [shell]}, "x:1", tmp_path, processes=1)
     killed.__enter__()
     until("start a", "start b", "end b", "end a", "start a")
+    until_recorded(tmp_path, "a")
     killed._over.set()
     # Those of another supervisor are ended.
     with HostAgents({"a": [shell]}, "x:2", tmp_path, processes=1, hosts=[]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from whalejax.membership.exit_status import Ending
@@ -379,8 +379,25 @@ class Placing:
             return 0
         lost = self.lost_devices()
         there = [n for n, name in enumerate(job.devices) if name in lost]
+        if there and self._waits_in_queue(job, [job.devices[n] for n in there]):
+            return self._size_with_queued(job, lost)
         first = min(there, default=job.target)
         return min(job.target, first if first >= job.request.devices[0] else 0)
+
+    def _waits_in_queue(self, job: LiveJob, names: Sequence[str]) -> bool:
+        """Whether devices of a job are on nodes that an engine has yet to give."""
+        if self._devices.engine is None:
+            return False
+        away = self._away_hosts(job, time.time())
+        return {*self._devices.hosts_of(names)} <= {*away}
+
+    def _size_with_queued(self, job: LiveJob, lost: Mapping[str, str]) -> int:
+        """Returns the size of a run whose first nodes may be the queued ones: their
+        slots are filled when the engine gives them, and other members stay.
+        """
+        members = [n for n, name in enumerate(job.devices, 1) if name not in lost]
+        wanted = min(job.target, len(members))
+        return members[wanted - 1] if wanted else 0
 
     def _release(self, job: LiveJob, run: JobRun) -> None:
         """Takes back devices that no process of a job uses or is to use."""
