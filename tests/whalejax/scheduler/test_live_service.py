@@ -583,17 +583,23 @@ def test_jobs_that_have_ended_are_below_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reports = [
-        JobReport(name=f"old{n}", status="failed", ended_at=float(n), why="it " * 99)
+        JobReport(
+            name=f"old{n}", status="failed", ended_at=float(n), why=f"{n} " + "it " * 99
+        )
         for n in range(7)
     ]
-    reports.append(JobReport(name="new", status="running"))
+    reports += [
+        JobReport(name=name, status="waiting", why="devices that others have")
+        for name in ("new", "newer")
+    ]
     found = Jobs(jobs=reports, cluster="4×CPU", devices=4, pid=1, notes=[])
     monkeypatch.setattr("whalejax.cli.jobs.job_commands.ask", lambda *_, **__: found)
     assert main(["jobs", "show", "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     first = [line.split()[0] for line in lines if line.strip()]
-    assert first[1:8] == ["new", "ended", *(f"old{n}" for n in range(2, 7))]
-    assert "; 2 more jobs have ended (--all)" in lines[8]
+    assert first[1:9] == ["new", "newer", "ended", *(f"old{n}" for n in range(2, 7))]
+    assert "; 2 more jobs have ended (--all)" in lines[9]
+    assert lines[10] == "new, newer: devices that others have"
     assert " ".join(lines).count("it ") == 5 * 99  # Reasons are whole.
     assert main(["jobs", "show", "--once", "--all"]) == 0
     text = capsys.readouterr().out

@@ -82,17 +82,17 @@ def _rendered(jobs: Jobs, every: bool) -> RenderableType:
             _speed(one),
             "" if one.seconds_left is None else clock(one.seconds_left),
         )
-    reasons = [
-        Text(f"{one.name}: {visible(one.why, keep=_NEWLINE)}")
-        for one in [*there, *shown]
-        if one.why and one.status != "complete"
-    ]
+    reasons: dict[str, list[str]] = {}
+    for one in [*there, *shown]:
+        if one.why and one.status != "complete":
+            reasons.setdefault(visible(one.why, keep=_NEWLINE), []).append(one.name)
     held = sum(job.held for job in jobs.jobs)
     foot = f"{held} of {jobs.devices} devices held on {jobs.cluster}"
     if len(shown) < len(ended):
         foot += f"; {len(ended) - len(shown)} more jobs have ended (--all)"
     notes = [Text(note, style="red") for note in jobs.notes]
-    return Group(table, Text(foot, style="dim"), *reasons, *notes)
+    texts = [Text(f"{', '.join(names)}: {why}") for why, names in reasons.items()]
+    return Group(table, Text(foot, style="dim"), *texts, *notes)
 
 
 def _devices(one: JobReport) -> str:
