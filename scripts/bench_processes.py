@@ -311,8 +311,8 @@ class _Run:
         for index in range(rounds + 1):
             if index == 1:
                 start, busy = time.perf_counter(), time.process_time()
-            found = moves.handed(there, arrays if first else None)()
-            arrays = moves.handed(back, None if first else found)()
+            found = moves.transfer(there, arrays if first else None)()
+            arrays = moves.transfer(back, None if first else found)()
             if first:
                 jax.block_until_ready(arrays)
         seconds = time.perf_counter() - start, time.process_time() - busy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,7 @@ COLUMNS: Final = ("name", "arrival", "model", "batch", "steps", "devices")
 _MOST_SECONDS: Final = 1e12
 _MOST_SAMPLES: Final = 2**36
 _MOST_STEPS: Final = 10**12
+_MOST_DIGITS: Final = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,12 @@ def read_job_trace(path: Path) -> list[TracedJob]:
         said = getattr(error, "strerror", None) or error
         raise JobError(f"trace {path}: it cannot be read ({said})") from error
     reader = csv.DictReader(text.splitlines())
-    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    try:
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    except csv.Error as error:
+        raise JobError(
+            f"trace {path}: line 1: it is no row of a CSV file ({error})"
+        ) from error
     missing = [name for name in COLUMNS if name not in reader.fieldnames]
     if missing:
         raise JobError(
@@ -73,7 +80,7 @@ def read_job_trace(path: Path) -> list[TracedJob]:
         )
     job_trace: list[TracedJob] = []
     with Problems(f"trace {path}", JobError) as problems:
-        for number, row in enumerate(reader, start=2):
+        for number, row in enumerate(_rows(reader, problems), start=2):
             cells = _Cells(row, number, problems)
             before = len(problems)
             job = TracedJob(
@@ -94,6 +101,23 @@ def read_job_trace(path: Path) -> list[TracedJob]:
         if not job_trace and not problems:
             problems.add("it holds no job")
     return sorted(job_trace, key=lambda job: (job.arrival, job.name))
+
+
+def _rows(
+    reader: csv.DictReader[str], problems: Problems
+) -> Iterator[dict[str, str | None]]:
+    """Yields the rows up to one that is none."""
+    try:
+        yield from reader
+    except csv.Error as error:  # Such as a text of more than 131,072 characters.
+        line = reader.line_num + 1
+        problems.add(f"line {line}: it is no row of a CSV file ({error})")
+
+
+def _number(text: str) -> int:
+    """Returns a whole number of at most 18 digits; -1 for any other text."""
+    is_number = text.isdecimal() and text.isascii() and len(text) <= _MOST_DIGITS
+    return int(text) if is_number else -1
 
 
 class _Cells:
@@ -136,7 +160,7 @@ class _Cells:
         text = (self.row.get(name) or "").strip()
         if not text and default is not None:
             return default
-        value = int(text) if text.isdecimal() and text.isascii() else -1
+        value = _number(text)
         if not least <= value <= most:
             self._refuse(name, f"a whole number from {least} to {most}")
             return least
@@ -153,7 +177,7 @@ class _Cells:
     def span(self, name: str, most: int) -> tuple[int, int]:
         """Returns both ends of ``N`` or ``MIN:MAX``."""
         low, _, high = (self.row.get(name) or "").strip().partition(":")
-        pair = [int(t) if t.isdecimal() and t.isascii() else 0 for t in (low, high)]
+        pair = [_number(low), _number(high)]
         least, largest = pair if high else (pair[0], pair[0])
         if not 1 <= least <= largest <= most:
             self._refuse(name, f"N or MIN:MAX, whole numbers from 1 to {most}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
@@ -181,6 +181,7 @@ def simulate(
     decide: Decide,
     *,
     every: float = 60.0,
+    count_ended: Callable[[int], None] = lambda number: None,
 ) -> JobSimulation:
     """Simulates jobs until all have ended.
 
@@ -191,6 +192,8 @@ def simulate(
         devices: Number of devices by kind.
         decide: Function that chooses the places of all jobs that wait or run.
         every: Seconds between decisions without an arrival or an end.
+        count_ended: Function that receives the number of jobs that have ended, after
+            each end.
 
     Raises:
         JobError: A decision uses more devices than there are, or no job ever runs.
@@ -234,6 +237,7 @@ def simulate(
                 schedule.remove(name)
                 one.leave(now)
                 ended[name] = one.intervals, now
+                count_ended(len(ended))
     records = tuple(_record(job, *ended[job.name], zero) for job in order)
     return JobSimulation(records=records, devices=sum(devices.values()))
 

@@ -46,11 +46,15 @@ def test_a_trace_is_read_in_the_order_of_arrivals(tmp_path: Path) -> None:
     [
         ("name,arrival\n", "has no column model, batch, steps, devices"),
         (HEAD, "it holds no job"),
+        ("x" * 200_000, "line 1: it is no row of a CSV file"),
         (HEAD + "a,-1,m,8,1,1,,\n", "line 2: arrival is '-1'; expected a number"),
         (HEAD + "a,0,m,8:4,1,1,,\n", "line 2: batch is '8:4'; expected N or MIN:MAX"),
         (HEAD + "a,0,m,64:100,1,1,,\n", "expected a largest batch of 128 or more"),
         (HEAD + ",0,m,8,1,1,,\n", "line 2: name is ''; expected a name"),
         (HEAD + "a,0,m,8,1,1,,\n" * 2, "2 jobs are named 'a'"),
+        (HEAD + f"a,0,m,8,{'9' * 5000},1,,\n", "line 2: steps is '9999"),
+        (HEAD + f"a,0,m,8,1,1:{'9' * 5000},,\n", "line 2: devices is '1:9999"),
+        (HEAD + f"{'a' * 200_000},0,m,8,1,1,,\n", "line 2: it is no row of a CSV"),
     ],
 )
 def test_what_no_trace_says_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -103,6 +107,25 @@ def test_a_trace_is_played_through(
     assert main([*words, "--policy", "static"]) == 0
     text = capsys.readouterr().out
     assert "first" in text and "makespan" in text and "1.00 of static" in text
+
+
+def test_a_simulation_shows_its_progress_on_a_terminal(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["jobs", "simulate", str(written(tmp_path, TRACE)), "--cluster", "h100:4"]
+    monkeypatch.delenv("CI", raising=False)
+    assert main([*words, "--json"]) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert captured.err == ""  # It is no terminal.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main([*words, "--json"]) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    for text in ("planning first", "simulating static", "simulating throughput", "2/2"):
+        assert text in captured.err
 
 
 @pytest.mark.parametrize(

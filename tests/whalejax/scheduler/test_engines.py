@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from live_jobs import Serving, audit_faults
 
@@ -20,12 +23,20 @@ from tests.whalejax.elastic.engines.test_slurm import slurm as slurm
 from tests.whalejax.scheduler.test_live_hosts import TWO_HOSTS
 from tests.whalejax.scheduler.test_run_reader import Host
 from whalejax.elastic.agents.on_hosts import HostAgents
+from whalejax.membership.exit_status import Ending
 from whalejax.meshes import cluster
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.device_assignment import MOST_LAUNCHES
+from whalejax.scheduler.live.job_book import JobBook
 from whalejax.scheduler.live.job_devices import JobDevices, job_devices
-from whalejax.scheduler.live.job_hosts import ray_hosts, slurm_hosts
-from whalejax.scheduler.live.job_run import JobRun
+from whalejax.scheduler.live.job_hosts import (
+    JobHosts,
+    ray_hosts,
+    slurm_hosts,
+    slurm_refusal,
+)
+from whalejax.scheduler.live.job_run import JobRun, write_refusals
 from whalejax.scheduler.live.job_service import JobService, ServeSettings
 from whalejax.scheduler.live.requests import Add, RequestRefused
 
@@ -46,6 +57,9 @@ def trade(serving: Serving, folder: Path, nodes: Callable[[str], int]) -> None:
 
     def step(name: str) -> int:
         return max((said["step"] for said in serving.commits(name)), default=0)
+
+    def started(name: str) -> list[str]:
+        return [e["name"] for e in serving.events(name) if e["event"] == "started"]
 
     def add(name: str) -> None:
         words = "--set", "device_seconds=0.01", "--no-wait"
@@ -71,6 +85,12 @@ def trade(serving: Serving, folder: Path, nodes: Callable[[str], int]) -> None:
         assert front is not None
         os.kill(front, signal.SIGKILL)
         assert serving.until(lambda: serving.front("first") not in (None, front))
+        # So is that with the supervisor; the members go on under another.
+        front, at = serving.front("first"), step("first")
+        assert serving.kill_all_above("first")
+        assert serving.until(lambda: serving.front("first") not in (None, front))
+        assert serving.until(lambda: step("first") > at + 5 and nodes("first") == 2)
+        assert len(started("first")) == 4  # None of them was lost.
         add("second")
         assert serving.until(lambda: nodes("second") == 1 and nodes("first") == 1)
         assert serving.until(has_grown)
@@ -143,6 +163,87 @@ def test_a_job_goes_on_while_slurm_queues_its_other_nodes(
         assert not call("squeue", "-h", "--name", "first")
     finally:
         serving.end(["first"])
+
+
+@pytest.mark.full
+def test_jobs_are_paused_when_slurm_refuses_the_options(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(slurm / "slurm.conf"))
+    (tmp_path / "two.toml").write_text(TWO_HOSTS)
+    words = "--host", "127.0.0.1", "--resize", "2", "--slurm=--partition=none"
+    serving = Serving(tmp_path, *words, cluster="two.toml")
+    names = ["first", "second"]
+
+    def are(status: str) -> bool:
+        there = serving.shown()
+        return all(there[name].status == status for name in names if there)
+
+    try:
+        for name in names:
+            serving.add(name, "--no-wait", steps=20)
+        assert serving.until(lambda: are("paused"))
+        reports = serving.shown()
+        line = "Unable to allocate resources: Invalid partition name specified"
+        assert all(line in reports[name].why for name in names)
+        assert line in reports[""].notes[0]
+        assert serving.process is not None
+        serving.process.kill()
+        serving.process.wait()
+        serving._words[-1] = "--slurm=--mem=100M"
+        serving.start()
+        for name in names:
+            assert serving.ask("resume", name).returncode == 0
+        assert serving.until(lambda: are("complete"))
+    finally:
+        serving.end(names)
+
+
+@pytest.mark.full
+def test_jobs_that_share_too_few_nodes_run_one_after_the_other(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has half of the nodes, and gives one to each of two jobs that need two."""
+    monkeypatch.setenv("SLURM_CONF", str(slurm / "slurm.conf"))
+    four = TWO_HOSTS.replace("repeat = 2", "repeat = 4").replace(
+        'name = "ethernet"\nsize = 2', 'name = "ethernet"\nsize = 4'
+    )
+    (tmp_path / "four.toml").write_text(four)
+    words = "--slurm=--mem=100M", "--host", "127.0.0.1", "--resize", "2"
+    serving = Serving(tmp_path, *words, cluster="four.toml")
+    names = ["first", "second"]
+
+    def call(*words: str) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def requests(name: str, state: str) -> list[str]:
+        return call("squeue", "-h", "--name", name, "-t", state, "-o", "%i").split()
+
+    try:
+        block = ["--parsable", "--exclusive", "--output=/dev/null", "--wrap=sleep 3600"]
+        blocks = [call("sbatch", *block) for _ in range(2)]
+        for name in names:
+            serving.add(name, "--no-wait", steps=20, devices="4")
+            assert serving.until(lambda name=name: len(requests(name, "PD")) == 2)
+        held = [requests(name, "PD")[0] for name in names]
+        for request in held:
+            call("scontrol", "hold", request)
+        call("scancel", *blocks)
+        for name in names:
+            assert serving.until(lambda name=name: len(requests(name, "R")) == 1)
+        for request in held:
+            call("scontrol", "release", request)
+
+        def are_complete() -> bool:
+            there = serving.shown()
+            return all(there[name].status == "complete" for name in names if there)
+
+        assert serving.until(are_complete)
+        given = [e["name"] for e in serving.book() if e["event"] == "gave_back"]
+        assert given == ["second"]
+    finally:
+        serving.end(names)
 
 
 RAY = """
@@ -285,6 +386,171 @@ def test_a_job_waits_in_the_queue_and_grows_later(tmp_path: Path) -> None:
     assert not host.placing.lost_devices()
 
 
+def test_a_job_keeps_its_members_if_its_second_node_comes_first(
+    tmp_path: Path,
+) -> None:
+    host = Host(tmp_path, "a")
+    names = [f"s-{node}/{number}" for node in range(2) for number in range(2)]
+    devices = JobDevices(dict.fromkeys(names, ""), {"": "gpu"}, True, "slurm")
+    host.placing._devices = devices
+    run = host.runs["a"]
+    host.place(a=4)
+    run.has(4)
+    run.held_slots, run.agents, run.away = {2, 3}, {"s-1"}, ["s-0"]
+    host.turn()
+    host.place(a=2)
+    assert not run.resized and host.devices()["a"] == names
+    run.has(4)
+    run.agents, run.away = {"s-0", "s-1"}, []
+    host.place(a=4)
+    assert not run.resized and host.devices()["a"] == names
+    # The later node is given back, as before.
+    run.agents, run.away = {"s-0"}, ["s-1"]
+    host.place(a=2)
+    assert run.resized == [2]
+    # A node whose device has failed is none that waits.
+    run.agents, run.away = {"s-0", "s-1"}, []
+    host.placing.failed["s-0/1"] = "it broke"
+    host.place(a=2)
+    assert run.resized[-1] == 0
+
+
+def engine_host(folder: Path, *names: str) -> Host:
+    """Two nodes of two devices that Slurm gives, and jobs that need both."""
+    host = Host(folder, *names)
+    there = [f"s-{node}/{number}" for node in range(2) for number in range(2)]
+    devices = JobDevices(dict.fromkeys(there, ""), {"": "cpu"}, True, "slurm")
+    host.placing._devices = devices
+    for job in host.book.jobs.values():
+        job.request = msgspec.structs.replace(job.request, devices=(2, 2))
+        (option,) = job.options.values()
+        place = "", 2
+        job.options = {place: dataclasses.replace(option, place=place)}
+    return host
+
+
+def test_jobs_do_not_wait_for_each_other_s_nodes(tmp_path: Path) -> None:
+    """Each has one of the two nodes that it needs, and Slurm has no third one."""
+    host = engine_host(tmp_path, "a", "b")
+    names = [f"s-{node}/{number}" for node in range(4) for number in range(1)]
+    devices = JobDevices(dict.fromkeys(names, ""), {"": "cpu"}, True, "slurm")
+    host.placing._devices = devices
+    a, b = host.runs["a"], host.runs["b"]
+    host.place(a=2, b=2)
+    a.has(2, slots=0)
+    b.has(2, slots=0)
+    a.agents, b.agents = {"s-0"}, {"s-2"}
+    host.turn()
+    assert not a.resized and not b.resized  # Neither has waited for long.
+    a.away, b.away = ["s-1"], ["s-3"]
+    host.turn()
+    assert not a.resized and b.resized == [0]
+    b.gone(Ending.INTERRUPTED)
+    for _ in range(MOST_LAUNCHES):
+        host.turn()
+    assert len(b.started) == 1 and not host.book.jobs["b"].how  # It waits for a.
+    assert JobBook(tmp_path).jobs["b"].behind == "a"
+    a.agents, a.away = {"s-0", "s-1"}, []
+    host.turn()
+    assert len(b.started) == 2 and host.book.jobs["b"].behind == ""
+
+
+def test_options_that_slurm_refuses_are_not_asked_for_again(tmp_path: Path) -> None:
+    host = engine_host(tmp_path, "a", "b")
+    a = host.runs["a"]
+    host.place(a=2)
+    a.has(2, slots=0)
+    a.refused = {"s-0": "srun: error: Invalid partition"}
+    host.turn()
+    assert {*host.placing.refused} == {"s-0", "s-1"}  # By the same command.
+    assert a.resized == [0]
+    a.gone(Ending.INTERRUPTED)
+    host.turn()
+    for job in host.book.jobs.values():
+        assert job.paused and not job.how
+        assert "slurm refuses its nodes (srun: error: Invalid partition)" in job.why
+        assert "other options of --slurm, and resume the job" in job.why
+    host.book.record("resumed", name="a")
+    assert host.book.jobs["a"].why == ""
+
+
+def test_a_node_that_slurm_refuses_leaves_those_that_it_gave(tmp_path: Path) -> None:
+    host = engine_host(tmp_path, "a")
+    a = host.runs["a"]
+    host.place(a=2)
+    a.has(2)
+    a.agents, a.refused = {"s-0"}, {"s-1": "srun: error: Too many nodes"}
+    host.turn()
+    assert [*host.placing.refused] == ["s-1"] and not a.resized
+    assert host.placing.usable() == ["s-0/0", "s-0/1"]
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        (
+            "srun: error: invalid partition specified: x\nsrun: error: Unable to "
+            "allocate resources: Invalid partition name specified\n",
+            "srun: error: Unable to allocate resources: Invalid partition name "
+            "specified",
+        ),
+        (
+            "srun: unrecognized option '--foo'\nTry \"srun --help\" for more "
+            "information\n",
+            "srun: unrecognized option '--foo'",
+        ),
+        (
+            "srun: error: Unable to allocate resources: Unable to contact slurm "
+            "controller (connect failure)\n",
+            "",
+        ),
+        (
+            "srun: job 6 queued and waiting for resources\nsrun: Job allocation 6 has "
+            "been revoked\n",
+            "",
+        ),
+        (
+            "srun: error: Unable to allocate resources: Job violates accounting/QOS "
+            "policy (job submit limit, user's size and/or time limits)\n",
+            "",
+        ),
+        ("srun: error: n0: task 0: Exited with exit code 1\n", ""),
+        ("Traceback\nsrun: error: Invalid --mem specification\n", ""),
+        ("", ""),
+    ],
+)
+def test_what_srun_says_when_it_refuses(output: str, line: str) -> None:
+    assert slurm_refusal(output) == line
+
+
+def test_a_command_that_is_refused_is_not_started_for_ever(tmp_path: Path) -> None:
+    log, shell = tmp_path / "log", tmp_path / "shell"
+    shell.write_text(
+        f"#!/bin/sh\necho x >> {log}\necho 'srun: error: no' >&2\nexit 1\n"
+    )
+    shell.chmod(0o700)
+    with HostAgents(
+        {"a": [str(shell)]}, "x:1", tmp_path, processes=1, refusal=slurm_refusal
+    ) as agents:
+        end = time.monotonic() + 60
+        while not agents.refused:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert agents.refused == {"a": "srun: error: no"}
+        assert len(log.read_text().split()) == 3
+        agents.set_hosts([])
+        agents.set_hosts(["a"])
+        assert not agents._threads
+        write_refusals(tmp_path, agents.refused)
+    add = Add(name="a", model="mlp", steps=9, devices=(1, 2), folder=str(tmp_path))
+    shells = {"a": ["srun"], "b": ["srun"], "c": ["srun", "-p", "other"]}
+    hosts = JobHosts(shells=shells, room=1, address="x", engine="slurm")
+    run = JobRun(tmp_path, add, ThreadPoolExecutor(1), hosts)
+    assert run.alike_hosts("a") == ["a", "b"] and run.refused_hosts() == {}
+    with FolderLock(tmp_path / "front"):
+        assert run.refused_hosts() == {"a": "srun: error: no"}
+
+
 @pytest.fixture
 def told(tmp_path: Path) -> Iterator[tuple[str, Callable[..., None]]]:
     """A remote shell that tells of its starts and ends, and a wait for these lines."""
@@ -327,6 +593,18 @@ def test_agents_follow_the_hosts_of_a_job(
         until(*lines, "end a", "end b", "start a", "start b", "end a", "end b")
 
 
+def until_recorded(folder: Path, *names: str) -> None:
+    """Waits until the file of running agents has those of these hosts."""
+    end = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            told = json.loads((folder / "elastic" / "agents.json").read_text())
+            if sorted(told["agents"]) == sorted(names):
+                return
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_agents_of_a_killed_process_are_taken_over(
     tmp_path: Path, told: tuple[str, Callable[..., None]]
 ) -> None:
@@ -335,6 +613,7 @@ def test_agents_of_a_killed_process_are_taken_over(
     killed = HostAgents(shells, "x:1", tmp_path, processes=1)
     killed.__enter__()
     until("start a", "start b")
+    until_recorded(tmp_path, "a", "b")
     killed._over.set()  # Nobody looks after them any more.
     with HostAgents(shells, "x:1", tmp_path, processes=1, hosts=["a"]) as agents:
         until("start a", "start b")
@@ -345,6 +624,7 @@ def test_agents_of_a_killed_process_are_taken_over(
     killed = HostAgents({"a": [shell]}, "x:1", tmp_path, processes=1)
     killed.__enter__()
     until("start a", "start b", "end b", "end a", "start a")
+    until_recorded(tmp_path, "a")
     killed._over.set()
     # Those of another supervisor are ended.
     with HostAgents({"a": [shell]}, "x:2", tmp_path, processes=1, hosts=[]):

@@ -209,6 +209,9 @@ def test_a_host_without_an_agent_is_away_after_a_while(tmp_path: Path) -> None:
     assert reader.away_hosts({"a": 0.0}, 261.0) == ["a"]
     say("agent_joined", 262.0, agent="a")
     assert reader.away_hosts({"a": 0.0}, 400.0) == []
+    say("restarted", 500.0)  # It may have been lost with the supervisor.
+    assert reader.away_hosts({"a": 0.0}, 550.0) == []
+    assert reader.away_hosts({"a": 0.0}, 561.0) == ["a"]
 
 
 @pytest.mark.parametrize(

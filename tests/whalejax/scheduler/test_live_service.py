@@ -8,6 +8,9 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +106,24 @@ def test_a_name_is_a_job_s_own(opened: Any, tmp_path: Path) -> None:
     assert [one.name for one in jobs(service).jobs] == ["one"]
 
 
+@pytest.mark.parametrize("name", ["socket", "key", "jobs.jsonl", "whalejax.lock"])
+def test_a_name_of_the_scheduler_s_own_files_is_refused(
+    opened: Any, tmp_path: Path, name: str
+) -> None:
+    why = refused(opened().answer(job(tmp_path, name)))
+    assert f"--name is {name!r}" in why and "is the scheduler's own" in why
+
+
+def test_checkpoints_of_a_job_that_is_not_known_are_not_taken(
+    opened: Any, tmp_path: Path
+) -> None:
+    service = opened()
+    (tmp_path / "jobs" / "one").mkdir()  # Its journal was removed.
+    why = refused(service.answer(job(tmp_path)))
+    assert "whose checkpoints this job would take. Give another --name" in why
+    assert jobs(service).jobs == []
+
+
 def test_more_devices_than_there_are_are_refused(opened: Any, tmp_path: Path) -> None:
     why = refused(opened().answer(job(tmp_path, devices=(6, 8))))
     assert "--devices is 6:8" in why and "has 4: 2 too few" in why
@@ -148,6 +169,25 @@ def test_jobs_are_paused_resumed_and_cancelled_once(
     assert jobs(service).jobs[0].status == "cancelled"
 
 
+@pytest.mark.parametrize(
+    ("event", "status"), [("paused", "paused"), ("cancelled", "cancelled")]
+)
+def test_a_kill_within_a_change_leaves_no_devices(
+    opened: Any, tmp_path: Path, event: str, status: str
+) -> None:
+    service = opened()
+    service.answer(job(tmp_path))
+    plan(service, "one", 1.0, 2.0)
+    service._book.record("placed", name="one", kind="", size=2)
+    service._book.record(event, name="one")  # Here it was killed.
+    service = opened()
+    service.turn(0.0)
+    service.turn(0.0)
+    (report,) = jobs(service).jobs
+    assert (report.status, report.target) == (status, 0)
+    assert not service._runs["one"].is_alive
+
+
 def test_a_decision_outlives_the_scheduler(opened: Any, tmp_path: Path) -> None:
     service = opened()
     for name in ("one", "two"):
@@ -159,6 +199,26 @@ def test_a_decision_outlives_the_scheduler(opened: Any, tmp_path: Path) -> None:
     service = opened()
     assert [one.target for one in jobs(service).jobs] == [2, 2]
     assert service._schedule.places() == {"one": ("", 2), "two": ("", 2)}
+
+
+def test_the_journal_of_a_run_that_has_ended_is_not_read_again(
+    opened: Any, tmp_path: Path
+) -> None:
+    service = opened()
+    for name in ("one", "two"):
+        service.answer(job(tmp_path, name))
+        plan(service, name, 1.0, 2.0)
+    reader = service._runs["one"].reader
+    reader.step, reader.loss, reader.costs.starts = 7, 0.5, [12.0]
+    service._placing._end_job(service._book.jobs["one"], "complete", "")
+    folder = tmp_path / "jobs" / "one" / "elastic"
+    folder.mkdir(parents=True)
+    (folder / "commits.jsonl").write_text("unread\n")
+    service = opened()
+    report = jobs(service).jobs[0]
+    assert (report.step, report.loss, report.status) == (7, 0.5, "complete")
+    assert service._costs()["start_seconds"] == 12.0
+    assert service._runs["one"].reader._commits._place == 0
 
 
 # The cluster.
@@ -255,6 +315,29 @@ def test_a_full_disk_loses_nothing_and_is_told(
     assert JobBook(tmp_path / "jobs").jobs["one"].options
 
 
+def test_nothing_is_started_on_a_disk_that_is_almost_full(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its journal has room yet, and a supervisor would not."""
+    service = opened()
+    free = types.SimpleNamespace(f_bavail=1000, f_frsize=4096)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.statvfs", lambda folder: free)
+        answer = service.answer(job(tmp_path))
+        assert isinstance(answer, RequestDone)
+        assert "has 4.1 MB left, less than 16 MB: jobs go on, and none" in answer.note
+        service._planning.withdraw("one")
+        plan(service, "one", 1.0)
+        service._enter(service._book.jobs["one"])
+        service.turn(0.0)
+        (report,) = jobs(service).jobs
+        assert report.target == 1 and not service._runs["one"].is_alive
+        assert jobs(service).notes == [answer.note]
+    service.answer(JobChange(name="one", what="cancel"))
+    service.turn(0.0)
+    assert jobs(service).notes == []
+
+
 # The socket.
 
 
@@ -267,6 +350,19 @@ def test_only_its_user_may_open_the_socket(opened: Any, tmp_path: Path) -> None:
     open_to_all.mkdir(mode=0o777)
     make_private(open_to_all)
     assert stat.S_IMODE(open_to_all.stat().st_mode) == 0o700
+
+
+def test_a_folder_with_other_files_is_not_closed_to_others(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    (shared / "data.csv").touch()
+    with pytest.raises(JobError, match="has other files, and other users may open it"):
+        make_private(shared)
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o755
+    (shared / "jobs.jsonl").touch()  # Its own, whose mode somebody has changed.
+    make_private(shared)
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
 
 
 def test_a_folder_of_another_user_is_refused(
@@ -356,6 +452,57 @@ def test_a_folder_that_is_gone_is_said_by_planning(tmp_path: Path) -> None:
     assert planning.poll() is None
 
 
+def test_a_job_whose_code_hangs_does_not_keep_others_from_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1e6)\n")
+    monkeypatch.setattr("whalejax.scheduler.live.job_planning._ALONE_SECONDS", 0.0)
+    planning = Planning(cluster("cpu:4"))
+    try:
+        planning.submit(job(tmp_path, "hangs", model=f"{tmp_path}/hangs.py:make"))
+        planning.submit(job(tmp_path, "gone", model="no-such-model"))
+        end = time.monotonic() + 120
+        while (planned := planning.poll()) is None:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert planned.name == "gone" and "no-such-model" in planned.refusal
+        monkeypatch.setattr("whalejax.scheduler.live.job_planning._MOST_SECONDS", 0.0)
+        planned = planning.poll()
+        assert planned is not None and planned.name == "hangs"
+        assert planned.refusal == "it was not planned in 0 s"
+        planning.submit(job(tmp_path, "hangs", model=f"{tmp_path}/hangs.py:make"))
+        assert planning.poll() is None
+        (process,) = [one.process for one in planning._running]
+        planning.withdraw("hangs")
+        assert process.returncode is not None and planning.poll() is None
+    finally:
+        planning.close()
+
+
+TALKS = """
+import atexit, sys
+
+def make():
+    print("half a line", end="")
+    atexit.register(lambda: print("goodbye\\n{}", file=sys.stderr))
+    raise ValueError("no model")
+"""
+
+
+def test_what_user_code_prints_is_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "talks.py").write_text(TALKS)
+    planning = Planning(cluster("cpu:4"))
+    try:
+        planning.submit(job(tmp_path, model=f"{tmp_path}/talks.py:make"))
+        end = time.monotonic() + 120
+        while (planned := planning.poll()) is None:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        planning.close()
+    assert "ValueError: no model (at " in planned.refusal
+
+
 BROKEN = """
 import jax.numpy as jnp, numpy as np, optax
 import whalejax as wh
@@ -426,9 +573,78 @@ def test_a_table_goes_on_without_a_scheduler(
     monkeypatch.setattr("whalejax.cli.jobs.jobs_table._AGAIN_SECONDS", 0.0)
     live_table(find)
     shown = capsys.readouterr().out
-    for text in ("1 → 2", "3/9", "~20", "1:15", "first line", "1 of 4 devices held"):
+    for text in ("1 → 2", "3/9", "~20", "1:15", "1 of 4 devices held"):
         assert text in shown
-    assert "second line" not in shown and "a note" in shown and not answers
+    assert "one: first line\nsecond line" in shown
+    assert "a note" in shown and not answers
+
+
+def test_jobs_that_have_ended_are_below_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports = [
+        JobReport(
+            name=f"old{n}", status="failed", ended_at=float(n), why=f"{n} " + "it " * 99
+        )
+        for n in range(7)
+    ]
+    reports += [
+        JobReport(name=name, status="waiting", why="devices that others have")
+        for name in ("new", "newer")
+    ]
+    found = Jobs(jobs=reports, cluster="4×CPU", devices=4, pid=1, notes=[])
+    monkeypatch.setattr("whalejax.cli.jobs.job_commands.ask", lambda *_, **__: found)
+    assert main(["jobs", "show", "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = [line.split()[0] for line in lines if line.strip()]
+    assert first[1:9] == ["new", "newer", "ended", *(f"old{n}" for n in range(2, 7))]
+    assert "; 2 more jobs have ended (--all)" in lines[9]
+    assert lines[10] == "new, newer: devices that others have"
+    assert " ".join(lines).count("it ") == 5 * 99  # Reasons are whole.
+    assert main(["jobs", "show", "--once", "--all"]) == 0
+    text = capsys.readouterr().out
+    assert "old0" in text and "(--all)" not in text
+
+
+def test_reports_of_many_jobs_are_one_answer(tmp_path: Path) -> None:
+    listening = LocalSocket(tmp_path)
+    reports = [JobReport(name=f"j{n}", status="failed", why="x" * 5000)
+               for n in range(2000)]  # fmt: skip
+    answer = Jobs(jobs=reports, cluster="", devices=1, pid=1, notes=[])
+    answering = threading.Thread(
+        target=lambda: listening.requests.get().answer.put(answer)
+    )
+    answering.start()
+    try:
+        assert ask(tmp_path, ShowJobs()) == answer
+    finally:
+        answering.join()
+        listening.close()
+
+
+def test_a_client_that_goes_away_is_served_once(opened: Any, tmp_path: Path) -> None:
+    """Its job is added without it, and a repeated command adds nothing."""
+    service = opened()
+    with (
+        socket.socket(socket.AF_UNIX) as link,
+        local_socket._short(tmp_path / "jobs" / SOCKET) as path,
+    ):
+        link.connect(path)
+        link.sendall(encoded(job(tmp_path)))
+    service._planning.submit = lambda request: None
+    while not service._book.jobs:
+        service.turn(0.05)
+    why = refused(service.answer(job(tmp_path)))
+    assert "a job is named 'one' already" in why
+    assert [one.name for one in jobs(service).jobs] == ["one"]
+
+
+def test_an_answer_that_does_not_come_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_socket, "_send_request", lambda *_: b"")
+    with pytest.raises(JobError, match="may have carried out the request. See whale"):
+        ask(tmp_path, ShowJobs())
 
 
 def test_commands_to_live_jobs_import_no_jax() -> None:

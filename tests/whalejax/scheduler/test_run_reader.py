@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,23 @@ def test_lines_that_are_cut_short_are_read_when_they_are_whole(tmp_path: Path) -
     assert reader.size == 3
 
 
+def test_a_journal_that_cannot_be_opened_now_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, reader = Journal(tmp_path), RunReader(tmp_path)
+    told.event(1.0, "resized", size=3)
+
+    def fails(*given: object, **more: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", fails)
+        reader.poll()
+    assert reader.size == 0
+    reader.poll()
+    assert reader.size == 3
+
+
 def test_a_run_that_starts_again_is_another(tmp_path: Path) -> None:
     told, reader = Journal(tmp_path), RunReader(tmp_path)
     told.event(1.0, "opened")
@@ -141,6 +159,16 @@ class Run:
         self.away: list[str] = []
         self.agents: set[str] = set()
         self.lacks_front = False
+        self.refused: dict[str, str] = {}
+
+    def summary(self) -> dict[str, Any]:
+        return {"step": self.step, "loss": None, "costs": {}}
+
+    def refused_hosts(self) -> dict[str, str]:
+        return self.refused
+
+    def alike_hosts(self, host: str) -> list[str]:
+        return ["s-0", "s-1"]
 
     def want_hosts(self, hosts: Iterable[str]) -> None:
         self.wanted_hosts = dict.fromkeys(hosts, 0.0)
@@ -265,13 +293,15 @@ def test_another_kind_of_devices_takes_another_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_run_that_ends_otherwise_starts_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [Ending.DRAINED, Ending.INTERRUPTED, Ending.LOST])
+def test_a_run_that_ends_otherwise_starts_again(tmp_path: Path, ending: Ending) -> None:
+    """Somebody else told it to end, or its hosts were gone."""
     host = Host(tmp_path, "a")
     run = host.runs["a"]
     host.place(a=2)
     for _ in range(MOST_LAUNCHES - 1):
         run.has(2)
-        run.gone(Ending.DRAINED)  # Somebody else told it to end.
+        run.gone(ending)
         host.turn()
     assert len(run.started) == MOST_LAUNCHES
     run.has(2)
@@ -291,13 +321,34 @@ def test_members_without_a_supervisor_are_taken_back(tmp_path: Path) -> None:
     assert run.started[-1] == (3, []) and host.book.jobs["a"].launches == 1
 
 
+def test_what_a_killed_scheduler_has_just_started_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not have locked its folder yet, and would have other devices."""
+    host = Host(tmp_path, "a")
+    host.place(a=3)
+    run = host.runs["a"]
+    run.is_alive = False
+    runs: Any = host.runs
+    host.placing = Placing(host.book, runs, host.placing._devices)
+    host.place(a=2)
+    assert len(run.started) == 1
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + 11)
+    host.turn()
+    assert len(run.started) == 2
+
+
 def test_a_supervisor_that_does_not_start_fails_its_job(tmp_path: Path) -> None:
     host = Host(tmp_path, "a")
     run = host.runs["a"]
     host.place(a=3)
+    job = host.book.jobs["a"]
     run.is_alive, run.exit_status = False, 2
     host.turn()
-    job = host.book.jobs["a"]
+    assert len(run.started) == 2 and not job.how  # Its port may have been taken.
+    run.is_alive = False
+    host.turn()
     assert (job.how, job.why) == (
         "failed",
         "its supervisor did not start: the end of its log",
@@ -375,6 +426,63 @@ def test_failures_before_a_step_are_counted_by_slot(tmp_path: Path) -> None:
         told.event(2.0, "lost", name=name, why="it ended", step=0)
         reader.poll()
         assert reader.failures == [{1: 1}, {}, {1: 1}][number]
+
+
+def test_a_process_that_the_run_refuses_is_none_of_a_device(tmp_path: Path) -> None:
+    """A script that is changed while it runs does not cost the cluster its devices."""
+    told, reader = Journal(tmp_path), RunReader(tmp_path)
+    for name in ("m1", "m2", "m3"):
+        told.event(1.0, "started", name=name, slot=1, pid=0, began="1")
+        told.event(1.5, "refused", name=name, why="code of the loss is other")
+        told.event(2.0, "lost", name=name, why="it ended", step=0)
+    reader.poll()
+    assert reader.failures == {} and reader.refusal == "code of the loss is other"
+    told.event(3.0, "started", name="m4", slot=1, pid=0, began="1")
+    told.event(3.5, "ready", name="m4")
+    reader.poll()
+    assert reader.refusal == ""
+
+
+def test_a_job_that_others_push_aside_has_not_failed(tmp_path: Path) -> None:
+    host = Host(tmp_path, "a")
+    run = host.runs["a"]
+    for _ in range(MOST_LAUNCHES + 1):
+        host.place(a=2)
+        run.has(2)
+        host.place(a=0)  # Before its first step.
+        run.gone(Ending.INTERRUPTED)
+        host.turn()
+    assert len(run.started) == MOST_LAUNCHES + 1 and not host.book.jobs["a"].how
+
+
+@pytest.mark.parametrize("event", ["devices", "launched"])
+def test_a_disk_that_fills_up_in_a_turn_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    host = Host(tmp_path, "a", masks=True)
+    record, flush = host.book.record, host.book._lines.flush
+
+    def fails() -> bool:
+        host.book._lines.problem = "No space left on device"
+        return False
+
+    def fill(said: str, /, **fields: Any) -> None:
+        if said == event:
+            monkeypatch.setattr(host.book._lines, "flush", fails)
+        record(said, **fields)
+
+    monkeypatch.setattr(host.book, "record", fill)
+    host.place(a=2)
+    assert not host.runs["a"].started
+    monkeypatch.setattr(host.book._lines, "flush", flush)
+    monkeypatch.setattr(host.book, "record", record)
+    assert host.book.write() == ""
+    host.turn()
+    assert host.runs["a"].started == [(2, ["d0", "d1"])]
+    monkeypatch.setattr(host.book, "record", fill)
+    host.runs["a"].has(2)
+    host.place(a=4)
+    assert bool(host.runs["a"].resized) == (event == "launched")
 
 
 def test_nothing_is_started_that_is_not_written_down(tmp_path: Path) -> None:

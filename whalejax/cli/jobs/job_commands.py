@@ -144,7 +144,8 @@ def add(command: JobsAddCommand) -> int:
         if report.status == "refused":
             raise JobError(f"job {request.name!r} is refused: {report.why}")
         if report.status != "planning":
-            print(f"{request.name} is added, and {report.status}")
+            why = f": {report.why}" if report.status == "paused" and report.why else ""
+            print(f"{request.name} is added, and {report.status}{why}")
             return 0
         time.sleep(_AGAIN_SECONDS)
     raise JobError(
@@ -306,9 +307,9 @@ def show(command: JobsShowCommand) -> int:
     if command.json:
         print(json.dumps(msgspec.to_builtins(jobs)))
     elif command.once:
-        print_table(jobs)
+        print_table(jobs, every=command.all)
     else:
-        live_table(lambda: _jobs(place))
+        live_table(lambda: _jobs(place), every=command.all)
     return 0
 
 

@@ -141,8 +141,14 @@ class JobsAddCommand(SchedulerOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsShowCommand(SchedulerOptions):
-    """Show the jobs that share the devices, until Ctrl-C."""
+    """Show the jobs that share the devices, until Ctrl-C.
 
+    Below them are those that ended last, and the reasons of all that have one.
+    """
+
+    all: bool = False
+    """show every job that has ended; without it the last five. With --json they are
+    all there"""
     once: bool = False
     """print the table once"""
     json: bool = False

@@ -12,11 +12,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from whalejax.meshes.texts import visible
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.requests import JobReport, Jobs
 
 
 _AGAIN_SECONDS: Final = 1.0
+_ENDED: Final = 5
+"""Number of jobs that have ended in the table."""
+
+_NEWLINE: Final = "\n"
 _STYLES: Final = {
     "running": "green",
     "complete": "dim",
@@ -27,36 +32,47 @@ _STYLES: Final = {
 }
 
 
-def print_table(jobs: Jobs) -> None:
-    """Prints the table once."""
-    Console().print(_rendered(jobs))
+def print_table(jobs: Jobs, *, every: bool = False) -> None:
+    """Prints the table once.
+
+    Args:
+        jobs: The jobs.
+        every: Whether to show every job that has ended, not only the last ones.
+    """
+    Console().print(_rendered(jobs, every))
 
 
-def live_table(find: Callable[[], Jobs]) -> None:
+def live_table(find: Callable[[], Jobs], *, every: bool = False) -> None:
     """Shows the table as it changes, until Ctrl-C.
 
     Args:
         find: Returns the current jobs.
+        every: Whether to show every job that has ended, not only the last ones.
     """
     jobs = find()
-    with contextlib.suppress(KeyboardInterrupt), Live(_rendered(jobs)) as live:
+    with contextlib.suppress(KeyboardInterrupt), Live(_rendered(jobs, every)) as live:
         while True:
             time.sleep(_AGAIN_SECONDS)
             try:
                 jobs = find()
-                live.update(_rendered(jobs))
+                live.update(_rendered(jobs, every))
             except JobError as error:  # The jobs continue; it may be restarted.
                 text = Text(str(error), style="red")
-                live.update(Group(_rendered(jobs), text))
+                live.update(Group(_rendered(jobs, every), text))
 
 
-def _rendered(jobs: Jobs) -> RenderableType:
+def _rendered(jobs: Jobs, every: bool) -> RenderableType:
+    there = [job for job in jobs.jobs if job.ended_at is None]
+    ended = [job for job in jobs.jobs if job.ended_at is not None]
+    ended.sort(key=lambda job: job.ended_at or 0.0)
+    shown = ended if every else ended[-_ENDED:]
     table = Table(box=None, pad_edge=False)
     for name in ("job", "status", "devices", "step", "loss", "samples/s", "left"):
         right = name in ("step", "loss", "samples/s", "left")
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    table.add_column("")
-    for one in jobs.jobs:
+    for one in [*there, *shown]:
+        if shown and one is shown[0]:
+            table.add_row(Text("ended", style="dim"))
         table.add_row(
             Text(one.name),
             Text(one.status, style=_STYLES.get(one.status, "")),
@@ -65,12 +81,18 @@ def _rendered(jobs: Jobs) -> RenderableType:
             "" if one.loss is None else f"{one.loss:.4g}",
             _speed(one),
             "" if one.seconds_left is None else clock(one.seconds_left),
-            Text(one.why.splitlines()[0][:80] if one.why else ""),
         )
+    reasons: dict[str, list[str]] = {}
+    for one in [*there, *shown]:
+        if one.why and one.status != "complete":
+            reasons.setdefault(visible(one.why, keep=_NEWLINE), []).append(one.name)
     held = sum(job.held for job in jobs.jobs)
     foot = f"{held} of {jobs.devices} devices held on {jobs.cluster}"
+    if len(shown) < len(ended):
+        foot += f"; {len(ended) - len(shown)} more jobs have ended (--all)"
     notes = [Text(note, style="red") for note in jobs.notes]
-    return Group(table, Text(foot, style="dim"), *notes)
+    texts = [Text(f"{', '.join(names)}: {why}") for why, names in reasons.items()]
+    return Group(table, Text(foot, style="dim"), *texts, *notes)
 
 
 def _devices(one: JobReport) -> str:

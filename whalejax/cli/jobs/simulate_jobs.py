@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+from rich.console import Console
+
 from whalejax.cli.jobs.jobs_options import JobsSimulateCommand
+from whalejax.cli.progress import Meter, Working
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.units import milliseconds
@@ -49,14 +52,19 @@ def simulated(command: JobsSimulateCommand, find_job: Callable[[str], Job]) -> i
     for node in cluster.nodes:
         kind = node.kind.name if several else ""
         devices[kind] = devices.get(kind, 0) + node.count
-    static = simulate(
-        jobs, devices, first_come_first_served(devices), every=command.every
-    )
-    result = static
+    rules = {"static": first_come_first_served(devices)}
     if command.policy != "static":
         objective: Objective = command.policy
-        decide = elastic(devices, objective, command.horizon)
-        result = simulate(jobs, devices, decide, every=command.every)
+        rules[objective] = elastic(devices, objective, command.horizon)
+    console = Console(stderr=True, highlight=False)
+    console.quiet = not console.is_terminal
+    found = {}
+    for policy, decide in rules.items():
+        with Meter(console, f"simulating {policy}", first=0, steps=len(jobs)) as meter:
+            found[policy] = simulate(
+                jobs, devices, decide, every=command.every, count_ended=meter.show
+            )
+    static, result = found["static"], found[command.policy]
     print(json.dumps(_data(result, static)) if command.json else _text(result, static))
     return 0
 
@@ -73,14 +81,15 @@ def _scheduled(
     for one in traced:
         key = one.model, one.batch, one.devices, one.noise_scale
         if key not in tables:
-            tables[key] = planned_options(
-                find_job(one.model),
-                cluster,
-                tried_numbers(*one.devices),
-                batches=larger_batches(*one.batch),
-                noise_scale=one.noise_scale,
-                precision=command.precision,
-            )
+            with Working(f"planning {one.name}"):
+                tables[key] = planned_options(
+                    find_job(one.model),
+                    cluster,
+                    tried_numbers(*one.devices),
+                    batches=larger_batches(*one.batch),
+                    noise_scale=one.noise_scale,
+                    precision=command.precision,
+                )
         options = best_options(tables[key])
         own = best_options(o for o in tables[key] if o.batch == one.batch[0])
         if not own:

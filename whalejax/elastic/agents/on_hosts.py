@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -34,6 +34,9 @@ _HOLD_SECONDS: Final = 1.0
 _MOST_HOLD_SECONDS: Final = 60.0
 _LEFT_SECONDS: Final = 5.0
 _END_SECONDS: Final = 30.0
+_MOST_OUTPUT: Final = 10_000
+_MOST_REFUSALS: Final = 3
+"""Number of refusals of a command in a row after which it is not started again."""
 
 
 def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[str]:
@@ -83,6 +86,9 @@ class HostAgents:
 
     The commands that run are in a file of the run's folder: if this process is killed,
     the next one takes them over, or ends them if they are agents of another supervisor.
+
+    Attributes:
+        refused: Reasons of hosts whose command is not started again, by host.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class HostAgents:
         processes: int,
         hosts: Iterable[str] | None = None,
         is_queued: bool = False,
+        refusal: Callable[[str], str] | None = None,
     ) -> None:
         """Stores the hosts; starts no agent yet.
 
@@ -106,7 +113,11 @@ class HostAgents:
             hosts: Hosts that get an agent when the block begins; default: all.
             is_queued: Whether the command waits in a queue for a host of any name: an
                 agent that was asked to leave is then started again, on another one.
+            refusal: Function that returns the reason of a refusal that the output of a
+                command contains, or an empty text; default: nothing is a refusal.
         """
+        self.refused: dict[str, str] = {}
+        self._refusal = refusal
         self._shells, self._supervisor, self._logs = shells, supervisor, logs
         self._processes, self._is_queued = processes, is_queued
         self._first = [*(shells if hosts is None else hosts)]
@@ -167,7 +178,7 @@ class HostAgents:
         with self._lock:
             ended = [p for host, p in self._running.items() if host not in wanted]
             new, self._wanted = wanted - self._wanted, wanted
-            for host in sorted(new - self._threads.keys()):
+            for host in sorted(new - self._threads.keys() - self.refused.keys()):
                 thread = threading.Thread(target=self._keep, args=(host,), daemon=True)
                 self._threads[host] = thread
                 thread.start()
@@ -215,9 +226,10 @@ class HostAgents:
 
     def _keep(self, host: str) -> None:
         """Starts an agent; restarts it after increasing delays if it fails."""
-        hold = _HOLD_SECONDS
+        hold, refusals = _HOLD_SECONDS, 0
         path = self._logs / FOLDER / f"agent-{host.replace('/', '_')}.log"
         while True:
+            place = path.stat().st_size if path.exists() else 0
             with self._lock:
                 process = self._running.get(host)  # Of an earlier process.
                 if process is None and not self._is_wanted(host):
@@ -233,8 +245,9 @@ class HostAgents:
                 tell_user(f"the agent of {host} cannot be started: {why}")
                 self._over.wait(hold)
                 continue
-            began = time.monotonic()
-            status = process.wait()
+            began, status = time.monotonic(), process.wait()
+            refused = self._refusal_since(path, place) if status else ""
+            refusals = refusals + 1 if refused else 0
             if time.monotonic() - began > _MOST_HOLD_SECONDS:
                 hold = _HOLD_SECONDS
             with self._lock:
@@ -242,6 +255,11 @@ class HostAgents:
                 self._record()
                 if not self._is_wanted(host):
                     continue
+                if refusals >= _MOST_REFUSALS:
+                    self.refused[host] = refused
+                    del self._threads[host]
+                    tell_user(f"{host} is not asked for again: {refused}")
+                    return
                 if status == 0 and not self._is_queued:
                     del self._threads[host]
                     return
@@ -253,6 +271,17 @@ class HostAgents:
             tell_user(f"the agent of {host} {why}. It is started again in {hold:.0f} s")
             self._over.wait(hold)
             hold = min(2 * hold, _MOST_HOLD_SECONDS)
+
+    def _refusal_since(self, path: Path, place: int) -> str:
+        """Returns the reason of a refusal in the output of a command that has ended."""
+        if self._refusal is None:
+            return ""
+        try:
+            with path.open("rb") as log:
+                log.seek(place)
+                return self._refusal(log.read(_MOST_OUTPUT).decode(errors="replace"))
+        except OSError:
+            return ""
 
     def _start(self, host: str, path: Path) -> subprocess.Popen[bytes]:
         with path.open("ab") as log:

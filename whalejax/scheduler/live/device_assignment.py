@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from whalejax.membership.exit_status import Ending
@@ -33,6 +33,11 @@ MOST_FAILURES: Final = 3
 """Number of processes in a row, lost before they were ready for steps, after which
 their device counts as failed."""
 
+_MOST_FAILED_STARTS: Final = 2
+"""Number of supervisors that do not start after which a job fails: the first may have
+found its port taken, or the disk full."""
+
+_STARTING_SECONDS: Final = 10.0
 _ERRORS: Final = (1, 2)
 """Exit statuses of a supervisor that could not start."""
 
@@ -40,9 +45,9 @@ _ENDS: Final[Mapping[Ending, str]] = {
     Ending.COMPLETE: COMPLETE,
     Ending.FAILED: FAILED,
     Ending.REFUSED: REFUSED,
-    Ending.LOST: FAILED,
 }
-"""Ends of a run that also end its job; after others the run starts again."""
+"""Ends of a run that also end its job. After others the run starts again: it was asked
+to end, or lost its hosts while no scheduler gave it others."""
 
 
 class Placing:
@@ -51,6 +56,8 @@ class Placing:
     Attributes:
         failed: Devices that are not used any more, with the reasons: their processes
             fail again and again, while others of the same job do not.
+        refused: Hosts that the engine refuses to give, with its reasons; they are not
+            asked for any more.
     """
 
     def __init__(
@@ -69,6 +76,10 @@ class Placing:
         self._book, self._runs = book, runs
         self._devices = devices
         self.failed: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self._away: dict[str, str] | None = None
+        self._given: set[str] = set()
+        self._began_at = time.time()
 
     def turn(self, *, may_start: bool) -> None:
         """Moves every job nearer to its target number of devices.
@@ -76,12 +87,12 @@ class Placing:
         Args:
             may_start: Whether processes may be started: the journal is on the disk.
         """
-        order = sorted(
-            self._book.unfinished(),
-            key=lambda job: (-job.request.priority, job.added_at),
-        )
+        self._find_refused()
+        self._away = self._away_devices()  # Once for all jobs of this turn.
         # Jobs that give up devices come first.
-        for job in sorted(order, key=lambda job: job.target >= len(job.devices)):
+        for job in sorted(
+            self._in_order(), key=lambda job: job.target >= len(job.devices)
+        ):
             run = self._runs[job.name]
             if not run.is_alive:
                 run.poll()  # Reads its last events.
@@ -97,9 +108,18 @@ class Placing:
                 if run.lacks_front and may_start:
                     self._start(job, run, max(run.reader.size, job.request.devices[0]))
                 self._find_failed(job, run)
+                self._give_back(job)
                 self._resize(job, run)
             self._release(job, run)
             self._want_hosts(job)
+        self._away = None
+
+    def _in_order(self) -> list[LiveJob]:
+        """Returns the jobs that have not ended, in the order of admission."""
+        return sorted(
+            self._book.unfinished(),
+            key=lambda job: (-job.request.priority, job.added_at),
+        )
 
     def free(self) -> list[str]:
         """Returns the usable devices that no job has."""
@@ -113,17 +133,25 @@ class Placing:
 
     def lost_devices(self) -> dict[str, str]:
         """Returns the devices that failed or whose host has no agent, with reasons."""
-        lost, now, devices = dict(self.failed), time.time(), self._devices
+        lost, devices = dict(self.failed), self._devices
         if devices.engine is not None:  # It gives whole hosts.
             for failed, why in self.failed.items():
                 for name in devices.of_host(*devices.hosts_of([failed])):
                     lost.setdefault(name, why)
+        for host, why in self.refused.items():
+            lost.update(dict.fromkeys(devices.of_host(host), why))
+        away = self._away_devices() if self._away is None else self._away
+        return {**away, **lost}
+
+    def _away_devices(self) -> dict[str, str]:
+        """Returns the devices of hosts without an agent, with reasons."""
+        now, devices, away = time.time(), self._devices, dict[str, str]()
         for job in self._book.unfinished() if devices.has_hosts else ():
             for host in self._away_hosts(job, now):
                 why = f"{host} has no agent of {job.name}"
                 for name in devices.of_host(host):
-                    lost.setdefault(name, why)
-        return lost
+                    away.setdefault(name, why)
+        return away
 
     def _away_hosts(self, job: LiveJob, now: float) -> list[str]:
         """Returns the hosts of a job that have had no agent for a while.
@@ -134,12 +162,74 @@ class Placing:
         run, devices = self._runs[job.name], self._devices
         if not run.is_alive:
             return []
-        if devices.engine is not None:
-            hosts = run.reader.agents.intersection(devices.hosts_of(job.devices))
-            there = sum(len(devices.of_host(host)) for host in hosts)
-            if there < job.request.devices[0]:
-                return []
+        if devices.engine is not None and not self._has_fewest(job):
+            return []
         return run.reader.away_hosts(run.wanted_hosts, now)
+
+    def _has_fewest(self, job: LiveJob) -> bool:
+        """Whether an engine has given a job enough of its hosts to run."""
+        devices, agents = self._devices, self._runs[job.name].reader.agents
+        hosts = agents.intersection(devices.hosts_of(job.devices))
+        there = sum(len(devices.of_host(host)) for host in hosts)
+        return there >= job.request.devices[0]
+
+    # What an engine does not give.
+
+    def _find_refused(self) -> None:
+        """Sets aside the hosts that an engine refuses, with all that are asked for by
+        the same command, unless it has given one of these.
+        """
+        if self._devices.engine is None:
+            return
+        runs = [self._runs[job.name] for job in self._book.unfinished()]
+        self._given.update(host for run in runs for host in run.reader.agents)
+        for run in runs:
+            for host, why in run.refused_hosts().items():
+                alike = run.alike_hosts(host)
+                for name in [host] if self._given.intersection(alike) else alike:
+                    self.refused.setdefault(name, why)
+
+    def _refusal_of(self, job: LiveJob) -> str:
+        """Returns the engine's reason if the hosts that it gives never hold a job."""
+        devices = self._devices
+        refused = {name for host in self.refused for name in devices.of_host(host)}
+        counts = devices.counts(n for n in devices.names if n not in refused)
+        if any(count <= counts.get(kind, 0) for kind, count in job.options):
+            return ""
+        *_, why = self.refused.values()
+        return (
+            f"{devices.engine} refuses its nodes ({why}). Start jobs serve again with "
+            f"other options of --{devices.engine}, and resume the job"
+        )
+
+    def _give_back(self, job: LiveJob) -> None:
+        """Lets a job give its nodes back if an earlier one waits for nodes, too, and
+        neither has enough to run: each could wait for those of the other for ever.
+        """
+        has_some = self._runs[job.name].reader.agents
+        if job.behind or not (has_some and self._waits_long(job)):
+            return
+        for earlier in self._in_order():
+            if earlier is job:
+                return
+            if earlier.place[0] == job.place[0] and self._waits_long(earlier):
+                self._book.record("gave_back", name=job.name, to=earlier.name)
+                return
+
+    def _waits_long(self, job: LiveJob) -> bool:
+        """Whether a job has waited for its fewest hosts for a while."""
+        run = self._runs[job.name]
+        if self._devices.engine is None or not (job.target and run.is_alive):
+            return False
+        is_away = run.reader.away_hosts(run.wanted_hosts, time.time())
+        return bool(is_away) and not self._has_fewest(job)
+
+    def _is_behind(self, job: LiveJob) -> bool:
+        """Whether the job for which a job gave its nodes back still needs them."""
+        earlier = self._book.jobs.get(job.behind)
+        if earlier is None or not (earlier.wants_devices and earlier.target):
+            return False
+        return not (self._runs[earlier.name].is_alive and self._has_fewest(earlier))
 
     def _want_hosts(self, job: LiveJob) -> None:
         """Keeps agents on a job's hosts, and on those that it waits for."""
@@ -180,8 +270,15 @@ class Placing:
             self._end_job(job, how, ending[1])
         elif job.cancelled:
             self._end_job(job, CANCELLED, "it was cancelled")
-        elif not run.has_opened and run.status() in _ERRORS:
-            why = f"its supervisor did not start: {run.end_of_log()}"
+        elif self.refused and job.wants_devices and (why := self._refusal_of(job)):
+            self._book.record("paused", name=job.name, why=why)
+        elif (
+            not run.has_opened
+            and run.status() in _ERRORS
+            and job.launches >= _MOST_FAILED_STARTS
+        ):
+            log = run.end_of_log() or f"it ended with status {run.status()}"
+            why = f"its supervisor did not start: {log}"
             self._end_job(job, FAILED, why)
         elif job.launches >= MOST_LAUNCHES and job.target:
             why = f"it was started {job.launches} times without a new step"
@@ -189,7 +286,13 @@ class Placing:
             self._end_job(job, FAILED, f"{why}: {last}")
 
     def _end_job(self, job: LiveJob, how: str, why: str) -> None:
-        self._book.record("ended", name=job.name, how=how, why=why[-5000:])
+        self._book.record(
+            "ended",
+            name=job.name,
+            how=how,
+            why=why[-5000:],
+            run=self._runs[job.name].reader.summary(),
+        )
 
     # Starts and resizes.
 
@@ -197,7 +300,9 @@ class Placing:
         """Starts a run that has no process, once enough devices are free."""
         if job.devices and not job.target:
             self._set_devices(job, [])
-        if not (job.target and may_start):
+        if not (job.target and may_start) or self._is_behind(job):
+            return
+        if self._may_be_starting(job):
             return
         free = self._candidates(job)
         if len(free) >= job.target:
@@ -214,8 +319,17 @@ class Placing:
                 steps=step + more,
                 kind=job.place[0],
             )
+            if self._book.problem:  # Nothing starts that is not on the disk.
+                return
             run.reader.record_launch(time.time(), batch, job.place[0])
             self._start(job, run, job.target)
+
+    def _may_be_starting(self, job: LiveJob) -> bool:
+        """Whether an earlier scheduler has just started a process for a job, which may
+        not have locked the job's folder yet.
+        """
+        at = job.launched_at[-1][0] if job.launched_at else -math.inf
+        return at < self._began_at and time.time() - at < _STARTING_SECONDS
 
     def _start(self, job: LiveJob, run: JobRun, size: int) -> None:
         least, most = job.request.devices
@@ -246,14 +360,16 @@ class Placing:
             order = sorted(job.devices, key=lambda name: name in lost)
             self._set_devices(job, order)
         # A change of the batch or the kind restarts the run from a checkpoint.
-        target = 0 if job.changes_batch else self._without_failed(job, run)
+        ends = job.changes_batch or bool(job.behind)
+        target = 0 if ends else self._without_failed(job, run)
         if target < size:
             run.resize(target, self._mask(job)[:target])
-        elif job.target > size and not job.changes_batch:
+        elif job.target > size and not ends:
             free = self._candidates(job)
             if len(free) >= job.target:
                 self._set_devices(job, free[: job.target])
-                run.resize(job.target, self._mask(job))
+                if not self._book.problem:
+                    run.resize(job.target, self._mask(job))
 
     def _without_failed(self, job: LiveJob, run: JobRun) -> int:
         """Returns the number of members before the first one on a lost device; 0 if
@@ -263,8 +379,25 @@ class Placing:
             return 0
         lost = self.lost_devices()
         there = [n for n, name in enumerate(job.devices) if name in lost]
+        if there and self._waits_in_queue(job, [job.devices[n] for n in there]):
+            return self._size_with_queued(job, lost)
         first = min(there, default=job.target)
         return min(job.target, first if first >= job.request.devices[0] else 0)
+
+    def _waits_in_queue(self, job: LiveJob, names: Sequence[str]) -> bool:
+        """Whether devices of a job are on nodes that an engine has yet to give."""
+        if self._devices.engine is None:
+            return False
+        away = self._away_hosts(job, time.time())
+        return {*self._devices.hosts_of(names)} <= {*away}
+
+    def _size_with_queued(self, job: LiveJob, lost: Mapping[str, str]) -> int:
+        """Returns the size of a run whose first nodes may be the queued ones: their
+        slots are filled when the engine gives them, and other members stay.
+        """
+        members = [n for n, name in enumerate(job.devices, 1) if name not in lost]
+        wanted = min(job.target, len(members))
+        return members[wanted - 1] if wanted else 0
 
     def _release(self, job: LiveJob, run: JobRun) -> None:
         """Takes back devices that no process of a job uses or is to use."""

@@ -49,8 +49,12 @@ class LiveJob:
         devices: Names of the devices that it has, by slot.
         paused, cancelled: Whether the user paused or cancelled it.
         launches: Number of starts of its run since its last new step.
-        how, why: Kind and reason of its end; empty before.
+        behind: Name of an earlier job that needs the nodes that this one gave back
+            before it starts again; empty if there is none.
+        how: Kind of its end; empty before.
+        why: Reason of its end, or of a pause that the scheduler made.
         ended_at: Unix time of its end, or None.
+        run: Step, loss and costs of its run at its end; empty before.
     """
 
     request: Add
@@ -68,9 +72,11 @@ class LiveJob:
     paused: bool = False
     cancelled: bool = False
     launches: int = 0
+    behind: str = ""
     how: str = ""
     why: str = ""
     ended_at: float | None = None
+    run: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -211,11 +217,13 @@ def apply_event(
             kind, size = fields.get("kind", ""), fields["size"]
             before = job.target if kind == job.place[0] or not size else 0
             job.placed.append((at, before, size))
+            if not size:  # It was not the job that ended this run.
+                job.launches = 0
             job.place = kind, size
         case "devices":
             job.devices = list(fields["devices"])
         case "launched":
-            job.launches += 1
+            job.launches, job.behind = job.launches + 1, ""
             if "batch" in fields:
                 segment = fields["step"], fields["batch"], fields["efficiency"]
                 job.segments.append(segment)
@@ -226,13 +234,16 @@ def apply_event(
             job.wanted = fields["batch"], fields["efficiency"]
         case "progressed":
             job.launches = 0
+        case "gave_back":
+            job.behind, job.launches = fields["to"], 0
         case "paused" | "resumed":
-            job.paused = event == "paused"
+            job.paused, job.why = event == "paused", fields.get("why", "")
             job.launches = 0
         case "cancelled":
             job.cancelled = True
         case "ended":
             job.how, job.why = fields["how"], fields["why"]
+            job.run = fields.get("run", {})
             job.ended_at, job.place, job.devices = at, NOWHERE, []
 
 

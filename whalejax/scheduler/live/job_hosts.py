@@ -18,6 +18,13 @@ Engine = Literal["slurm", "ray"]
 """Scheduler of a larger cluster, which gives hosts to jobs."""
 
 _PLACEHOLDERS: Final = ("{kind}", "{devices}")
+_SRUN: Final = ("srun:", 'Try "srun')
+_ACCEPTED: Final = (" queued ", " allocated ", " allocation ", " task ", " step ")
+_MAY_PASS: Final = (
+    *("slurm controller", "timed out", "connect", "transmitted"),
+    *("temporarily", "policy", "inactive"),
+)
+"""Words of errors that do not depend on the options: Slurm is not reached, or full."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +100,30 @@ def slurm_hosts(cluster: Cluster, options: str, address: str = "") -> JobHosts:
         return [*srun, "sh", "-c", 'eval "$1"']
 
     return _engine_hosts(cluster, "slurm", [*map(shell, cluster.nodes)], address)
+
+
+def slurm_refusal(output: str) -> str:
+    """Returns the line in which ``srun`` says why it refuses its options.
+
+    Args:
+        output: Whole output of a command of ``srun`` that has failed.
+
+    Returns:
+        The line; empty if Slurm has taken the request, could not be reached, or may
+        take it later.
+
+    >>> slurm_refusal("srun: error: Invalid --time specification")
+    'srun: error: Invalid --time specification'
+    >>> slurm_refusal("srun: job 6 queued and waiting for resources")
+    ''
+    """
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if not all(line.startswith(_SRUN) for line in lines):
+        return ""
+    if any(word in line for line in lines for word in (*_ACCEPTED, *_MAY_PASS)):
+        return ""
+    errors = [line for line in lines if line.startswith(_SRUN[0])]
+    return errors[-1] if errors else ""
 
 
 def ray_hosts(cluster: Cluster, ray: str, address: str = "") -> JobHosts:

@@ -1,4 +1,8 @@
-"""Plans jobs in the background, one at a time, each in its own process."""
+"""Plans jobs in the background, each in its own process.
+
+Usually that is one at a time. A job that takes long, or whose code hangs, does not keep
+the later ones waiting: a further one begins beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +24,11 @@ from whalejax.scheduler.live.requests import Add
 
 
 _MOST_SECONDS: Final = 900.0
+_ALONE_SECONDS: Final = 20.0
+"""Seconds after which the next job is planned beside one that is not done."""
+
+_MOST_AT_ONCE: Final = 4
+_RESULTS: Final = ("refused", "options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +48,37 @@ class PlannedJob:
     refusal: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlanProcess:
+    """A process that plans a job.
+
+    Attributes:
+        name: Name of the job.
+        process: The process.
+        output: Descriptor of the file that it writes to.
+        began: Monotonic time of its start.
+    """
+
+    name: str
+    process: subprocess.Popen[bytes]
+    output: int
+    began: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self.began
+
+    def close(self) -> None:
+        """Ends it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self.output)
+
+
 class Planning:
-    """Queue of jobs to plan, and the job that is being planned."""
+    """Queue of jobs to plan, and those that are being planned."""
 
     def __init__(
         self, cluster: Cluster, units: Mapping[str, int] | None = None
@@ -53,9 +91,7 @@ class Planning:
         """
         self._cluster, self._units = cluster, dict(units or {})
         self._waiting: deque[Add] = deque()
-        self._planned: Add | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._began, self._output = 0.0, -1
+        self._running: list[_PlanProcess] = []
 
     def submit(self, request: Add) -> None:
         """Adds a job to the end of the queue."""
@@ -64,34 +100,35 @@ class Planning:
     def withdraw(self, name: str) -> None:
         """Removes a job from the queue, or ends its planning."""
         self._waiting = deque(one for one in self._waiting if one.name != name)
-        if self._planned is not None and self._planned.name == name:
-            self.close()
+        for one in [one for one in self._running if one.name == name]:
+            self._running.remove(one)
+            one.close()
 
     def close(self) -> None:
-        """Ends the current planning."""
-        if self._process is not None:
-            _end_group(self._process)
-            os.close(self._output)
-        self._process = self._planned = None
+        """Ends all planning."""
+        while self._running:
+            self._running.pop().close()
 
     def poll(self) -> PlannedJob | None:
-        """Returns the job whose planning has ended, or None; starts the next one if
-        nothing is being planned.
+        """Returns a job whose planning has ended, or None; starts the next one if
+        nothing is being planned, or only what takes long.
         """
-        if self._process is None:
-            return self._begin()
-        if self._process.poll() is None:
-            if time.monotonic() - self._began < _MOST_SECONDS:
-                return None
-            _end_group(self._process)
-            return self._finish_planning(f"it was not planned in {_MOST_SECONDS:.0f} s")
-        return self._finish_planning("")
+        for one in self._running:
+            if one.process.poll() is not None:
+                self._running.remove(one)
+                return _planned_job(one)
+            if one.seconds >= _MOST_SECONDS:
+                self._running.remove(one)
+                one.close()
+                why = f"it was not planned in {_MOST_SECONDS:.0f} s"
+                return PlannedJob(name=one.name, refusal=why)
+        take_long = all(one.seconds >= _ALONE_SECONDS for one in self._running)
+        if self._waiting and take_long and len(self._running) < _MOST_AT_ONCE:
+            return self._begin(self._waiting.popleft())
+        return None
 
-    def _begin(self) -> PlannedJob | None:
-        """Begins to plan the next job; returns its refusal if that fails."""
-        if not self._waiting:
-            return None
-        request = self._planned = self._waiting.popleft()
+    def _begin(self, request: Add) -> PlannedJob | None:
+        """Begins to plan a job; returns its refusal if that fails."""
         cluster, units = self._cluster.to_json(), self._units
         told = {**request.fields, "cluster": cluster, "units": units}
         most = min(request.devices[1], self._cluster.num_devices)
@@ -102,7 +139,7 @@ class Planning:
             write = os.memfd_create("table")
             os.write(read, json.dumps(told).encode())
             os.lseek(read, 0, os.SEEK_SET)
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "whalejax.scheduler.live.plan_worker"],
                 cwd=request.folder,
                 # It touches no device of the jobs.
@@ -121,32 +158,41 @@ class Planning:
         finally:
             if read >= 0:
                 os.close(read)
-        self._output, self._began = write, time.monotonic()
+        self._running.append(
+            _PlanProcess(
+                name=request.name,
+                process=process,
+                output=write,
+                began=time.monotonic(),
+            )
+        )
         return None
 
-    def _finish_planning(self, why: str) -> PlannedJob:
-        assert self._process is not None and self._planned is not None
-        name, status = self._planned.name, self._process.wait()
-        self._process = self._planned = None
-        os.lseek(self._output, 0, os.SEEK_SET)
-        with os.fdopen(self._output, "rb") as file:
-            lines = file.read().decode(errors="replace").splitlines()
-        if why:
-            return PlannedJob(name=name, refusal=why)
+
+def _result_in(lines: Sequence[str]) -> dict[str, Any] | None:
+    """Returns the result among the lines that a process and the user's code printed."""
+    for line in reversed(lines):
         try:
-            told = json.loads(lines[-1])
-        except (ValueError, IndexError):
-            end = "\n".join(lines[-5:]) or "it printed nothing"
-            text = f"planning it ended with status {status}: {visible(end)[-1000:]}"
-            return PlannedJob(name=name, refusal=text)
-        if "refused" in told:
-            return PlannedJob(name=name, refusal=told["refused"])
-        options = tuple(told["options"])
-        return PlannedJob(name=name, batch=told["batch"], options=options)
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, dict) and not told.keys().isdisjoint(_RESULTS):
+            return told
+    return None
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and its children."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _planned_job(ended: _PlanProcess) -> PlannedJob:
+    """Returns the result of a process that has ended."""
+    name = ended.name
+    os.lseek(ended.output, 0, os.SEEK_SET)
+    with os.fdopen(ended.output, "rb") as file:
+        lines = file.read().decode(errors="replace").splitlines()
+    told = _result_in(lines)
+    if told is None:
+        end = "\n".join(lines[-5:]) or "it printed nothing"
+        status = ended.process.returncode
+        text = f"planning it ended with status {status}: {visible(end)[-1000:]}"
+        return PlannedJob(name=name, refusal=text)
+    if "refused" in told:
+        return PlannedJob(name=name, refusal=told["refused"])
+    return PlannedJob(name=name, batch=told["batch"], options=tuple(told["options"]))

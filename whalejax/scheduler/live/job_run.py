@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +39,9 @@ LOG: Final = "supervisor.log"
 PORT: Final = "port"
 HOSTS: Final = "hosts.json"
 """File with the hosts on which the run needs an agent, and since when."""
+
+REFUSALS: Final = "refusals.json"
+"""File with the reasons of hosts that are not asked for again, by host."""
 
 CHECKPOINTS: Final = "checkpoints"
 _ASK_SECONDS: Final = 10.0
@@ -99,7 +102,7 @@ class JobRun:
         """
         self.home, self._request, self._pool = home, request, pool
         self._hosts = hosts
-        self.reader = RunReader(home)
+        self.reader = RunReader(home, reads_noise=request.most_batch is not None)
         self.refusal = ""
         self._front: subprocess.Popen[bytes] | None = None
         self._asking: Future[str] | None = None
@@ -197,6 +200,7 @@ class JobRun:
             port=0 if self._hosts is None else self._port(),
             platform=platform,
         )
+        (self.home / REFUSALS).unlink(missing_ok=True)
         if not is_held(self.home / FOLDER):
             self._starts_before = self.reader.starts
         words = [sys.executable, "-m", "whalejax.scheduler.live.job_supervisor"]
@@ -223,10 +227,19 @@ class JobRun:
             return
         with contextlib.suppress(OSError):  # Of a full disk: the next turn tries again.
             self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part = self.home / f"{HOSTS}.part"
-            part.write_text(json.dumps(wanted))
-            part.replace(self.home / HOSTS)
+            _replace_json(self.home / HOSTS, wanted)
             self.wanted_hosts = wanted
+
+    def refused_hosts(self) -> dict[str, str]:
+        """Returns the hosts that the run does not ask for again, with the reasons."""
+        if self._hosts is None or not self.is_alive:
+            return {}
+        return _read_json(self.home / REFUSALS)
+
+    def alike_hosts(self, host: str) -> list[str]:
+        """Returns the hosts that are asked for by the same command as one of them."""
+        shells = {} if self._hosts is None else self._hosts.shells
+        return [name for name, words in shells.items() if words == shells.get(host)]
 
     def _port(self) -> int:
         """Returns a free port, or the one at which its members expect a supervisor."""
@@ -281,8 +294,31 @@ def read_hosts(home: Path) -> dict[str, float]:
     Args:
         home: Folder of the job.
     """
+    return _read_json(home / HOSTS)
+
+
+def write_refusals(home: Path, refused: Mapping[str, str]) -> None:
+    """Writes the hosts that a job's run does not ask for again.
+
+    Args:
+        home: Folder of the job.
+        refused: Reasons by host.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    _replace_json(home / REFUSALS, refused)
+
+
+def _replace_json(path: Path, value: Mapping[str, Any]) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(value))
+    part.replace(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((home / HOSTS).read_text()))
+        return dict(json.loads(path.read_text()))
     except (FileNotFoundError, ValueError):  # A crash may leave an empty file.
         return {}
 

@@ -40,7 +40,7 @@ from whalejax.scheduler.live.job_hosts import JobHosts
 from whalejax.scheduler.live.job_planning import PlannedJob, Planning
 from whalejax.scheduler.live.job_run import JobRun
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, make_private
-from whalejax.scheduler.live.remote_socket import RemoteSocket
+from whalejax.scheduler.live.remote_socket import KEY, RemoteSocket
 from whalejax.scheduler.live.reports import report_of
 from whalejax.scheduler.live.requests import (
     Add,
@@ -56,6 +56,9 @@ from whalejax.scheduler.schedule import JobSchedule, elastic
 
 _TURN_SECONDS: Final = 0.2
 _ASKING_THREADS: Final = 4
+_LEAST_FREE_BYTES: Final = 16_000_000
+"""Free space of its folder without which no run is started."""
+
 _MEMBERS_GO_ON_SECONDS: Final = 0.4
 """Assumed time without steps when the number of members changes, until measured."""
 
@@ -168,6 +171,9 @@ class JobService:
         self._placing = Placing(self._book, self._runs, self._devices_of_jobs)
         for job in self._book.jobs.values():
             run = self._run_of(job)
+            if job.run:  # Its journals may be long.
+                run.reader.restore(job.run)
+                continue
             for at, before, after in job.placed:
                 run.reader.record_decision(at, before, after)
             for launch in job.launched_at:
@@ -181,6 +187,7 @@ class JobService:
                 self._schedule.add(
                     self._table(job), self._remaining_steps(job), job.place
                 )
+        self._remove_idle()
         self._socket = LocalSocket(folder)
         self._held.callback(self._socket.close)
         if (address := self._settings.listen) is not None:
@@ -229,24 +236,48 @@ class JobService:
                 say_in_background(f"whalejax: nothing is decided: {error}")
         self._placing.turn(may_start=not self._problem)
         self._count_devices()
-        for name in [*self._schedule.places()]:
-            if not self._book.jobs[name].wants_devices:
-                self._schedule.remove(name)
+        self._remove_idle()
+
+    def _remove_idle(self) -> None:
+        """Takes the devices of jobs that want none: after a kill of the scheduler, the
+        journal may have a job's pause or cancellation without this.
+        """
+        for job in self._book.jobs.values():
+            if not job.wants_devices:
+                self._schedule.remove(job.name)
+                if not job.how:
+                    self._place(job, NOWHERE)
 
     def _write(self) -> None:
-        """Writes delayed events; reports when this starts or stops failing."""
-        was, self._problem = self._problem, self._book.write()
+        """Writes delayed events; reports when the disk becomes full, or has space."""
+        was = self._problem
+        self._book.write()
+        self._look_at_disk()
         if self._problem and not was:
-            say_in_background(f"whalejax: {self._full()}")
+            say_in_background(f"whalejax: {self._problem}")
         elif was and not self._problem:
-            say_in_background("whalejax: the journal can be written again")
+            say_in_background("whalejax: there is space again")
 
-    def _full(self) -> str:
-        return (
-            f"the journal in {self._settings.folder} cannot be written "
-            f"({self._problem}): what happens is held in memory, jobs go on, and none "
-            "is started until there is space"
-        )
+    def _look_at_disk(self) -> None:
+        """Finds out whether the disk is full: for the journal, or for what a start
+        writes.
+        """
+        folder, self._problem = self._settings.folder, ""
+        goes_on = "jobs go on, and none is started until there is space"
+        if why := self._book.problem:
+            self._problem = (
+                f"the journal in {folder} cannot be written ({why}): what happens is "
+                f"held in memory, {goes_on}"
+            )
+            return
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(folder)
+            free_bytes = disk.f_bavail * disk.f_frsize
+            if free_bytes < _LEAST_FREE_BYTES:
+                self._problem = (
+                    f"{folder} has {free_bytes / 1e6:.1f} MB left, less than "
+                    f"{_LEAST_FREE_BYTES / 1e6:.0f} MB: {goes_on}"
+                )
 
     def _look_at(self, job: LiveJob) -> None:
         """Reads the progress of a job's run."""
@@ -309,18 +340,21 @@ class JobService:
             self._schedule.add(self._table(job), self._remaining_steps(job))
 
     def _failed_note(self) -> str:
-        failed = self._placing.failed
+        failed, refused = self._placing.failed, self._placing.refused
+        hosts = self._devices_of_jobs.hosts_of
         away = {
-            k: v for k, v in self._placing.lost_devices().items() if k not in failed
+            name: why
+            for name, why in self._placing.lost_devices().items()
+            if name not in failed and not refused.keys() & hosts([name])
         }
         notes = []
         for what, lost in (
             ("devices that failed are used no more", failed),
+            ("nodes that are refused are not asked for again", refused),
             ("devices of hosts that are away are not used", away),
         ):
             if lost:
-                each = ", ".join(f"{name} ({why})" for name, why in lost.items())
-                notes.append(f"{what}: {each}")
+                notes.append(f"{what}: {_each_with_reason(lost)}")
         return "; ".join(notes)
 
     def _place(self, job: LiveJob, place: Place) -> None:
@@ -425,6 +459,13 @@ class JobService:
                 f"a job is named {request.name!r} already (it is "
                 f"{known.how or 'there'}); give another --name"
             )
+        home = self._settings.folder / request.name
+        if home.exists() or request.name == KEY:
+            raise JobError(
+                f"--name is {request.name!r}, and {home} is the scheduler's own, or of "
+                "a job that its journal does not have, whose checkpoints this job "
+                "would take. Give another --name, or move it away"
+            )
         if least > most:
             raise JobError(f"--devices is {least}:{most}; expected MIN at most MAX")
         every = self._devices_of_jobs.counts(self._names)
@@ -482,17 +523,16 @@ class JobService:
             case "cancel":
                 self._book.record("cancelled", name=job.name)
                 self._planning.withdraw(job.name)
-        self._schedule.remove(job.name)
-        self._place(job, NOWHERE)
+        self._remove_idle()
         return self._done_answer()
 
     def _done_answer(self) -> RequestDone:
-        self._problem = self._book.problem
-        return RequestDone(note=self._full() if self._problem else "")
+        self._look_at_disk()
+        return RequestDone(note=self._problem)
 
     def _show(self) -> Answer:
-        places = self._schedule.places()
-        tables = {name: self._table(self._book.jobs[name]) for name in places}
+        costs, places = self._costs(), self._schedule.places()
+        tables = {name: self._table(self._book.jobs[name], costs) for name in places}
         return requests.Jobs(
             jobs=[
                 report_of(job, self._runs[job.name], tables.get(job.name))
@@ -505,15 +545,12 @@ class JobService:
                 note
                 for note in (
                     self._cluster_note(),
-                    self._disk_note(),
+                    self._problem,
                     self._failed_note(),
                 )
                 if note
             ],
         )
-
-    def _disk_note(self) -> str:
-        return self._full() if self._problem else ""
 
     def _cluster_note(self) -> str:
         """Returns a note if the cluster file has changed; otherwise an empty text."""
@@ -524,6 +561,14 @@ class JobService:
             f"goes on with {self._cluster.describe()}. Put it back, or let the jobs "
             "end and start the scheduler again"
         )
+
+
+def _each_with_reason(lost: Mapping[str, str]) -> str:
+    """Returns names with their reasons, each reason once."""
+    names: dict[str, list[str]] = {}
+    for name, why in lost.items():
+        names.setdefault(why, []).append(name)
+    return ", ".join(f"{', '.join(each)} ({why})" for why, each in names.items())
 
 
 def _bytes_of(cluster: str) -> bytes:

@@ -25,7 +25,13 @@ from whalejax.journals.journal import EVENTS, FOLDER, read
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock, is_held
-from whalejax.scheduler.live.job_run import FRONT, JobLaunch, read_hosts
+from whalejax.scheduler.live.job_hosts import slurm_refusal
+from whalejax.scheduler.live.job_run import (
+    FRONT,
+    JobLaunch,
+    read_hosts,
+    write_refusals,
+)
 
 
 IS_HELD: Final = 75
@@ -124,6 +130,7 @@ def _start_agents(
         processes=hosts.room,
         hosts=read_hosts(home),
         is_queued=hosts.engine is not None,
+        refusal=slurm_refusal if hosts.engine == "slurm" else None,
     )
     is_over = threading.Event()
     follower = threading.Thread(
@@ -140,14 +147,20 @@ def _start_agents(
 
 
 def _follow_hosts(agents: HostAgents, home: Path, is_over: threading.Event) -> None:
-    """Starts and ends agents as the scheduler changes the hosts of the job."""
+    """Starts and ends agents as the scheduler changes the hosts of the job, and tells
+    it which hosts are refused.
+    """
     before: dict[str, float] | None = None
+    told: dict[str, str] = {}
     while not is_over.wait(_LOOK_SECONDS):
         with contextlib.suppress(OSError, ValueError):  # Or it is looked at again.
             wanted = read_hosts(home)
             if wanted != before:
                 agents.set_hosts(wanted)
                 before = wanted
+            if (refused := dict(agents.refused)) != told:
+                write_refusals(home, refused)
+                told = refused
 
 
 if __name__ == "__main__":

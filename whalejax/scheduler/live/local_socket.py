@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.job_book import JOURNAL
 from whalejax.scheduler.live.requests import (
     MOST_BYTES,
     Answer,
@@ -59,6 +60,12 @@ def make_private(folder: Path) -> None:
                 "runs code as you. Give a folder of your own as --save"
             )
         if stat.S_IMODE(status.st_mode) & 0o077:
+            if any(folder.iterdir()) and not (folder / JOURNAL).exists():
+                raise JobError(
+                    f"{folder} has other files, and other users may open it: a "
+                    "scheduler's folder is for its user alone. Give a new folder as "
+                    "--save"
+                )
             folder.chmod(0o700)
     except OSError as error:
         raise JobError(
@@ -156,7 +163,8 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
             break
         except TimeoutError as error:
             raise JobError(
-                f"the scheduler of {folder} answered nothing in {_SECONDS:.0f} s"
+                f"the scheduler of {folder} answered nothing in {_SECONDS:.0f} s; it "
+                "may carry out the request yet. See whalejax jobs show"
             ) from error
         except OSError as error:
             if time.monotonic() < end:
@@ -168,7 +176,11 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
                 f"{folder}, or give the --save of one that runs"
             ) from error
     if not line:
-        raise JobError(f"the scheduler of {folder} ended the connection. Ask again")
+        raise JobError(
+            f"the scheduler of {folder} ended the connection before its answer, and "
+            "may have carried out the request. See whalejax jobs show before you ask "
+            "again"
+        )
     answer = decoded_answer(line)
     if isinstance(answer, RequestRefused):
         raise JobError(answer.why)

@@ -1,7 +1,7 @@
 """Plans a job in a separate process, because this runs the user's code.
 
-It reads the job from its standard input. The last line of its output is the table, or
-the reason why there is none.
+It reads the job from its standard input. The last JSON line of its output is the table,
+or the reason why there is none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
         result = {"refused": str(error)}
     except Exception as error:  # Any error of the user's code.
         result = {"refused": error_text(error)}
-    print(json.dumps(result), flush=True)
+    print(f"\n{json.dumps(result)}", flush=True)  # User code may leave half a line.
     return 0
 
 

@@ -174,8 +174,9 @@ def ask(place: SchedulerAddress, request: Request, *, patience: float = 0.0) -> 
         ) from None
     except WireError as error:
         raise JobError(
-            f"the scheduler at {place.address} ended the connection ({error}). Ask "
-            "again"
+            f"the scheduler at {place.address} ended the connection before its answer "
+            f"({error}), and may have carried out the request. See whalejax jobs show "
+            "before you ask again"
         ) from None
     finally:
         channel.close()

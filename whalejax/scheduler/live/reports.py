@@ -42,7 +42,11 @@ def report_of(job: LiveJob, run: JobRun, table: ScheduledJob | None) -> JobRepor
         ended_at=job.ended_at,
         resizes=max(len(changes) - 1, 0),
         seconds_left=left / progress if progress else None,
-        why=job.why or run.refusal or _waits_for(job) or run.missing_agent(),
+        why=job.why
+        or run.refusal
+        or reader.refusal
+        or _waits_for(job, is_usable=table is not None)
+        or run.missing_agent(),
         batch=job.run_batch,
         noise_scale=reader.noise_scale,
         folder=str(run.home.absolute()),
@@ -57,12 +61,16 @@ def _status(job: LiveJob, run: JobRun, held: int) -> str:
         return "pausing" if is_there else "paused"
     if not job.options:
         return "planning"
-    if not job.target:
+    if not job.target or job.behind:
         return "pausing" if is_there else "waiting"
     return "running" if run.reader.members and is_there else "starting"
 
 
-def _waits_for(job: LiveJob) -> str:
+def _waits_for(job: LiveJob, *, is_usable: bool) -> str:
     if job.wants_devices and not job.target:
-        return "devices that others have"
+        if is_usable:
+            return "devices that others have"
+        return "too few devices are usable for it"
+    if job.behind and not job.how:
+        return f"{job.behind} comes first, and needs the nodes that it gave back"
     return ""

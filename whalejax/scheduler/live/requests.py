@@ -21,8 +21,8 @@ T = TypeVar("T")
 PROTOCOL: Final = "whalejax-jobs/1"
 """Name and version of the protocol; equal on both sides."""
 
-MOST_BYTES: Final = 1 << 22
-"""Largest length of a line."""
+MOST_BYTES: Final = 1 << 26
+"""Largest length of a line: the reports of some ten thousand jobs."""
 
 NAME_PATTERN: Final = r"\A[0-9A-Za-z][0-9A-Za-z_.-]{0,63}\Z"
 JobName: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]

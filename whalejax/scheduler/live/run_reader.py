@@ -6,6 +6,7 @@ by number of members, and the costs of changes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from collections.abc import Iterator, Mapping
@@ -110,7 +111,7 @@ class _Lines:
             with self._path.open("rb") as file:
                 file.seek(self._place)
                 text = file.read()
-        except FileNotFoundError:
+        except OSError:  # It is not there yet, or too many files are open.
             return
         self._place += len(text)
         *lines, self._rest = (self._rest + text).split(b"\n")
@@ -186,17 +187,20 @@ class RunReader:
         costs: Measured costs of changes.
         first_step_at: Unix time of the first step of all runs.
         failures: Number of processes in a row that were lost before they were ready
-            for steps, by slot.
+            for steps, by slot; those that the run has refused do not count.
+        refusal: Reason why the run refused its newest process, such as a script that
+            was changed; empty once a further one is ready.
         agents: Names of the present agents of the newest run.
         away_since: Unix time at which each host lost its agent; the key ``""`` has the
             start of the run, for hosts that never had an agent.
     """
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, *, reads_noise: bool = True) -> None:
         """Stores the folder; reads nothing yet.
 
         Args:
             home: Folder of the run.
+            reads_noise: Whether to read the noise scale from the metrics.
         """
         self._events = _Lines(home / FOLDER / journal.EVENTS)
         self._commits = _Lines(home / FOLDER / journal.COMMITS)
@@ -207,6 +211,7 @@ class RunReader:
         self.costs = ChangeCosts()
         self.first_step_at: float | None = None
         self.failures: dict[int, int] = {}
+        self.refusal = ""
         self.agents: set[str] = set()
         self.away_since: dict[str, float] = {}
         self._not_ready: dict[str, int] = {}
@@ -214,7 +219,7 @@ class RunReader:
         self._begun: dict[int, tuple[int, float]] = {}
         self._paces: dict[tuple[int, str, int], _Pace] = {}
         self._launches: list[tuple[float, int, str]] = []
-        self._noise = NoiseReader(home / METRICS)
+        self._noise = NoiseReader(home / METRICS) if reads_noise else None
         self._asked: list[_RecordedDecision] = []
         self._last: tuple[int, int, float] = (-1, 0, 0.0)
 
@@ -237,12 +242,27 @@ class RunReader:
         for name, process in [*self._processes.items()]:
             if not process.agent and not runs(process.pid, process.began):
                 del self._processes[name]
-        self._noise.poll()
+        if self._noise is not None:
+            self._noise.poll()
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what is known of a run that has ended, as fields for a journal."""
+        costs = dataclasses.asdict(self.costs)
+        return {"step": self.step, "loss": self.loss, "costs": costs}
+
+    def restore(self, summary: Mapping[str, Any]) -> None:
+        """Sets what an earlier reader knew, in place of reading the run again.
+
+        Args:
+            summary: Fields from ``summary``.
+        """
+        self.step, self.loss = summary["step"], summary["loss"]
+        self.costs = ChangeCosts(**summary["costs"])
 
     @property
     def noise_scale(self) -> float | None:
         """Measured noise scale of the gradient in samples, or None."""
-        return self._noise.value
+        return None if self._noise is None else self._noise.value
 
     def record_launch(self, at: float, batch: int, kind: str = "") -> None:
         """Records that the scheduler started the run.
@@ -305,13 +325,16 @@ class RunReader:
             case "opened":
                 self.starts += 1
                 self.size, self.members = 0, 0
-                self.failures, self._not_ready = {}, {}
+                self.failures, self._not_ready, self.refusal = {}, {}, ""
                 self.ending, self.drains = None, False
                 self.agents, self.away_since = set(), {"": said["time"]}
                 for name in [n for n, p in self._processes.items() if p.agent]:
                     del self._processes[name]  # They end with their supervisor.
             case "restarted":
                 self.starts += 1
+                # Those that are still there join again.
+                self.away_since |= dict.fromkeys(self.agents, said["time"])
+                self.agents = set()
             case "resized":
                 self.size = said["size"]
             case "started":
@@ -321,6 +344,10 @@ class RunReader:
                 self._not_ready[said["name"]] = said["slot"]
             case "ready":
                 self.failures.pop(self._not_ready.pop(said["name"], -1), None)
+                self.refusal = ""
+            case "refused":
+                self._not_ready.pop(said.get("name", ""), None)
+                self.refusal = str(said.get("why", ""))
             case "lost":
                 slot = self._not_ready.pop(said["name"], None)
                 if slot is not None:
