@@ -82,7 +82,8 @@ def test_a_plan_for_another_number_of_devices() -> None:
     assert text == (
         "this plan is for 4 devices (4×H100 (1 node of 4, nvlink)); here are 8 (cpu). "
         "Plan again for this machine, or pass devices= with 4 of them. "
-        'jax.config.update("jax_num_cpu_devices", 4), before anything asks for '
+        "The environment variable JAX_NUM_CPU_DEVICES=4, or "
+        'jax.config.update("jax_num_cpu_devices", 4) before anything asks for '
         "devices, makes virtual ones"
     )
 

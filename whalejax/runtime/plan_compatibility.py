@@ -82,7 +82,8 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
         )
     if len(result) != plan.num_devices:
         virtual = (
-            f'. jax.config.update("jax_num_cpu_devices", {plan.num_devices}), before '
+            f". The environment variable JAX_NUM_CPU_DEVICES={plan.num_devices}, or "
+            f'jax.config.update("jax_num_cpu_devices", {plan.num_devices}) before '
             "anything asks for devices, makes virtual ones"
             if result[0].platform == "cpu"
             else ""
