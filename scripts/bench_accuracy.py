@@ -101,8 +101,8 @@ SCALED_NOTE = (
     "these, each TPU source left out:"
 )
 SCALED_LEGEND = (
-    "The two disagree: MaxText states 0.46 to 0.71 of the peak of v5e and v5p, and "
-    "AXLearn's 7B takes 1.3 to 1.5 times as long there as MaxText's rows suggest, so "
+    "The two disagree: MaxText states 0.46 to 0.71 of the peak of v5e and v5p. "
+    "AXLearn's 7B takes 1.3 to 1.5 times as long there as MaxText's rows suggest. So "
     "neither predicts the other. The shipped constants are fitted to both, with "
     "MaxText's sizes by scale."
 )
