@@ -64,8 +64,8 @@ SAILOR = ("sailor-profile", "sailor-validation")
 HEADS = 20
 HEADS_NOTE = (
     "Sailor's rows give GPT-Neo 2.7B 32 heads; its profiling script (read in a public "
-    f"fork) and the model's published configuration have {HEADS}. Above, the rows are "
-    f"taken at their word; with {HEADS} heads, each source left out as above:"
+    f"fork) and the model's published configuration have {HEADS}. The table above uses "
+    f"the rows unchanged. With {HEADS} heads, each source left out as above:"
 )
 
 
@@ -96,15 +96,15 @@ def corrected_scores(measured: Measured) -> tuple[Score, ...]:
 
 SCALED = ("maxtext", "axlearn")
 SCALED_NOTE = (
-    "Most of MaxText's rows name their models by a scale alone, and are not predicted "
-    "above. Its configuration says which layers, widths and heads a scale means. With "
+    "Most of MaxText's rows name their models only by a scale, and are not predicted "
+    "above. Its configuration defines the layers, widths and heads of a scale. With "
     "these, each TPU source left out:"
 )
 SCALED_LEGEND = (
-    "The two disagree: MaxText states 0.46 to 0.71 of the peak of v5e and v5p, and "
-    "AXLearn's 7B takes 1.3 to 1.5 times as long there as MaxText's rows would let "
-    "expect, so that neither predicts the other. The constants that are shipped are "
-    "fitted to both, with MaxText's sizes by scale."
+    "The two disagree: MaxText states 0.46 to 0.71 of the peak of v5e and v5p. "
+    "AXLearn's 7B takes 1.3 to 1.5 times as long there as MaxText's rows suggest. So "
+    "neither predicts the other. The shipped constants are fitted to both, with "
+    "MaxText's sizes by scale."
 )
 
 
@@ -123,20 +123,19 @@ COMMAND = (
 )
 
 INTRODUCTION = (
-    "How far WhaleJAX's predictions are from training steps that others measured and "
-    "published. Every source below was predicted with constants fitted to the *other* "
-    "sources, so no constant has seen what it is judged on; a sweep of hundreds of "
-    "layouts on one machine is predicted half by half. What a framework does (which "
-    "operations it launches, what it overlaps, what it stores) was read in its sources "
-    "and documentation, and in some cases looked for there because its rows were off: "
-    "Sailor's masks, norms and gradients among them. This page is written by"
+    "This page compares WhaleJAX's predictions with published training steps of "
+    "others. Every source below was predicted with constants fitted to the *other* "
+    "sources, so no constant was fitted to the rows that judge it; a sweep of hundreds "
+    "of layouts on one machine is predicted half by half. The behaviour of a framework "
+    "(launched operations, overlap, storage) was read in its sources and "
+    "documentation. In some cases its rows were off and led to the reading: Sailor's "
+    "masks, norms and gradients among them. The command that writes this page:"
 )
 LEGEND = (
-    "Bias above zero means that the prediction is too slow. Tau is Kendall's, inside "
-    "groups of equal model and device count. Regret is how much slower the plan that "
-    "WhaleJAX would have picked was than the best one measured, in groups of equal "
-    "model, device count and batch; rows of one layout are one plan, which takes their "
-    "mean."
+    "A bias above zero means that the prediction is too slow. Tau is Kendall's, inside "
+    "groups of equal model and device count. Regret compares WhaleJAX's choice with "
+    "the best measured plan: how much slower it is, in groups of equal model, device "
+    "count and batch. Rows of one layout are one plan with their mean."
 )
 OTHERS = (
     ("vTrain (its authors, 2024)", "8.37 % mean", "1,440 points, one node of 8 A100"),
@@ -149,46 +148,45 @@ OTHERS = (
 )
 TABLES = (
     "The tables are CSV with the header that `whalejax estimate` reads. Public tables "
-    "that can be brought into it: vTrain's ground truth of one node "
-    "(VIA-Research/vTrain), LLM Foundry's benchmarking README, NeMo's performance "
-    "summaries, InternEvo's training performance page, JAX-Toolbox's PaxML page, the "
-    "configurations of MaxText and AXLearn, Sailor's profiles and validation "
-    "(eth-easl/sailor), and the tables of the Megatron-LM papers."
+    "can be converted: vTrain's ground truth of one node (VIA-Research/vTrain), LLM "
+    "Foundry's benchmarking README, NeMo's performance summaries, InternEvo's training "
+    "performance page, JAX-Toolbox's PaxML page, the configurations of MaxText and "
+    "AXLearn, Sailor's profiles and validation (eth-easl/sailor), and the tables of "
+    "the Megatron-LM papers."
 )
 SHORTFALLS = (
-    "Runs that a table does not describe fully are predicted by defaults: a layout "
-    "without its micro-batch or rematerialization takes the framework's habit.",
-    "Collectives of a thousand ranks are predicted from rings; where a framework "
+    "Runs that a table does not describe fully are predicted by defaults: for a layout "
+    "without its micro-batch or rematerialization, the framework's default.",
+    "Collectives of a thousand ranks are predicted from rings; if a framework "
     "broadcasts parameter by parameter, steps are much longer.",
-    "Frameworks differ by a tenth in what no layout tells; the same layout took a "
-    "fifth longer in one release of a framework than in another.",
-    "A host that launches operations one by one is as fast as that of the one sweep "
-    "that shows it (vTrain's). Its times are exact sums over 32 shapes of layers; "
-    "where the host is the limit, a layer takes 2.7 to 5.0 ms in no order of width, "
-    "micro-batch or ranks, so that no smooth model comes much below 6 % there.",
+    "Frameworks differ by a tenth for reasons that no layout shows; the same layout "
+    "took a fifth longer in one release of a framework than in another.",
+    "The speed of a host that launches operations one by one comes from one sweep "
+    "(vTrain's). Its times are exact sums over 32 shapes of layers. If the host is the "
+    "limit, a layer takes 2.7 to 5.0 ms, without an order in width, micro-batch or "
+    "ranks, so no smooth model gets much below 6 % there.",
     "Rows that are equal in every column differ: by 3.4 % on average in InternEvo's "
     "table (groups of ZeRO have no column), by 4.0 % in PaxML's (releases), by 0.9 % "
-    "in NeMo's. That much of their errors is nobody's to remove.",
-    "AXLearn's fuji-7B takes 2.44 s on 256 H100 in its first version and 1.78 s in "
-    "its second, which differ by a longer sequence of as many tokens: the second must "
+    "in NeMo's. No prediction can remove this part of the error.",
+    "AXLearn's fuji-7B takes 2.44 s on 256 H100 in its first version and 1.78 s in its "
+    "second, which has a longer sequence with as many tokens in total. The second must "
     "have an attention kernel that its row does not name, and is predicted without "
     "one.",
     "One row of Sailor's validation (data 4, tensor 4, no stages) is three times as "
-    "fast for each sample as its neighbours and holds half of their memory; its batch "
-    "cannot be the one that it states. That row alone is half of the source's error.",
+    "fast for each sample as its neighbours and needs half of their memory; its stated "
+    "batch cannot be right. That row alone is half of the source's error.",
     "Six published rows of LoRA are predicted 12 % off on average, four of them 15 to "
     "19 % too slow; others were reported to be 13 to 24 % too fast. Products of the "
-    "adapters themselves are not priced: with them the six would be 15 % off "
-    "(adapters of query, key and value) to 29 % (of every product).",
-    "Without torch.compile, what TorchTitan's host does for tensors that are shared "
-    "(DTensor) is not priced: on 8 tensor ranks 2 to 20 % more time is predicted than "
-    "compiled, where one run took 53 % more.",
-    "Step times that plans predict have been held against measured ones on CPUs "
-    "alone; `python scripts/bench_device.py` does it on a GPU. Memory on one H100, by "
-    "its compiler, is in [compilers.md](compilers.md#how-close-the-predictions-are).",
-    "Cards that are joined by PCIe alone (RTX 3090 and the like) slow down several "
-    "times beyond two tensor-parallel ranks, which the bandwidth of a slot does not "
-    "explain.",
+    "adapters themselves are not priced: with them the six would be 15 % off (adapters "
+    "of query, key and value) to 29 % (of every product).",
+    "Without torch.compile, the work of TorchTitan's host for sharded tensors "
+    "(DTensor) is not priced: on 8 tensor ranks the prediction is 2 to 20 % more time "
+    "than compiled, but one run took 53 % more.",
+    "Step times of plans were compared with measured ones on CPUs, one H100 and one "
+    "H200; `scripts/device_check` does so on another device. Memory on an H100, by its "
+    "compiler, is in [compilers.md](compilers.md#errors-of-the-predictions).",
+    "Cards with only PCIe between them (RTX 3090 and similar) slow down several times "
+    "beyond two tensor-parallel ranks, which the bandwidth of a slot does not explain.",
 )
 
 
@@ -214,10 +212,10 @@ def page(
         *((HEADS_NOTE, "", *table(corrected), "") if corrected else ()),
         *((SCALED_NOTE, "", *table(scaled), "") if scaled else ()),
         *((SCALED_LEGEND, "") if scaled else ()),
-        *("## Beside others", ""),
-        *("| what | error of the step time | on |", "|---|---|---|"),
+        *("## Other predictors", ""),
+        *("| predictor | error of the step time | rows |", "|---|---|---|"),
         *(f"| {' | '.join(cells)} |" for cells in (own, *OTHERS)),
-        *("", "## What a run needs", "", TABLES, "", "## Known shortfalls", ""),
+        *("", "## Input tables", "", TABLES, "", "## Known limits", ""),
         *(f"- {text}" for text in SHORTFALLS),
     ]
     return "\n".join(lines) + "\n"
