@@ -305,4 +305,4 @@ def test_one_task_graph_alone_may_have_it() -> None:
         remat="none",
     )
     assert plan.attention == (("split", "ring"),)
-    assert "ring attention in split" in str(plan)
+    assert "attention in blocks in split" in str(plan)  # No axis shards the sequence.
