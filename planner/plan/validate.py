@@ -265,7 +265,7 @@ def _check_spec(
         return
     for size, entry in zip(shape, spec, strict=True):
         over = math.prod(mesh[axis] for axis in entry)
-        if size % over:
+        if over > 0 and size % over:  # Smaller axes are refused elsewhere.
             named = " × ".join(entry)
             problems.add(f"{at}: {named} is {over}, which does not divide {size}")
 

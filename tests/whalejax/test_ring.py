@@ -54,8 +54,9 @@ def sent(plan: wh.Plan) -> Counter[str]:
 
 @pytest.mark.full
 def test_what_is_gathered_without_it_goes_round() -> None:
-    ring = asked(**RING)
-    gather = asked(**{**RING, "attention": "gather"})
+    model = {"annotated": False, "layers": 2}
+    ring = asked(**RING, model=model)
+    gather = asked(**{**RING, "attention": "gather"}, model=model)
     assert "ring attention" in str(ring) and "ring" not in str(gather).splitlines()[0]
     assert ring.attention == (("*", "ring"),) and gather.attention == ()
     assert set(sent(ring)) == {"collective-permute"}
