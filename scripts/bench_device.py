@@ -83,15 +83,13 @@ class Row:
 
     @property
     def time_error(self) -> float | None:
-        """Error relative to the measured time; positive if the prediction is too slow."""
+        """Error relative to the measured time; positive if it is too slow."""
         seconds = self.measured_seconds
         return None if seconds is None else self.predicted_seconds / seconds - 1.0
 
     @property
     def memory_error(self) -> float | None:
-        """Error relative to the measured memory; positive if the prediction is too
-        large.
-        """
+        """Error relative to the measured memory; positive if it is too large."""
         nbytes = self.measured_bytes
         return None if nbytes is None else self.predicted_bytes / nbytes - 1.0
 

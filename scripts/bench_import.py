@@ -78,7 +78,7 @@ print(json.dumps({"seconds": stop - start}))
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Returns variables with which processes read and write byte code in a new folder."""
+    """Returns variables that put byte code of processes in a new folder."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     folder = tempfile.mkdtemp(prefix="whalejax-bytecode-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
