@@ -153,7 +153,7 @@ def _host(topology: str) -> Measurement:
     """Measures optimizer state, parameters and activations in host memory."""
     # Replicated, so that the state is larger than the temporaries.
     state = {"mesh": {"data": 16}, "zero": 0, "remat": "full"}
-    base, offloaded, stored = (
+    base, moved, stored = (
         _compile(topology, **state, offload=offload)
         for offload in ((), "optimizer", "params")
     )
@@ -165,17 +165,15 @@ def _host(topology: str) -> Measurement:
         for offload in ((), "activations")
     )
     results = {
-        "offload_freed": _freed(base, offloaded),
+        "offload_freed": _freed(base, moved),
         "params_offload_freed": _freed(base, stored),
         "activations_offload_freed": _freed(saved, saved_on_host),
     }
-    return results, [base, offloaded, stored, saved, saved_on_host]
+    return results, [base, moved, stored, saved, saved_on_host]
 
 
 def _context(topology: str) -> Measurement:
-    """Measures the full sequence on each device, and an eighth of it, in blocks both
-    times.
-    """
+    """Measures the full sequence on each device against an eighth, both in blocks."""
     cpu = topology == "local"
     size = 8 if cpu else 16
     sizes = {**(SMALL_GPT if cpu else GPT), "vocab": 512, "annotated": False}
@@ -218,17 +216,17 @@ def _vocabulary(topology: str) -> Measurement:
     return {"logits_ratio": (compiled, predicted)}, [larger, smaller]
 
 
-def _freed(base: Compiled, offloaded: Compiled) -> Pair:
-    """Returns the bytes of peak that host memory frees, over moved bytes."""
-    plans, nbytes = (base.plan, offloaded.plan), offloaded.plan.memory.host_bytes
+def _freed(base: Compiled, moved: Compiled) -> Pair:
+    """Returns the freed bytes of peak over the bytes that moved to host memory."""
+    plans, nbytes = (base.plan, moved.plan), moved.plan.memory.host_bytes
     before, after = (plan.memory.total_bytes for plan in plans)
     print(
-        f"{'':10s} {' and '.join(offloaded.plan.offload)} in host memory: "
-        f"{nbytes / 1e9:.2f} GB, {offloaded.quantities['host']['compiled'] / 1e9:.2f} GB "
+        f"{'':10s} {' and '.join(moved.plan.offload)} in host memory: "
+        f"{nbytes / 1e9:.2f} GB, {moved.quantities['host']['compiled'] / 1e9:.2f} GB "
         "compiled",
         flush=True,
     )
-    return (base.peak() - offloaded.peak()) / nbytes, (before - after) / nbytes
+    return (base.peak() - moved.peak()) / nbytes, (before - after) / nbytes
 
 
 def _compile(

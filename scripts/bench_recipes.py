@@ -1,4 +1,4 @@
-"""Counts the lines of an ordinary loop that change when it is planned, over the recipes.
+"""Counts the lines of ordinary loops that change when they are planned.
 
 Every page of ``docs/recipes`` has a block titled "one device" and one titled "planned".
 All blocks of each page run in an empty folder, with eight virtual devices; those that

@@ -1,4 +1,4 @@
-"""Measures pipeline stages on two processes of different speed for ``bench_mixed.py``."""
+"""Measures stages on two processes of different speed for ``bench_mixed.py``."""
 
 from __future__ import annotations
 
