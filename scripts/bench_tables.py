@@ -170,7 +170,7 @@ def main() -> None:
     worst: dict[str, float] = {}
     peers: dict[str, dict[str, list[float]]] = {"lpt": {}, "torchrec": {}}
 
-    def record_worst(key: str, value: float) -> None:
+    def note(key: str, value: float) -> None:
         worst[key] = max(worst.get(key, 0.0), value)
 
     for key, tables, objective in cases:
@@ -179,14 +179,15 @@ def main() -> None:
             placement, seconds = timed_placement(
                 tables, ranks, batch_size=BATCH, objective=objective
             )
-            record_worst(key, placement.imbalance)
-            record_worst("pieces", sum(placement.slots) / len(tables))
-            record_worst("padding", placement.padding)
-            record_worst("seconds", seconds)
+            note(key, placement.imbalance)
+            note("pieces", sum(placement.slots) / len(tables))
+            note("padding", placement.padding)
+            note("seconds", seconds)
             print(
                 f"{key:<12} {len(tables)} tables {count:>2} ranks: "
                 f"{placement.imbalance:.3f} of the mean, {sum(placement.slots)} shards, "
-                f"padding {placement.padding:.3f}, gap {placement.gap:.2%}, {seconds:.2f} s"
+                f"padding {placement.padding:.3f}, gap {placement.gap:.2%}, "
+                f"{seconds:.2f} s"
             )
             if objective != "both":
                 sizes = [
@@ -208,25 +209,25 @@ def main() -> None:
             placement, seconds = timed_placement(
                 tables, wh.cluster(text), batch_size=BATCH
             )
-            record_worst("time_padding", placement.padding)
-            record_worst("seconds", seconds)
+            note("time_padding", placement.padding)
+            note("seconds", seconds)
             print(f"time, {count:>2} ranks: {placement.imbalance:.3f}, {seconds:.2f} s")
     for count in (26, 100, 300, 1000):
         _, seconds = timed_placement(
             many_tables(count), wh.cluster("h100:2x8"), batch_size=BATCH
         )
-        record_worst("seconds", seconds)
+        note("seconds", seconds)
         print(f"{count} tables: {seconds:.2f} s")
     for text in ("h100:2x8", "v5p:4x4x4"):
         placement, seconds = timed_placement(
             dlrm_v4_tables(), wh.cluster(text), batch_size=8192
         )
-        record_worst("v4_gap", placement.gap)
-        record_worst("seconds", seconds)
+        note("v4_gap", placement.gap)
+        note("seconds", seconds)
         print(f"DLRMv4 on {text}: gap {placement.gap:.2%}, {seconds:.2f} s")
-    record_worst("elapsed", ELAPSED[0])
+    note("elapsed", ELAPSED[0])
     for key, few, many in growths():
-        record_worst(key, many / few)
+        note(key, many / few)
         print(f"{key}: {few * 1e3:.1f} ms to {many * 1e3:.1f} ms")
     print(json.dumps({**{k: round(v, 4) for k, v in worst.items()}, **peers}))
 
