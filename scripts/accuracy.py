@@ -181,16 +181,14 @@ def leave_one_source_out(
     for source, count in counts.items():
         if only is not None and source not in only:
             continue
-        is_held_out = sources == source
+        mask = sources == source
         if count < SWEEP:
-            jobs.append((measured, is_held_out))
+            jobs.append((measured, mask))
         else:
-            jobs += [
-                (measured, is_held_out & (measured.halves == half)) for half in (0, 1)
-            ]
+            jobs += [(measured, mask & (measured.halves == half)) for half in (0, 1)]
     predicted = np.zeros(len(sources))
-    for (_, is_held_out), seconds in zip(jobs, _map(jobs, workers), strict=True):
-        predicted[is_held_out] = seconds[is_held_out]
+    for (_, mask), seconds in zip(jobs, _map(jobs, workers), strict=True):
+        predicted[mask] = seconds[mask]
     return predicted, _judged(measured)
 
 
@@ -207,7 +205,7 @@ def _map(
 
 
 def _hold_out(job: tuple[Measured, Array]) -> Array:
-    measured, is_held_out = job
+    measured, mask = job
     runs = Runs(measured.runs)
     weights = source_weights(measured.sources)
     fitted = fit(
@@ -215,7 +213,7 @@ def _hold_out(job: tuple[Measured, Array]) -> Array:
         measured.seconds,
         weights,
         constants(),
-        kept=~is_held_out,
+        kept=~mask,
         layers=measured.layers,
     )
     prices = runs.price(fitted)

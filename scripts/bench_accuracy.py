@@ -60,7 +60,7 @@ def table(scores: Sequence[Score]) -> list[str]:
     return lines
 
 
-RESULT_FILE = Path(__file__).with_name("accuracy.json")
+FILE = Path(__file__).with_name("accuracy.json")
 
 SAILOR = ("sailor-profile", "sailor-validation")
 HEADS = 20
@@ -87,9 +87,7 @@ def with_true_heads(measured: Measured) -> Measured:
 
 
 def corrected_scores(measured: Measured) -> tuple[Score, ...]:
-    """Returns the scores of Sailor's rows with true heads; none if the tables lack
-    these rows.
-    """
+    """Returns the scores of Sailor's rows with true heads; may be empty."""
     if not set(SAILOR) & set(measured.sources):
         return ()
     changed = with_true_heads(measured)
@@ -113,9 +111,7 @@ SCALED_LEGEND = (
 
 
 def scaled_scores(tables: Path) -> tuple[Score, ...]:
-    """Returns the scores of the TPU sources, with the sizes that MaxText's scales
-    mean.
-    """
+    """Returns the scores of the TPU sources, with sizes by MaxText's scales."""
     measured = accuracy.load(tables, scaled=True)
     if not set(SCALED) & set(measured.sources):
         return ()
@@ -254,7 +250,7 @@ def main() -> int:
     if arguments.tables is None:
         if arguments.fit or arguments.docs:
             parser.error("--fit and --docs need --tables")
-        record = json.loads(RESULT_FILE.read_text())
+        record = json.loads(FILE.read_text())
         print("\n".join(record["lines"]))
         print(f"measured at {record['commit']}, with JAX {record['jax']}")
         print(json.dumps(record["result"]))
@@ -288,7 +284,7 @@ def main() -> int:
     result = results(scores, measured)
     about = {"commit": checkout.commit(), "jax": jax.__version__}
     record = {**about, "lines": lines, "result": result}
-    RESULT_FILE.write_text(json.dumps(record, indent=1) + "\n")
+    FILE.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(result))
     return 0
 

@@ -61,7 +61,7 @@ from whalejax.planner.cost.adasum_cost import COLUMN, Part  # noqa: E402
 FILE: Final = Path(__file__).with_name("adasum.json")
 RANKS: Final = 8
 STORED_SEEDS: Final = 20
-SEEDS_PER_RUN: Final = 5
+RUN_SEEDS: Final = 5
 """Seeds that are measured and written together."""
 
 STEPS: Final = 200
@@ -95,7 +95,7 @@ def _network(params: Any, x: Any) -> Any:
     return x @ params[-1]["kernel"] + params[-1]["bias"]
 
 
-def _random_layers(key: Any, sizes: Sequence[int], scale: float = 1.0) -> Any:
+def _layers(key: Any, sizes: Sequence[int], scale: float = 1.0) -> Any:
     keys = jax.random.split(key, len(sizes) - 1)
     return [
         {
@@ -107,7 +107,7 @@ def _random_layers(key: Any, sizes: Sequence[int], scale: float = 1.0) -> Any:
 
 
 def _teacher(key: Any, x: Any) -> Any:
-    return _network(_random_layers(key, (8, 16, 1), 2.0), x)
+    return _network(_layers(key, (8, 16, 1), 2.0), x)
 
 
 def _square(params: Any, x: Any, y: Any) -> Any:
@@ -159,8 +159,8 @@ def _run(task: Task, rate: Any, seed: Any) -> Any:
     """Returns for each arm the first step at the goal, or ``STEPS``."""
     keys = jax.random.split(jax.random.key(seed), 4)
     inputs = task.sizes[0]
-    test_inputs = jax.random.normal(keys[2], (256, inputs))
-    answers = task.answers(keys[1], test_inputs)
+    probe = jax.random.normal(keys[2], (256, inputs))
+    answers = task.answers(keys[1], probe)
 
     def step(arms: Any, key: Any) -> tuple[Any, Any]:
         x = jax.random.normal(key, (RANKS * task.batch, inputs))
@@ -171,11 +171,9 @@ def _run(task: Task, rate: Any, seed: Any) -> Any:
             gradients = jax.vmap(jax.grad(task.loss), (None, 0, 0))(params, *cut)
             moves = _combine(gradients, arm)
             stepped[arm] = jax.tree.map(lambda p, g: p - rate * g, params, moves)
-        return stepped, {
-            a: task.loss(p, test_inputs, answers) for a, p in stepped.items()
-        }
+        return stepped, {a: task.loss(p, probe, answers) for a, p in stepped.items()}
 
-    start = dict.fromkeys(ARMS, _random_layers(keys[0], task.sizes))
+    start = dict.fromkeys(ARMS, _layers(keys[0], task.sizes))
     _, losses = jax.lax.scan(step, start, jax.random.split(keys[3], STEPS))
 
     def first(losses: Any) -> Any:
@@ -230,12 +228,10 @@ def best_rate(rows: Mapping[str, Sequence[int]]) -> dict[str, Any]:
 
 
 def exactness(seed: int) -> tuple[float, int]:
-    """Returns the largest difference from float64, and the number of devices that
-    differ.
-    """
+    """Returns the largest difference from float64, and devices that differ."""
     draw = np.random.default_rng(seed)
     shapes = {(3, 24, 8): 3, (7,): 1, (1,): 1, (4, 130): 1}
-    worst, differing = 0.0, 0
+    worst, count = 0.0, 0
     meshes: list[dict[str, int]] = [{"data": n} for n in range(2, RANKS + 1)]
     for mesh in (*meshes, {"data": 2, "tensor": 2}, {"data": 3, "tensor": 2}):
         ranks, tensor = mesh["data"], ("tensor",) if "tensor" in mesh else ()
@@ -249,8 +245,8 @@ def exactness(seed: int) -> tuple[float, int]:
         combined = on_devices(wide, slices, specs=specs, mesh=mesh)
         for x, own, several in zip(combined, wide, slices, strict=True):
             worst = max(worst, difference(x, reference(own, several), several))
-            differing += differ(x)
-    return worst, differing
+            count += differ(x)
+    return worst, count
 
 
 def _mesh() -> Mesh:
@@ -318,7 +314,7 @@ def overhead() -> float:
         return _square(params, *batch)
 
     sizes = (128, 256, 256, 16)
-    model = _random_layers(jax.random.key(0), sizes)
+    model = _layers(jax.random.key(0), sizes)
     batch = jnp.ones((128, sizes[0])), jnp.ones((128, sizes[-1]))
     tx = optax.sgd(1e-3)
     runs = []
@@ -354,23 +350,21 @@ def _versions() -> dict[str, str]:
 
 
 def refresh(anew: bool) -> dict[str, Any]:
-    """Returns the stored runs after measuring the missing ones; writes each as it
-    ends.
-    """
+    """Measures the missing runs, writes each as it ends, and returns all."""
     record = json.loads(FILE.read_text()) if FILE.exists() and not anew else {}
     settings = {
         "most_steps": STEPS,
-        "goals": {name: task_data.goal for name, task_data in TASKS.items()},
+        "goals": {name: t.goal for name, t in TASKS.items()},
     }
     is_same = all(record.get(name) == value for name, value in settings.items())
     runs = record.get("runs", {}) if is_same else {}
     for task in TASKS:
-        for first in range(0, STORED_SEEDS, SEEDS_PER_RUN):
+        for first in range(0, STORED_SEEDS, RUN_SEEDS):
             name = f"{task}/{first}"
             if name in runs:
                 continue
             began = time.monotonic()
-            steps = measure_steps(task, range(first, first + SEEDS_PER_RUN))
+            steps = measure_steps(task, range(first, first + RUN_SEEDS))
             runs[name] = {"task": task, "commit": checkout.commit(), "steps": steps}
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
             record = {"versions": _versions(), **settings, "runs": runs}
@@ -391,25 +385,19 @@ def results(runs: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=2, help="number of fresh seeds")
-    parser.add_argument("--seed", type=int, default=None, help="seed of the fresh runs")
-    parser.add_argument(
-        "--refresh", action="store_true", help="measure the stored runs"
-    )
-    parser.add_argument(
-        "--anew", action="store_true", help="with --refresh: begin again"
-    )
-    arguments = parser.parse_args()
-    if arguments.refresh:
-        stored = refresh(arguments.anew)
+    parser.add_argument("--seeds", type=int, default=2, help="fresh seeds")
+    parser.add_argument("--seed", type=int, default=None, help="seed of fresh runs")
+    parser.add_argument("--refresh", action="store_true", help="measure all")
+    parser.add_argument("--anew", action="store_true", help="begin again")
+    args = parser.parse_args()
+    if args.refresh:
+        stored = refresh(args.anew)
     else:
         stored = json.loads(FILE.read_text()) if FILE.exists() else {"runs": {}}
-    seed = random.randrange(2**20) if arguments.seed is None else arguments.seed
-    worst, differing = exactness(seed)
-    print(
-        f"seed {seed}: {worst:.2e} from float64, {differing} devices differ", flush=True
-    )
-    seeds = range(STORED_SEEDS + seed, STORED_SEEDS + seed + arguments.seeds)
+    seed = random.randrange(2**20) if args.seed is None else args.seed
+    worst, count = exactness(seed)
+    print(f"seed {seed}: {worst:.2e} from float64, {count} devices differ", flush=True)
+    seeds = range(STORED_SEEDS + seed, STORED_SEEDS + seed + args.seeds)
     fresh = results(
         {task: {"task": task, "steps": measure_steps(task, seeds)} for task in TASKS}
     )
@@ -418,7 +406,7 @@ def main() -> None:
         print(f"{name}: stored {steps.get(name)}, fresh {values}", flush=True)
     report = {
         "max_rel_diff": worst,
-        "ranks_differ": differing,
+        "ranks_differ": count,
         "overhead_over_mean": round(overhead(), 3),
         "collectives_ratio": round(collectives_ratio(), 3),
         "steps": {"kept": steps, "fresh": fresh},

@@ -60,7 +60,7 @@ TOPOLOGIES: Final = {
     "v5p": {1: "v5p:1x1x1", 4: "v5p:2x2x1"},
 }
 LENGTHS: Final = (32_768, 65_536, 131_072)
-CPU_BYTES: Final = 2**36
+RAM: Final = 2**36
 """Memory of a CPU that only compiles."""
 VOCAB: Final = 1024
 """Small, because logits are no memory of attention."""
@@ -191,9 +191,7 @@ def plan_case(case: Case) -> tuple[Callable[..., Any], Any, wh.Plan]:
         params["params"],
         batch,
         optimizer=optax.adamw(1e-3),
-        cluster=wh.cluster(case.topology).with_memory(CPU_BYTES)
-        if cpu
-        else case.topology,
+        cluster=wh.cluster(case.topology).with_memory(RAM) if cpu else case.topology,
         precision="f32" if cpu else "bf16",
         mesh={"context": case.devices},
         attention="ring",
@@ -222,11 +220,9 @@ def measure_case(case: Case) -> dict[str, Any]:
         state = bare(step.abstract_state())
         lowered = step._runner._loss.lower(state, step._layout.abstract())
     stats = lowered.compile().memory_analysis()
-    argument_bytes = stats.argument_size_in_bytes
-    peak = (
-        argument_bytes + stats.temp_size_in_bytes if cpu else stats.peak_memory_in_bytes
-    )
-    return {"peak": peak, "temporaries": peak - argument_bytes}
+    inputs = stats.argument_size_in_bytes
+    peak = inputs + stats.temp_size_in_bytes if cpu else stats.peak_memory_in_bytes
+    return {"peak": peak, "temporaries": peak - inputs}
 
 
 def described_tpus(topology: str) -> list[Any]:
@@ -263,13 +259,9 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--refresh", action="store_true", help="compile the missing cases"
-    )
+    parser.add_argument("--refresh", action="store_true", help="compile more cases")
     parser.add_argument("--only", default="", help="text in the names of cases")
-    parser.add_argument(
-        "--seed", type=int, default=None, help="seed that chooses the fresh case"
-    )
+    parser.add_argument("--seed", type=int, default=None, help="fresh case's seed")
     arguments = parser.parse_args()
     results = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     for case in CASES if arguments.refresh else ():
@@ -284,17 +276,13 @@ def main() -> None:
             FILE.write_text(text + "\n", encoding="utf-8")
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     short = [c for c in CASES if c.platform == "cpu" and c.length == LENGTHS[0]]
-    case_now = random.Random(seed).choice(
-        [c for c in short if c.name in results] or short
-    )
-    fresh = measure_case(case_now)["temporaries"]
-    stored_bytes = (
-        results[case_now.name]["temporaries"] if case_now.name in results else fresh
-    )
+    pick = random.Random(seed).choice([c for c in short if c.name in results] or short)
+    fresh = measure_case(pick)["temporaries"]
+    before = results[pick.name]["temporaries"] if pick.name in results else fresh
     report = {
         **summary(results),
-        "fresh_case": case_now.name,
-        "fresh_over_kept": round(fresh / stored_bytes, 4),
+        "fresh_case": pick.name,
+        "fresh_over_kept": round(fresh / before, 4),
         "seed": seed,
     }
     print(json.dumps(report))

@@ -106,19 +106,13 @@ class Run:
         self.logs = folder / name
         self.logs.mkdir()
         self._errors = (self.logs / "errors").open("wb")
-        command = ["-m", "whalejax", "launch", "--processes", str(KINDS[kind])]
-        command += [
-            "--logs",
-            str(self.logs),
-            str(TRAINING),
-            kind,
-            str(folder / "saved"),
-        ]
+        argv = ["-m", "whalejax", "launch", "--processes", str(KINDS[kind])]
+        argv += ["--logs", str(self.logs), str(TRAINING), kind, str(folder / "saved")]
         environment = {
             k: v for k, v in os.environ.items() if k[:4] not in ("XLA_", "JAX_")
         }
         self.process = subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, *argv],
             env={**environment, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -128,13 +122,13 @@ class Run:
 
     def pid_of(self, rank: int) -> int | None:
         """Returns the process of a rank, if it runs."""
-        wanted = f"WHALEJAX_PROCESS_ID={rank}".encode()
+        variable = f"WHALEJAX_PROCESS_ID={rank}".encode()
         with contextlib.suppress(OSError):
             tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
             for pid in " ".join(path.read_text() for path in tasks).split():
                 with contextlib.suppress(OSError):
                     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    if wanted in variables:
+                    if variable in variables:
                         return int(pid)
         return None
 
@@ -171,17 +165,13 @@ class Run:
 
 
 def _heed_signals() -> None:
-    """Restores the signals that nohup or a background shell ignores; children would
-    inherit that.
-    """
+    """Restores signals that children would inherit as ignored from nohup."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def is_right(losses: Mapping[int, float], reference: Mapping[int, float]) -> bool:
-    """Returns whether no step is missing and all losses are those of the undisturbed
-    run.
-    """
+    """Returns whether no step is missing and all losses are as expected."""
     steps = sorted(losses)
     follow = steps == list(range(steps[0], steps[-1] + 1)) if steps else True
     return follow and all(
@@ -243,14 +233,12 @@ def measure(case: Case, reference: Mapping[int, float], folder: Path) -> dict[st
     elif any(len(curve) < STEPS for curve in curves):
         record["wrong"] = True
     if failed and case.resumes and not record["hangs"]:
-        restarted = Run(case.kind, folder, "again")
-        has_ended = (
-            restarted.ends_within(RUN_SECONDS) and restarted.process.returncode == 0
-        )
-        later_curves = restarted.losses(case.kind)
-        curve_of_both = {**curves[0], **later_curves[0]}
-        record["resumed_right"] = has_ended and is_right(curve_of_both, reference)
-        record["resumed_right"] &= max(curve_of_both, default=STEPS) == STEPS
+        again = Run(case.kind, folder, "again")
+        ok = again.ends_within(RUN_SECONDS) and again.process.returncode == 0
+        later = again.losses(case.kind)
+        joint = {**curves[0], **later[0]}
+        record["resumed_right"] = ok and is_right(joint, reference)
+        record["resumed_right"] &= max(joint, default=STEPS) == STEPS
         record["wrong"] |= not record["resumed_right"]
     if (
         record["hangs"]
@@ -274,12 +262,10 @@ def case_text(record: Mapping[str, Any]) -> str:
     if not record["sent"]:
         return text + "the rank had ended before"
     named = record.get("named", "no rank had to be named")
-    blame = f"named {named}" if isinstance(named, int) else str(named)
+    name = f"named {named}" if isinstance(named, int) else str(named)
     flags = [word for word in ("hangs", "wrong") if record[word]]
-    resumed = " resumed" if record.get("resumed_right") else ""
-    return (
-        text + f"{record['seconds']:5.1f} s, {blame}{resumed} {' '.join(flags).upper()}"
-    )
+    tail = " resumed" if record.get("resumed_right") else ""
+    return text + f"{record['seconds']:5.1f} s, {name}{tail} {' '.join(flags).upper()}"
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -298,7 +284,7 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def run_cases(
-    seed: int, known: dict[int, Any], count: int, stop_at: float, kept: Path | None
+    seed: int, known: dict[int, Any], count: int, stop_at: float, path: Path | None
 ) -> None:
     """Measures cases, into ``known``, until ``count`` signals were sent."""
     reference: dict[int, float] | None = None
@@ -315,8 +301,8 @@ def run_cases(
                 shutil.rmtree(folder, ignore_errors=True)
             known[index] = {**record, "commit": checkout.commit()}
             print(case_text(record), flush=True)
-            if kept is not None:
-                write(kept, seed, known)
+            if path is not None:
+                write(path, seed, known)
         index += 1
 
 
@@ -344,16 +330,10 @@ def read(path: Path) -> tuple[int, dict[str, Any], dict[int, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--signals", type=int, default=6, help="number of fresh signals"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=540, help="no case begins after these"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="seed of the fresh cases")
-    parser.add_argument(
-        "--refresh", action="store_true", help="measure the stored cases"
-    )
+    parser.add_argument("--signals", type=int, default=6, help="fresh ones")
+    parser.add_argument("--seconds", type=float, default=540, help="for fresh cases")
+    parser.add_argument("--seed", type=int, default=1, help="of fresh cases")
+    parser.add_argument("--refresh", action="store_true", help="measure all cases")
     parser.add_argument(
         "--anew", action="store_true", help="with --refresh: begin again"
     )
@@ -374,9 +354,9 @@ def main() -> None:
     fresh: dict[int, Any] = {}
     stop_at = time.monotonic() + options.seconds
     run_cases(options.seed, fresh, options.signals, stop_at, None)
-    totals = summary([*known.values(), *fresh.values()])
+    total = summary([*known.values(), *fresh.values()])
     stored = data["result"]["signals"] if data else 0
-    print(json.dumps({**totals, "kept": stored, "fresh": totals["signals"] - stored}))
+    print(json.dumps({**total, "kept": stored, "fresh": total["signals"] - stored}))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ from whalejax.equality.check_plan import check_adapted
 from whalejax.planner.sharding.layout import MESH_AXES, SPATIAL_AXES
 
 
-RESULT_FILE: Final = Path(__file__).with_name("check.json")
+FILE: Final = Path(__file__).with_name("check.json")
 DRAWS: Final = 3
 """Repetitions of each pair and triple of axes."""
 
@@ -114,40 +114,30 @@ def is_possible(axes: Sequence[str]) -> bool:
 
 def random_options(axes: Sequence[str], chance: random.Random) -> dict[str, Any]:
     """Returns options of ``wh.plan`` that suit the axes."""
-    random_options: dict[str, Any] = {
-        name: chance.choice(v) for name, v in CHOICES.items()
-    }
-    random_options["num_micro_batches"] = chance.choice(
-        (4, 8) if "stage" in axes else (1, 2, 4)
-    )
+    opts: dict[str, Any] = {name: chance.choice(v) for name, v in CHOICES.items()}
+    opts["num_micro_batches"] = chance.choice((4, 8) if "stage" in axes else (1, 2, 4))
     if "data" in axes:
-        random_options["zero"] = chance.choice((0, 1, 2))
+        opts["zero"] = chance.choice((0, 1, 2))
         others = {"stage", *SPATIAL_AXES}
         if not others & set(axes) and chance.random() < 0.25:
-            random_options["combine"] = chance.choice(("adasum", "adasum_updates"))
-            random_options |= {"zero": 0, "offload": None, "precision": "f32"}
+            opts["combine"] = chance.choice(("adasum", "adasum_updates"))
+            opts |= {"zero": 0, "offload": None, "precision": "f32"}
         elif not others & set(axes) and chance.random() < 0.25:
-            random_options |= {
-                "shares": [3, 1],
-                "num_micro_batches": None,
-                "offload": None,
-            }
-            random_options["zero"] = min(random_options["zero"], 1)
+            opts |= {"shares": [3, 1], "num_micro_batches": None, "offload": None}
+            opts["zero"] = min(opts["zero"], 1)
     if "context" in axes:
-        random_options["attention"] = chance.choice((None, "ring", "gather"))
+        opts["attention"] = chance.choice((None, "ring", "gather"))
     if "tensor" in axes:
-        random_options["sequence_parallel"] = chance.choice((None, True, False))
+        opts["sequence_parallel"] = chance.choice((None, True, False))
     if "stage" in axes:
-        random_options |= {"offload": None, "attention": None}
+        opts |= {"offload": None, "attention": None}
     elif chance.random() < 0.3:
-        random_options["loss_chunks"] = 4
-    return {name: value for name, value in random_options.items() if value is not None}
+        opts["loss_chunks"] = 4
+    return {name: value for name, value in opts.items() if value is not None}
 
 
 def plan_draw(draw: Draw) -> tuple[str, dict[str, Any], wh.Plan | None, list[str]]:
-    """Returns a model, options, a plan and the refusals; no plan if all tries were
-    refused.
-    """
+    """Returns a model, its options, a plan (or None) and the refusals."""
     chance, refusals = draw.chance(), list[str]()
     for _ in range(TRIES):
         settings = random_options(draw.axes, chance)
@@ -218,12 +208,12 @@ def check_draw(draw: Draw) -> dict[str, Any]:
     }
 
 
-class StoredRows:
+class Rows:
     """Results on disk, written after each addition."""
 
     def __init__(self) -> None:
-        exists = RESULT_FILE.is_file()
-        rows = json.loads(RESULT_FILE.read_text())["rows"] if exists else []
+        exists = FILE.is_file()
+        rows = json.loads(FILE.read_text())["rows"] if exists else []
         self.rows: dict[str, dict[str, Any]] = {row["name"]: row for row in rows}
 
     def add(self, row: dict[str, Any]) -> None:
@@ -234,9 +224,9 @@ class StoredRows:
             "jaxlib": jaxlib.version.__version__,
         }
         text = json.dumps({"rows": [*self.rows.values()]}, indent=1)
-        unfinished = RESULT_FILE.with_suffix(".part")
+        unfinished = FILE.with_suffix(".part")
         unfinished.write_text(text + "\n")
-        unfinished.replace(RESULT_FILE)
+        unfinished.replace(FILE)
 
 
 def fresh_draws(count: int, seed: int) -> Iterator[Draw]:
@@ -298,24 +288,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--verbose", action="store_true")
-    arguments = parser.parse_args()
-    stored, fresh = StoredRows(), list[dict[str, Any]]()
+    args = parser.parse_args()
+    stored, fresh = Rows(), list[dict[str, Any]]()
     today = int(datetime.date.today().strftime("%Y%m%d"))
-    seed = today if arguments.seed is None else arguments.seed
-    settings: dict[str, Any] = {"workers": arguments.jobs, "verbose": arguments.verbose}
-    if arguments.refresh:
+    seed = today if args.seed is None else args.seed
+    settings: dict[str, Any] = {"workers": args.jobs, "verbose": args.verbose}
+    if args.refresh:
         wanted = [
             draw
             for draw in draws()
-            if (arguments.only and arguments.only in draw.name)
-            or draw.name not in stored.rows
+            if (args.only and args.only in draw.name) or draw.name not in stored.rows
         ]
         for row in run(wanted, seconds=float("inf"), **settings):
             stored.add(row)
     else:
-        wanted = list(fresh_draws(arguments.fresh, seed))
-        fresh = list(run(wanted, seconds=arguments.seconds, **settings))
-    rows = [row for row in stored.rows.values() if arguments.only in row["name"]]
+        wanted = list(fresh_draws(args.fresh, seed))
+        fresh = list(run(wanted, seconds=args.seconds, **settings))
+    rows = [row for row in stored.rows.values() if args.only in row["name"]]
     report = {**summary(rows), "seed": seed, "fresh": summary(fresh)["checked"]}
     report["fresh_wrong"] = summary(fresh)["wrong"]
     report["commits"] = len({row["commit"] for row in rows})

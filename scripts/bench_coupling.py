@@ -80,18 +80,18 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fresh", type=int, default=12)
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     record: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
     runs = record.setdefault("runs", {})
-    if arguments.refresh:
-        for name in [n for n in names() if arguments.only in n]:
-            if name not in runs or arguments.only:
+    if args.refresh:
+        for name in [n for n in names() if args.only in n]:
+            if name not in runs or args.only:
                 runs[name] = outcome(name)
                 jax.clear_caches()
                 print(name, json.dumps(runs[name]), flush=True)
                 record.update(commit=commit(), jax=jax.__version__)
                 FILE.write_text(json.dumps(record, indent=1) + "\n")
-    sample = random.Random(arguments.seed).sample([*names()], arguments.fresh)
+    sample = random.Random(args.seed).sample([*names()], args.fresh)
     changed = [n for n in sample if not has_same_outcome(runs.get(n), outcome(n))]
     print(json.dumps({**summary(runs), "fresh_runs": sample, "fresh_unlike": changed}))
 
@@ -112,40 +112,32 @@ def outcome(name: str) -> dict[str, Any]:
     """
     loss, layout, text = name.split("/")
     function, count = zoo.LOSSES[loss], int(text)
-    result: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     if layout == "consent":
         options: dict[str, Any] = {"mesh": {"data": 4}, "per_micro_batch": True}
     else:
         options = dict(LAYOUTS[layout])
-        result["separable"] = count > 1 and is_separable(function, count)
+        row["separable"] = count > 1 and is_separable(function, count)
     options.setdefault("cluster", "cpu:4")
     if layout != "shares":
         options["num_micro_batches"] = count
     try:
-        plan, actual = run_step(function, options)
+        plan, got = run_step(function, options)
     except DependentSamplesError:
-        return {**result, "outcome": "refused"}
+        return {**row, "outcome": "refused"}
     except (wh.WhaleError, TypeError, ValueError, ZeroDivisionError) as error:
-        return {
-            **result,
-            "outcome": "unplanned",
-            "why": str(error).splitlines()[0][:90],
-        }
+        return {**row, "outcome": "unplanned", "why": str(error).splitlines()[0][:90]}
     except jax.errors.JaxRuntimeError as error:
-        return {**result, "outcome": "failed", "why": str(error).splitlines()[0][:90]}
+        return {**row, "outcome": "failed", "why": str(error).splitlines()[0][:90]}
     if takes_key(function):
-        settings = {
-            "cluster": "cpu:1",
-            "num_micro_batches": count,
-            "per_micro_batch": True,
-        }
+        opts = {"cluster": "cpu:1", "num_micro_batches": count, "per_micro_batch": True}
         if layout != "consent":
-            del settings["per_micro_batch"]
-        _, expected = run_step(function, settings)
+            del opts["per_micro_batch"]
+        _, expected = run_step(function, opts)
     else:
         parts = count if layout == "consent" else 1
         expected = reference_step(function, zoo.batch(), parts, plan.group_size)
-    return {**result, "outcome": "ran", "difference": difference(actual, expected)}
+    return {**row, "outcome": "ran", "difference": difference(got, expected)}
 
 
 def takes_key(function: Callable[..., Any]) -> bool:
@@ -186,12 +178,9 @@ def reference_step(
         rows = leaf.reshape(-1, count, group, *leaf.shape[1:])[:, number]
         return rows.reshape(-1, *leaf.shape[1:])
 
-    params, differentiate = (
-        zoo.parameters(),
-        jax.value_and_grad(loss_and_weight, has_aux=True),
-    )
+    params, grad = zoo.parameters(), jax.value_and_grad(loss_and_weight, has_aux=True)
     results = [
-        differentiate(params, {k: micro_batch(v, number) for k, v in batch.items()})
+        grad(params, {k: micro_batch(v, number) for k, v in batch.items()})
         for number in range(count)
     ]
     weight = sum(w for (_, w), _ in results)
@@ -222,7 +211,7 @@ def _relative_distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
 
 
 def is_separable(function: Callable[..., Any], count: int) -> bool:
-    """Returns whether micro-batches on one device give the results of whole batches."""
+    """Returns whether micro-batches on one device equal the full batch."""
     if takes_key(function):
         return False
     for seed in range(3):
@@ -251,23 +240,21 @@ def has_same_outcome(stored: Any, fresh: Any) -> bool:
 
 def summary(runs: dict[str, Any]) -> dict[str, Any]:
     """Returns the totals of all stored runs."""
-    without_consent = {n: r for n, r in runs.items() if "/consent/" not in n}
+    plain = {n: r for n, r in runs.items() if "/consent/" not in n}
     consent = {n: r for n, r in runs.items() if "/consent/" in n}
-    wrong = [
-        n for n, r in without_consent.items() if r.get("difference", 0.0) > TOLERANCE
-    ]
+    wrong = [n for n, r in plain.items() if r.get("difference", 0.0) > TOLERANCE]
     right = [
         r["difference"]
-        for n, r in without_consent.items()
+        for n, r in plain.items()
         if "difference" in r and n not in wrong
     ]
-    separable = {n: r for n, r in without_consent.items() if r.get("separable")}
+    separable = {n: r for n, r in plain.items() if r.get("separable")}
     needless = [n for n, r in separable.items() if r["outcome"] == "refused"]
     return {
         "losses": len({n.split("/")[0] for n in runs}),
-        "runs": len(without_consent),
-        "refused": sum(r["outcome"] == "refused" for r in without_consent.values()),
-        "unplanned": sum(r["outcome"] == "unplanned" for r in without_consent.values()),
+        "runs": len(plain),
+        "refused": sum(r["outcome"] == "refused" for r in plain.values()),
+        "unplanned": sum(r["outcome"] == "unplanned" for r in plain.values()),
         "failed": [n for n, r in runs.items() if r["outcome"] == "failed"],
         "silent_differences": len(wrong),
         "silent": wrong,

@@ -289,14 +289,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--faults", type=int, default=6)
     parser.add_argument("--each", type=int, default=None, help="faults of one run")
-    parser.add_argument(
-        "--seed", type=int, default=None, help="seed of the first fresh run"
-    )
+    parser.add_argument("--seed", type=int, default=None, help="of fresh runs")
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--measure", default="", metavar="KINDS")
-    parser.add_argument(
-        "--seconds", type=float, default=600.0, help="seconds of --measure"
-    )
+    parser.add_argument("--seconds", type=float, default=600.0, help="for --measure")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     reason = why_none()
@@ -319,9 +315,7 @@ def main() -> None:
         **summary([*stored["cases"], *fresh]),
         **elastic_measured.bars(speeds),
         "kept": summary(stored["cases"])["faults"],
-        "measured_at": {
-            kind: speed["about"]["commit"] for kind, speed in speeds.items()
-        },
+        "measured_at": {kind: row["about"]["commit"] for kind, row in speeds.items()},
     }
     print(json.dumps(report))
 

@@ -91,7 +91,7 @@ from whalejax.scheduler.schedule import (  # noqa: E402
 from whalejax.scheduler.simulation import JobSimulation, simulate  # noqa: E402
 
 
-RESULT_FILE: Final = ROOT / "scripts" / "jobs.json"
+FILE: Final = ROOT / "scripts" / "jobs.json"
 MACHINE: Final = "a100-40:5x8"
 MIXED: Final = "a100-40:4x8+h100:4x8"
 DEVICES: Final = (8, 40)
@@ -144,28 +144,23 @@ CLASSES: Final = (
 # Tables.
 
 
-def class_tables(job_class: JobClass, machine: Cluster) -> dict[str, Any]:
-    """Returns the options of a class on each number of devices of one kind, as plain
-    data.
-    """
-    job = models.job(job_class.model)
-    most = min(job_class.devices[1], machine.num_devices)
-    numbers = tried_numbers(job_class.devices[0], most)
+def class_tables(cls: JobClass, machine: Cluster) -> dict[str, Any]:
+    """Returns a class's options for each number of devices, as plain data."""
+    job = models.job(cls.model)
+    most = min(cls.devices[1], machine.num_devices)
+    numbers = tried_numbers(cls.devices[0], most)
     free = planned_options(
         job,
         machine,
         numbers,
-        batches=larger_batches(*job_class.batch),
-        noise_scale=job_class.noise_scale,
+        batches=larger_batches(*cls.batch),
+        noise_scale=cls.noise_scale,
         precision="bf16",
     )
-    plans = plans_by_number(
-        job, machine, numbers, batch=job_class.batch[0], precision="bf16"
-    )
+    plans = plans_by_number(job, machine, numbers, batch=cls.batch[0], precision="bf16")
     fixed = {
         str(number): [
-            _row(o)
-            for o in fixed_plan_options(plan, machine, numbers, job_class.batch[0])
+            _row(o) for o in fixed_plan_options(plan, machine, numbers, cls.batch[0])
         ]
         for number, plan in plans.items()
     }
@@ -192,12 +187,12 @@ def tables(
 ) -> dict[str, Any]:
     """Returns the tables of all classes, from the file unless ``refresh``."""
     tables = {} if refresh else dict(record.get(name, {}))
-    for job_class in CLASSES:
-        if job_class.model not in tables:
-            print(f"planning {job_class.model} on {machine} …", flush=True)
-            tables[job_class.model] = class_tables(job_class, parse_cluster(machine))
+    for cls in CLASSES:
+        if cls.model not in tables:
+            print(f"planning {cls.model} on {machine} …", flush=True)
+            tables[cls.model] = class_tables(cls, parse_cluster(machine))
             record[name] = tables
-            RESULT_FILE.write_text(json.dumps(record, indent=1))
+            FILE.write_text(json.dumps(record, indent=1))
     return tables
 
 
@@ -215,96 +210,83 @@ def kind_tables(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def random_jobs(
     seed: int,
-    device_counts: Mapping[str, int],
+    counts: Mapping[str, int],
     load: float,
-    kind_options: Mapping[str, Mapping[str, Any]],
+    by_kind: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, list[ScheduledJob]]:
     """Returns the same jobs as each scheduler sees them.
 
     Args:
         seed: Seed of the jobs.
-        there: Number of devices by kind.
+        counts: Number of devices by kind.
         load: Load over that which the static scheduler serves.
-        found: Tables of the classes, by kind.
+        by_kind: Tables of the classes, by kind.
     """
-    rng, devices = random.Random(seed), sum(device_counts.values())
+    rng, devices = random.Random(seed), sum(counts.values())
     variants = ("free", "noise_free", "batch", "plan")
     jobs: dict[str, list[ScheduledJob]] = {name: [] for name in variants}
     choices = []
     for number in range(JOBS):
-        job_class = rng.choice(CLASSES)
-        own_options = best_options(
+        cls = rng.choice(CLASSES)
+        own = best_options(
             _option(row, kind)
-            for kind, of_kind in kind_options.items()
-            for row in of_kind[job_class.model]["free"]
-            if row[3] == job_class.batch[0]
+            for kind, of_kind in by_kind.items()
+            for row in of_kind[cls.model]["free"]
+            if row[3] == cls.batch[0]
         )
-        kind = rng.choice(list(device_counts)) if len(device_counts) > 1 else ""
-        least, most = (
-            job_class.devices[0],
-            min(job_class.devices[1], device_counts[kind]),
-        )
+        kind = rng.choice(list(counts)) if len(counts) > 1 else ""
+        least, most = cls.devices[0], min(cls.devices[1], counts[kind])
         target = math.exp(rng.uniform(math.log(least), math.log(most)))
-        places = [
-            p for p in own_options if p[0] == kind and p[1] <= device_counts[kind]
-        ]
+        places = [p for p in own if p[0] == kind and p[1] <= counts[kind]]
         place = min(places, key=lambda p: abs(math.log(p[1] / target)))
         seconds = math.exp(rng.uniform(math.log(300), math.log(7200)))
-        choices.append(
-            (f"{number} {job_class.model}", job_class, own_options, place, seconds)
-        )
+        choices.append((f"{number} {cls.model}", cls, own, place, seconds))
     work = statistics.mean(seconds * place[1] for _, _, _, place, seconds in choices)
     now = 0.0
-    for name, job_class, own_options, place, seconds in choices:
+    for name, cls, own, place, seconds in choices:
         now += rng.expovariate(load * devices / work)
         common: dict[str, Any] = {
             "name": name,
-            "samples": seconds * own_options[place].progress,
+            "samples": seconds * own[place].progress,
             "arrival": now,
             "resize_seconds": RESIZE,
             "asked": place,
         }
         feasible = [
             _option(row, kind)
-            for kind, of_kind in kind_options.items()
-            for row in of_kind[job_class.model]["free"]
-            if row[0] <= device_counts[kind]
+            for kind, of_kind in by_kind.items()
+            for row in of_kind[cls.model]["free"]
+            if row[0] <= counts[kind]
         ]
-        rows = kind_options[place[0]][job_class.model]["fixed"][str(place[1])]
+        rows = by_kind[place[0]][cls.model]["fixed"][str(place[1])]
         options = [_option(row, place[0]) for row in rows]
-        fixed = {o.place: o for o in options if o.place[1] <= device_counts[place[0]]}
+        fixed = {o.place: o for o in options if o.place[1] <= counts[place[0]]}
         jobs["free"].append(ScheduledJob(options=best_options(feasible), **common))
-        noise_free = best_options(
-            dataclasses.replace(o, efficiency=1.0) for o in feasible
-        )
-        jobs["noise_free"].append(ScheduledJob(options=noise_free, **common))
-        own_feasible = {
-            p: o for p, o in own_options.items() if p[1] <= device_counts[p[0]]
-        }
-        jobs["batch"].append(ScheduledJob(options=own_feasible, **common))
+        full = best_options(dataclasses.replace(o, efficiency=1.0) for o in feasible)
+        jobs["noise_free"].append(ScheduledJob(options=full, **common))
+        fits = {p: o for p, o in own.items() if p[1] <= counts[p[0]]}
+        jobs["batch"].append(ScheduledJob(options=fits, **common))
         jobs["plan"].append(
-            ScheduledJob(options=fixed or {place: own_options[place]}, **common)
+            ScheduledJob(options=fixed or {place: own[place]}, **common)
         )
     return jobs
 
 
 def play(
     seed: int,
-    device_counts: Mapping[str, int],
+    counts: Mapping[str, int],
     load: float,
-    kind_options: Mapping[str, Mapping[str, Any]],
+    by_kind: Mapping[str, Mapping[str, Any]],
     names: Sequence[str] = (),
 ) -> dict[str, dict[str, float]]:
-    """Returns the results of every scheduler, or of the named ones, on the jobs of one
-    seed.
-    """
-    jobs = random_jobs(seed, device_counts, load, kind_options)
+    """Returns the results of all or some schedulers on the jobs of one seed."""
+    jobs = random_jobs(seed, counts, load, by_kind)
 
     def follow(objective: Any) -> Decide:
-        return elastic(device_counts, objective, HORIZON)
+        return elastic(counts, objective, HORIZON)
 
     schedulers: dict[str, tuple[str, Decide]] = {
-        "static": ("batch", first_come_first_served(device_counts)),
+        "static": ("batch", first_come_first_served(counts)),
         "fixed_plan": ("plan", follow("completion")),
         "fixed_batch": ("batch", follow("completion")),
         "free": ("free", follow("completion")),
@@ -314,7 +296,7 @@ def play(
         "sia": ("free", follow("sia")),
     }
     return {
-        name: _summary(simulate(jobs[variant], device_counts, decide, every=EVERY))
+        name: _summary(simulate(jobs[variant], counts, decide, every=EVERY))
         for name, (variant, decide) in schedulers.items()
         if not names or name in names
     }
@@ -324,14 +306,14 @@ def play_on_kinds(record: dict[str, Any], more: int) -> dict[str, Any]:
     """Returns the ratios of all seeds on two kinds, after playing ``more`` seeds."""
     runs: dict[str, Any] = record.setdefault("kinds", {})
     if more:
-        kind_options = kind_tables(record)
-        device_counts = {node.kind.name: 0 for node in parse_cluster(MIXED).nodes}
+        by_kind = kind_tables(record)
+        counts = {node.kind.name: 0 for node in parse_cluster(MIXED).nodes}
         for node in parse_cluster(MIXED).nodes:
-            device_counts[node.kind.name] += node.count
+            counts[node.kind.name] += node.count
         names = ("static", "fixed_plan", "fixed_batch", "free")
         for seed in [s for s in range(len(runs) + more) if str(s) not in runs][:more]:
-            runs[str(seed)] = play(seed, device_counts, 0.8, kind_options, names)
-            RESULT_FILE.write_text(json.dumps(record, indent=1))
+            runs[str(seed)] = play(seed, counts, 0.8, by_kind, names)
+            FILE.write_text(json.dumps(record, indent=1))
             print("kinds", seed, runs[str(seed)], flush=True)
     return {
         "kinds": ratios(list(runs.values())) if runs else {},
@@ -383,9 +365,7 @@ def ratios(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float
 
 
 def decision() -> Iterator[tuple[str, float]]:
-    """Yields the time of one decision on 1,000 jobs and 1,024 devices, and its gap to
-    the integer program's bound.
-    """
+    """Yields the time of a large decision, and its gap to the bound."""
     rng = random.Random(0)
     values = []
     for _ in range(1000):
@@ -418,23 +398,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20, help="number of seeds, from 0")
     parser.add_argument("--refresh", action="store_true", help="plan and play anew")
     parser.add_argument(
-        "--live",
-        type=int,
-        metavar="TRADES",
-        help="run live jobs first, and store their results",
+        "--live", type=int, metavar="TRADES", help="run live jobs first, and store that"
     )
     parser.add_argument("--trace-seconds", type=float, default=600.0)
     parser.add_argument(
-        "--kinds",
-        type=int,
-        default=0,
-        metavar="N",
-        help="play N more seeds on two kinds",
+        "--kinds", type=int, default=0, metavar="N", help="play N more seeds on two"
     )
     arguments = parser.parse_args()
     if arguments.live:
         live_trades.refreshed(arguments.live, arguments.trace_seconds)
-    record = json.loads(RESULT_FILE.read_text()) if RESULT_FILE.exists() else {}
+    record = json.loads(FILE.read_text()) if FILE.exists() else {}
     class_options = tables(record, arguments.refresh)
     loads: dict[str, dict[str, float]] = {}
     for devices in DEVICES:
@@ -447,15 +420,13 @@ def main() -> None:
             print(devices, load, loads[f"{devices} devices, {load}"], flush=True)
     main_load = [loads[f"{devices} devices, 0.8"] for devices in DEVICES]
     result: dict[str, Any] = {
-        name: max(load_ratios[name] for load_ratios in main_load)
+        name: max(row[name] for row in main_load)
         for name in BARS
         if name in main_load[0]
     }
     for name in ("makespan_bound", "jct_noise_free"):
-        result[name] = max(load_ratios[name] for load_ratios in main_load)
-    result["starved"] = max(
-        int(load_ratios["starved"]) for load_ratios in loads.values()
-    )
+        result[name] = max(row[name] for row in main_load)
+    result["starved"] = max(int(row["starved"]) for row in loads.values())
     result.update(decision())
     result.update(live_trades.results())
     result.update(play_on_kinds(record, arguments.kinds))

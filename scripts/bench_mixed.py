@@ -104,16 +104,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quotas", default="50,33,25", help="quotas in percent")
     parser.add_argument("--rounds", type=int, default=9, help="timed pairs")
-    parser.add_argument(
-        "--disturb", action="store_true", help="with load that comes and goes"
-    )
+    parser.add_argument("--disturb", action="store_true", help="with outside load")
     parser.add_argument("--several", default="", help="quotas of as many processes")
-    parser.add_argument(
-        "--pipeline", action="store_true", help="compare stages, not replicas"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=120.0, help="seconds of --disturb"
-    )
+    parser.add_argument("--pipeline", action="store_true", help="stages, not replicas")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for --disturb")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -202,9 +196,7 @@ def _core(arguments: argparse.Namespace) -> int:
 
 
 def _several() -> dict[str, Any]:
-    """Adapts the shares of many processes, and measures speeds between their last
-    steps.
-    """
+    """Adapts many processes' shares, and measures their speeds at the end."""
     import numpy as np
     from jax.experimental import multihost_utils
 
@@ -215,30 +207,30 @@ def _several() -> dict[str, Any]:
     run.trained.rebalances = False
     run.step()
     run.trained.rebalances = True
-    alone_seconds = []
+    singles = []
     for _ in range(SEVERAL_STEPS):
         run.step()
         together("alone")
-        alone_seconds.append(run.alone(run.trained.shares[run.runner._mine[0]]))
+        singles.append(run.alone(run.trained.shares[run.runner._mine[0]]))
     # The run's own estimate is as old; the machine's speed changes within a minute.
-    alone_seconds = alone_seconds[-WINDOW:]
+    singles = singles[-WINDOW:]
     adapted, believed = np.array(run.trained.shares), np.array(run.runner.seconds)
-    median_seconds = np.array([statistics.median(alone_seconds)], np.float32)
+    median_seconds = np.array([statistics.median(singles)], np.float32)
     speeds = 1.0 / multihost_utils.process_allgather(median_seconds).ravel()
     parts = speeds / speeds.sum()
-    believed_parts = 1.0 / believed / (1.0 / believed).sum()
+    believed_part = 1.0 / believed / (1.0 / believed).sum()
     return {
         "shares": adapted.tolist(),
         "proportions": [round(float(p), 4) for p in parts],
-        "shares_off": _largest_distance(adapted / MANY, parts),
-        "shares_off_of_believed": _largest_distance(adapted / MANY, believed_parts),
-        "shares_off_of_whole": _largest_distance(
+        "shares_off": _error(adapted / MANY, parts),
+        "shares_off_of_believed": _error(adapted / MANY, believed_part),
+        "shares_off_of_whole": _error(
             np.array(shares(MANY, 1.0 / speeds)) / MANY, parts
         ),
     }
 
 
-def _largest_distance(actual: Any, target: Any) -> float:
+def _error(actual: Any, target: Any) -> float:
     return round(float((abs(actual - target) / target).max()), 4)
 
 
@@ -290,9 +282,7 @@ class _Run:
         return time.perf_counter() - start
 
     def nothing(self) -> float:
-        """Returns the seconds of a step without micro-batches: the exchange and the
-        update.
-        """
+        """Returns the seconds of a step without any micro-batch."""
         import jax
 
         from whalejax.planner.balance.measured_shares import Rebalance
@@ -339,24 +329,22 @@ def _compare(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
     adapted: tuple[int, ...] = tuple(run.trained.shares)
     even = (COUNT // 2,) * 2
     seconds: dict[tuple[int, ...], list[float]] = {adapted: [], even: []}
-    empty_seconds, alone_seconds = [], []
+    empties, singles = [], []
     for _ in range(rounds):
         for tried in (even, adapted):
             run.trained.shares = tried
             together("step")
             seconds[tried].append(run.step())
         together("nothing")
-        empty_seconds.append(run.nothing())
-        alone_seconds.append(run.alone(COUNT // 2))
+        empties.append(run.nothing())
+        singles.append(run.alone(COUNT // 2))
     medians = np.array(
-        [statistics.median(alone_seconds), statistics.median(empty_seconds)], np.float32
+        [statistics.median(singles), statistics.median(empties)], np.float32
     )
-    by_process = multihost_utils.process_allgather(medians)
-    speeds = [float(s) for s in by_process[:, 0]]
+    rows = multihost_utils.process_allgather(medians)
+    speeds = [float(s) for s in rows[:, 0]]
     best = shares(COUNT, speeds)
-    ideal = max(k * s for k, s in zip(best, speeds, strict=True)) + float(
-        by_process[0, 1]
-    )
+    ideal = max(k * s for k, s in zip(best, speeds, strict=True)) + float(rows[0, 1])
     ratios = [a / b for a, b in zip(seconds[even], seconds[adapted], strict=True)]
     low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
     if run.runner._mine == [0]:
@@ -410,8 +398,8 @@ def _disturb(arguments: argparse.Namespace, quota: Any, core: int) -> dict[str, 
         for follows, trace in traces.items()
     }
     worst = min(a / b for a, b in zip(counts[True], counts[False], strict=True))
-    step_seconds, ideal = traces[True].times()
-    settled = statistics.median(step_seconds[-len(step_seconds) // 4 :])
+    spans, ideal = traces[True].times()
+    settled = statistics.median(spans[-len(spans) // 4 :])
     change = next(
         i for i, end in enumerate(traces[True].ends[1:]) if end > arguments.seconds / 2
     )
@@ -420,10 +408,10 @@ def _disturb(arguments: argparse.Namespace, quota: Any, core: int) -> dict[str, 
     return {
         "windows_worst": round(worst, 4),
         "recovered_steps": _recovery_steps(
-            step_seconds[change:], [settled] * len(step_seconds[change:])
+            spans[change:], [settled] * len(spans[change:])
         ),
-        "followed_steps": _recovery_steps(step_seconds[change:], ideal[change:]),
-        "of_ideal": round(sum(ideal) / sum(step_seconds), 4),
+        "followed_steps": _recovery_steps(spans[change:], ideal[change:]),
+        "of_ideal": round(sum(ideal) / sum(spans), 4),
     }
 
 
@@ -436,16 +424,14 @@ class _Trace:
     seconds: list[list[float]] = dataclasses.field(default_factory=list)
 
     def times(self) -> tuple[list[float], list[float]]:
-        """Returns the seconds of the steps after the first, and the least possible
-        ones.
-        """
+        """Returns the seconds of steps after the first, and the least ones."""
         from whalejax.planner.balance.shares import makespan, shares
 
-        step_seconds = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
-        rows = list(zip(step_seconds, self.shares[1:], self.seconds[1:], strict=True))
+        spans = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
+        rows = list(zip(spans, self.shares[1:], self.seconds[1:], strict=True))
         rest = statistics.median(s - makespan(k, t) for s, k, t in rows)
         best = [makespan(shares(COUNT, t), t) for _, _, t in rows]
-        return step_seconds, [seconds + rest for seconds in best]
+        return spans, [seconds + rest for seconds in best]
 
 
 def _steps(run: _Run, arguments: argparse.Namespace, quota: Any, core: int) -> _Trace:
@@ -491,13 +477,13 @@ def _steps(run: _Run, arguments: argparse.Namespace, quota: Any, core: int) -> _
     return trace
 
 
-def _recovery_steps(step_seconds: list[float], ideal: list[float]) -> int:
+def _recovery_steps(spans: list[float], ideal: list[float]) -> int:
     """Returns the steps until five take at most the ideal time over 0.93."""
-    for number in range(len(step_seconds) - 5):
+    for number in range(len(spans) - 5):
         five = slice(number, number + 5)
-        if sum(step_seconds[five]) <= sum(ideal[five]) / 0.93:
+        if sum(spans[five]) <= sum(ideal[five]) / 0.93:
             return number
-    return len(step_seconds)
+    return len(spans)
 
 
 if __name__ == "__main__":

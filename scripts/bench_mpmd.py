@@ -57,9 +57,7 @@ SAMPLES = 8
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds")
-    parser.add_argument(
-        "--micro-batches", type=int, default=16, help="number in a step"
-    )
+    parser.add_argument("--micro-batches", type=int, default=16, help="per step")
     parser.add_argument("--default-malloc", action="store_true", help="see above")
     arguments = parser.parse_args()
     count = arguments.micro_batches

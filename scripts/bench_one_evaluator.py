@@ -55,7 +55,7 @@ from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import divisors
 
 
-RESULT_FILE: Final = Path(__file__).with_name("one_evaluator.json")
+FILE: Final = Path(__file__).with_name("one_evaluator.json")
 SEED: Final = 20261129
 DRAWS: Final = 300
 FRESH: Final = 24
@@ -164,9 +164,7 @@ def terms(prediction: Any) -> dict[str, float]:
 
 
 def difference(prediction: Any, other: dict[str, float]) -> float:
-    """Returns the largest difference of a term, as a part of the step or of all
-    memory.
-    """
+    """Returns the largest difference of a term, as a part of its total."""
     totals = {
         "_seconds": prediction.time.step_seconds,
         "_bytes": prediction.memory.total_bytes,
@@ -299,7 +297,7 @@ def compare_layout(layout: LayoutSample) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the numbers of some layouts."""
     planned = [row for row in rows if "off" in row]
-    differences = {
+    gaps = {
         way: [row["off"][way] for row in planned if way in row["off"]] for way in WAYS
     }
     worst = max(
@@ -311,12 +309,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "layouts": len(planned),
         "refused": len(rows) - len(planned),
         "max_disagreement": max(
-            (max(differences[w], default=0.0) for w in WAYS), default=None
+            (max(gaps[w], default=0.0) for w in WAYS), default=None
         ),
         "disagreement": {
-            way: max(values, default=None) for way, values in differences.items()
+            way: max(values, default=None) for way, values in gaps.items()
         },
-        "compared": {way: len(values) for way, values in differences.items()},
+        "compared": {way: len(values) for way, values in gaps.items()},
         "worst": worst and f"{worst['program']} {worst['cluster']}: {worst['layout']}",
     }
 
@@ -328,23 +326,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--verbose", action="store_true")
-    arguments = parser.parse_args()
-    stored = json.loads(RESULT_FILE.read_text()) if RESULT_FILE.exists() else {}
+    args = parser.parse_args()
+    stored = json.loads(FILE.read_text()) if FILE.exists() else {}
     today = int(datetime.date.today().strftime("%Y%m%d"))
-    seed = today if arguments.seed is None else arguments.seed
-    until = time.monotonic() + arguments.seconds
+    seed = today if args.seed is None else args.seed
+    until = time.monotonic() + args.seconds
     fresh: list[dict[str, Any]] = []
-    for number in range(DRAWS if arguments.refresh else arguments.fresh):
-        if arguments.refresh and str(number) in stored:
+    for number in range(DRAWS if args.refresh else args.fresh):
+        if args.refresh and str(number) in stored:
             continue
-        if not arguments.refresh and time.monotonic() > until:
+        if not args.refresh and time.monotonic() > until:
             break
-        row = compare_layout(random_layout(number, SEED if arguments.refresh else seed))
-        if arguments.verbose:
+        row = compare_layout(random_layout(number, SEED if args.refresh else seed))
+        if args.verbose:
             print(json.dumps(row), flush=True)
-        if arguments.refresh:
+        if args.refresh:
             stored[str(number)] = row
-            RESULT_FILE.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+            FILE.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
         else:
             fresh.append(row)
     rows = [*stored.values()]

@@ -49,7 +49,7 @@ from whalejax import jobs, models
 from whalejax.planner.sharding.layout import divisors
 
 
-RESULT_FILE: Final = Path(__file__).with_name("options.json")
+FILE: Final = Path(__file__).with_name("options.json")
 SEED: Final = 20261128
 DRAWS: Final = 60
 FRESH: Final = 3
@@ -171,9 +171,7 @@ def planner(work: Workload) -> Any:
 
 
 def regret_of(work: Workload, until: float, verbose: bool) -> dict[str, Any] | None:
-    """Plans one workload under every option; returns None if time is over before the
-    end.
-    """
+    """Plans one workload under every option; None if time runs out."""
     plan, start = planner(work), time.process_time()
     free = plan()
     best, option, plans = free, {}, 1
@@ -229,29 +227,27 @@ def main() -> None:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--verbose", action="store_true")
-    arguments = parser.parse_args()
-    stored = json.loads(RESULT_FILE.read_text()) if RESULT_FILE.exists() else {}
+    args = parser.parse_args()
+    stored = json.loads(FILE.read_text()) if FILE.exists() else {}
     today = int(datetime.date.today().strftime("%Y%m%d"))
-    seed = today if arguments.seed is None else arguments.seed
+    seed = today if args.seed is None else args.seed
     fresh: list[dict[str, Any]] = []
-    if arguments.refresh:
+    if args.refresh:
         for number in range(DRAWS):
             work = random_workload(number, SEED)
-            is_repeated = arguments.only and arguments.only in work.name
-            if is_repeated or (work.name not in stored and not arguments.only):
-                row = regret_of(work, math.inf, arguments.verbose)
+            redo = args.only and args.only in work.name
+            if redo or (work.name not in stored and not args.only):
+                row = regret_of(work, math.inf, args.verbose)
                 stored[work.name] = row
-                RESULT_FILE.write_text(
-                    json.dumps(stored, indent=1, sort_keys=True) + "\n"
-                )
+                FILE.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
     else:
-        until = time.monotonic() + arguments.seconds
-        for number in range(arguments.fresh):
-            row = regret_of(random_workload(number, seed), until, arguments.verbose)
+        until = time.monotonic() + args.seconds
+        for number in range(args.fresh):
+            row = regret_of(random_workload(number, seed), until, args.verbose)
             if row is None:
                 break
             fresh.append(row)
-    rows = [row for row in stored.values() if arguments.only in row["name"]]
+    rows = [row for row in stored.values() if args.only in row["name"]]
     report = {**summary(rows), "seed": seed, "fresh": len(fresh)}
     report["fresh_regret"] = summary(fresh)["option_regret"]
     report["commits"] = sorted({row["commit"] for row in rows})

@@ -44,9 +44,7 @@ JOBS: dict[str, Callable[[], wh.Job]] = {
 
 
 def hand_written(job: wh.Job, plan: wh.Plan, model: Any, key: Any) -> Any:
-    """Returns a hand-written training step, its first state, and a function that places
-    batches.
-    """
+    """Returns a hand-written step, its first state, and how to place batches."""
     adapter = adapt(model, job.loss_fn)
     mesh = plan.mesh(jax.devices())
     params, rest = adapter.take_apart(model)

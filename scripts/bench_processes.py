@@ -55,7 +55,7 @@ REPEATS = 3
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds")
-    parser.add_argument("--micro-batches", type=int, default=4, help="number in a step")
+    parser.add_argument("--micro-batches", type=int, default=4, help="per step")
     parser.add_argument("--default-malloc", action="store_true", help="see above")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -104,12 +104,8 @@ def _work(arguments: argparse.Namespace) -> None:
                 simulated[name].append(predicted)
     if arguments.process == 0:
         for name in runs:
-            step, simulated_step = map(
-                statistics.median, (measured[name], simulated[name])
-            )
-            print(
-                f"{name}: {step * 1e3:.1f} ms, simulated {simulated_step * 1e3:.1f} ms"
-            )
+            step, model = map(statistics.median, (measured[name], simulated[name]))
+            print(f"{name}: {step * 1e3:.1f} ms, simulated {model * 1e3:.1f} ms")
         print(json.dumps(_report(measured, simulated)), flush=True)
     jax.distributed.shutdown()
 
@@ -218,9 +214,7 @@ class _Run:
         return inputs
 
     def simulated_seconds(self) -> float:
-        """Returns the seconds of a step, simulated from parts measured in both
-        processes.
-        """
+        """Returns a step's seconds, simulated from parts of both processes."""
         import numpy as np
         from jax.experimental import multihost_utils
 
@@ -228,20 +222,16 @@ class _Run:
 
         table = self.runner.table
         actions = table.actions
-        own_seconds = np.zeros((len(actions), table.num_places))
+        own = np.zeros((len(actions), table.num_places))
         multihost_utils.sync_global_devices("parts")
         for (place, action), seconds in self._part_seconds().items():
-            own_seconds[actions.index(action), place] = seconds
+            own[actions.index(action), place] = seconds
         local = np.array([*self._transfer_seconds(), self._fixed_seconds()], np.float32)
-        seconds_by_action = multihost_utils.process_allgather(
-            own_seconds.astype(np.float32)
-        ).sum(axis=0)
+        total = multihost_utils.process_allgather(own.astype(np.float32)).sum(axis=0)
         means = multihost_utils.process_allgather(local).mean(axis=0)
         transfer, busy, once = map(float, means)
-        seconds_by_action += busy * np.array(
-            [self._transfer_counts(action) for action in actions]
-        )
-        by_action = dict(zip(actions, seconds_by_action.tolist(), strict=True))
+        total += busy * np.array([self._transfer_counts(action) for action in actions])
+        by_action = dict(zip(actions, total.tolist(), strict=True))
         line = simulate(
             table,
             by_action["forward"],
@@ -268,9 +258,7 @@ class _Run:
         return counts
 
     def _part_seconds(self) -> dict[tuple[int, str], float]:
-        """Returns the seconds of each program here, alone, scaled to the schedule's
-        order.
-        """
+        """Returns each program's seconds, scaled to the schedule's order."""
         stage = [s.stage for s in self.runner.sites if self.runner.here[s.stage]][0]
         rows = self.runner.table.of_stage(stage)
         stages = self.runner.table.num_stages
@@ -307,9 +295,7 @@ class _Run:
         return statistics.median(runs)
 
     def _transfer_seconds(self) -> tuple[float, float]:
-        """Returns the seconds of a transfer between stages, and of this side's
-        processor.
-        """
+        """Returns the seconds of a transfer, and of this side's processor."""
         import jax
 
         from whalejax.planner.pipeline.transfer_order import ScheduledTransfer

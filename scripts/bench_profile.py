@@ -44,9 +44,7 @@ MESHES = ({"data": 4}, {"data": 2, "tensor": 2}, {"fsdp": 4}, {"fsdp": 2, "tenso
 
 
 def profile(name: str, mesh: dict[str, int]) -> Any:
-    """Returns the profile of a step of a reference model on a mesh; None without a
-    plan.
-    """
+    """Returns the profile of a reference model on a mesh; None without a plan."""
     job = models.job(name, batch_size=16)
     model = job.make_model(jax.random.key(0))
     try:

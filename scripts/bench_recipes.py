@@ -70,7 +70,7 @@ def blocks_of(text: str) -> Iterator[Block]:
 
 
 def lines_that_differ(before: str, after: str) -> int:
-    """The larger number of lines that only one of two texts has.
+    """Returns the larger number of lines that only one of two texts has.
 
     >>> lines_that_differ("a\\nb\\nc\\n", "a\\n\\nd\\nc\\ne\\n")
     2

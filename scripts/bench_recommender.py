@@ -77,12 +77,8 @@ CASE_SECONDS: Final = 180.0
 DENSE_CASES: Final = 3
 DENSE_STEPS: Final = 300
 KEEP_EVERY: Final = 10
-EQUAL_TIMES: Final = SectionTimes(
-    sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.0
-)
-SPARSE_BOUND_TIMES: Final = SectionTimes(
-    sparse_seconds=1.0, wire_seconds=0.01, dense_seconds=0.01
-)
+EVEN: Final = SectionTimes(sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.0)
+BUSY: Final = SectionTimes(sparse_seconds=1.0, wire_seconds=0.01, dense_seconds=0.01)
 
 
 # A recommender whose sections take equally long.
@@ -134,7 +130,7 @@ def sections_step(
     plan = plan_of(
         *(loss, net, make_batch(0), "cpu:2+cpu:1"),
         staleness=staleness,
-        times=EQUAL_TIMES,
+        times=EVEN,
         pins=pins,
         in_processes=list(pins),
     )
@@ -155,7 +151,7 @@ class IdleDense(SectionsStep):
 
 
 @contextlib.contextmanager
-def quota_on(percent: float, cores: list[int], pids: list[int]) -> Iterator[None]:
+def limit(percent: float, cores: list[int], pids: list[int]) -> Iterator[None]:
     """Puts processes under one quota on some cores."""
     with Quota(percent) as quota:
         quota.weigh(30.0)  # Other programs may run on this machine.
@@ -168,11 +164,11 @@ def quota_on(percent: float, cores: list[int], pids: list[int]) -> Iterator[None
 
 
 @contextlib.contextmanager
-def separate_quotas(step: SectionsStep) -> Iterator[None]:
+def limits(step: SectionsStep) -> Iterator[None]:
     """Puts each process of the sparse section under its quota on the first core."""
     with contextlib.ExitStack() as stack:
         for pid in step.pipeline.section.pids.values():
-            stack.enter_context(quota_on(PERCENT, CORES[:1], [pid]))
+            stack.enter_context(limit(PERCENT, CORES[:1], [pid]))
         yield
 
 
@@ -180,12 +176,12 @@ def seconds_of(
     run: Callable[[int], Any], settle: Callable[[], Any], least: float
 ) -> float:
     """Returns the seconds of a call, over at least ``least`` seconds of calls."""
-    count, begun = 0, time.perf_counter()
-    while time.perf_counter() - begun < least:
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < least:
         run(count)
         count += 1
     settle()
-    return (time.perf_counter() - begun) / count
+    return (time.perf_counter() - start) / count
 
 
 class Runs:
@@ -241,9 +237,7 @@ class Runs:
         return seconds_of(run, lambda: None, least)
 
     def wire_seconds(self, least: float) -> float:
-        """Returns the seconds of a step's messages to both processes, which compute
-        nothing.
-        """
+        """Returns the seconds of a step's messages to idle processes."""
         step = self.alone
         layout, pipeline = step.programs.layout, step.pipeline
         width = next(iter(layout.widths)).width
@@ -268,15 +262,15 @@ class Runs:
     def round(self, least: float) -> dict[str, float]:
         """Measures every run once under the quotas."""
         pids, seconds = [os.getpid()], {}
-        with quota_on(2 * PERCENT, CORES[-1:], pids):
-            with separate_quotas(self.alone):
+        with limit(2 * PERCENT, CORES[-1:], pids):
+            with limits(self.alone):
                 seconds["sparse"] = self.seconds(self.alone, least)
                 seconds["wire"] = self.wire_seconds(least / 2)
             seconds["dense"] = self.dense_seconds(least)
-            with separate_quotas(self.whole):
+            with limits(self.whole):
                 seconds["both"] = self.seconds(self.whole, least)
             seconds["single"] = self.seconds(self.single, least)
-        with quota_on(2 * PERCENT, CORES[:1], pids):
+        with limit(2 * PERCENT, CORES[:1], pids):
             seconds["single_sparse"] = self.seconds(self.single, least)
         os.sched_setaffinity(0, CORES[-1:])
         return seconds
@@ -286,7 +280,7 @@ class Runs:
         self.alone.close()
 
 
-def balanced_runs() -> Runs:
+def even_runs() -> Runs:
     """Returns runs whose network takes as long as the tables, under the quotas."""
     layers = 8
     for _ in range(3):
@@ -302,7 +296,7 @@ def balanced_runs() -> Runs:
 
 
 def sections(rounds: int) -> dict[str, float]:
-    runs, of_sections, over_single = balanced_runs(), [], []
+    runs, of_sections, over_single = even_runs(), [], []
     for _ in range(rounds):
         seconds = runs.round(4.0)
         bound = max(seconds["sparse"], seconds["wire"], seconds["dense"])
@@ -349,7 +343,7 @@ def counted_step(staleness: int, **settings: Any) -> SectionsStep:
         *(counted_loss, net, counted_batch(0), "cpu:2+cpu:1"),
         rows=wh.sparse_optimizer("sgd", float(COUNT_SAMPLES)),
         staleness=staleness,
-        times=SPARSE_BOUND_TIMES,
+        times=BUSY,
         pins={"a": "rows", "b": 1},
         in_processes=list(COUNTED),
     )
@@ -359,9 +353,7 @@ def counted_step(staleness: int, **settings: Any) -> SectionsStep:
 
 
 def kill_case(number: int) -> dict[str, int]:
-    """Kills processes of one run ten times at random moments; every third run is
-    synchronous.
-    """
+    """Kills processes of a run ten times; every third run is synchronous."""
     rng = random.Random(number)
     staleness = (0, 1, STALENESS)[number % 3]
     losses: list[Any] = []
@@ -428,7 +420,7 @@ def dense_case(number: int) -> dict[str, int]:
     """Kills the process with the dense part ten times, at random moments."""
     rng, staleness = random.Random(number), (0, 1, STALENESS)[number % 3]
     with tempfile.TemporaryDirectory() as folder:
-        killed, undisturbed = Path(folder) / "killed", Path(folder) / "alone"
+        killed, quiet = Path(folder) / "killed", Path(folder) / "alone"
         kills_done = 0
         while not (killed / "rows.npz").exists():
             process = start_dense(killed, staleness)
@@ -442,22 +434,17 @@ def dense_case(number: int) -> dict[str, int]:
                     process.kill()
                     kills_done += 1
             process.wait()
-        start_dense(undisturbed, staleness).wait()
-        with (
-            np.load(killed / "rows.npz") as rows,
-            np.load(undisturbed / "rows.npz") as expected_rows,
-        ):
-            are_equal = all(
-                np.array_equal(rows[name], expected_rows[name]) for name in COUNTED
-            )
+        start_dense(quiet, staleness).wait()
+        with np.load(killed / "rows.npz") as rows, np.load(quiet / "rows.npz") as want:
+            equal = all(np.array_equal(rows[name], want[name]) for name in COUNTED)
             tables, over_bound = (
                 {name: rows[name] for name in COUNTED},
                 int(rows["over"]),
             )
         lost, doubled = lost_and_doubled(tables, DENSE_STEPS)
         # The last loss before a kill may be missing, and its step not repeated.
-        losses, expected = losses_of(killed), losses_of(undisturbed)
-        is_wrong = not are_equal or any(
+        losses, expected = losses_of(killed), losses_of(quiet)
+        is_wrong = not equal or any(
             set(values) != set(expected[n]) for n, values in losses.items()
         )
     return {
@@ -503,7 +490,7 @@ def lost_and_doubled(rows: Any, steps: int) -> tuple[int, int]:
     return lost, doubled
 
 
-def case_in_process(number: int, name: str = "--case") -> dict[str, int]:
+def run_case(number: int, name: str = "--case") -> dict[str, int]:
     """Runs a case in a process of its own, which may hang."""
     command = [sys.executable, __file__, name, str(number)]
     limit = CASE_SECONDS * (1 if name == "--case" else 4)
@@ -524,15 +511,15 @@ def kills(count: int, *, anew: bool) -> dict[str, int]:
     records = {} if anew or not FILE.exists() else json.loads(FILE.read_text())
     for number in range(-(-count // CASE_KILLS)):
         if str(number) not in records:
-            records[str(number)] = case_in_process(number)
+            records[str(number)] = run_case(number)
             print(f"case {number}: {records[str(number)]}")
             FILE.write_text(json.dumps(records, indent=1) + "\n")
     for number in range(DENSE_CASES):
         if (key := f"dense-{number}") not in records:
-            records[key] = case_in_process(number, "--dense-case")
+            records[key] = run_case(number, "--dense-case")
             print(f"case {key}: {records[key]}")
             FILE.write_text(json.dumps(records, indent=1) + "\n")
-    fresh = case_in_process(1000 + int(time.time()) % 1000)
+    fresh = run_case(1000 + int(time.time()) % 1000)
     print(f"fresh case: {fresh}")
     cases = [*records.values(), fresh]
     keys = "kills", "hangs", "failed", "lost", "doubled", "wrong", "over_bound"
@@ -610,15 +597,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=CASE_KILLS * STORED_CASES)
     parser.add_argument("--anew", action="store_true", help="forget the stored cases")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--case", type=int, help="run only this case of kills")
-    parser.add_argument(
-        "--dense-case", type=int, help="run only this case of kills of the dense part"
-    )
+    parser.add_argument("--case", type=int, help="run this case alone")
+    parser.add_argument("--dense-case", type=int, help="this dense case alone")
     parser.add_argument("--dense-process", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--staleness", type=int, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--auc", action="store_true", help="measure only the AUC for s = 0, 1, 4, 16"
-    )
+    parser.add_argument("--auc", action="store_true", help="for s = 0, 1, 4, 16")
     options = parser.parse_args()
     if options.auc:
         os.sched_setaffinity(0, CORES)

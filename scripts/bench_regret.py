@@ -132,12 +132,10 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
         [statistics.median(x.seconds[:steps]) for x in order],
         [statistics.median(x.seconds[-steps:]) for x in order],
     )
-    chosen_layout = layouts_by_text[layout_text(chosen)]
-    print(
-        f"{name}: chosen {chosen_layout.text}; best {best.text}; {len(order)} layouts"
-    )
+    mine = layouts_by_text[layout_text(chosen)]
+    print(f"{name}: chosen {mine.text}; best {best.text}; {len(order)} layouts")
     return {
-        f"regret_{name}": round(chosen_layout.measured / best.measured - 1, 4),
+        f"regret_{name}": round(mine.measured / best.measured - 1, 4),
         f"tau_{name}": round(float(np.asarray(tau)[0]), 3),
         f"tau_of_rounds_{name}": (
             round(float(np.asarray(tau_of_rounds)[0]), 3) if rounds > 1 else None

@@ -59,9 +59,7 @@ def ragged_layer(layer: moe.SparseFeedForward, x: jax.Array) -> jax.Array:
 
 
 def compile_case(name: str, x: jax.Array) -> Callable[[], Any]:
-    """Returns one forward and backward pass, which also returns the number of
-    passes.
-    """
+    """Returns a forward and backward pass, which also counts its passes."""
     config = moe.MoEConfig(sequence=x.shape[1], **(SIZES | CASES[name]))
     graph, state = nnx.split(moe.SparseFeedForward(config, rngs=nnx.Rngs(0)))
 
@@ -79,7 +77,7 @@ def compile_case(name: str, x: jax.Array) -> Callable[[], Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=128, help="number in a group")
+    parser.add_argument("--tokens", type=int, default=128, help="per group")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()

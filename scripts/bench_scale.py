@@ -182,7 +182,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def count_accepted(address: tuple[str, int], key: Key, count: int) -> int:
+def try_all(address: tuple[str, int], key: Key, count: int) -> int:
     """Returns how many of ``count`` that dial at once are accepted at the first try."""
     gate, channels = threading.Barrier(count), list[Channel]()
 
@@ -202,9 +202,7 @@ def count_accepted(address: tuple[str, int], key: Key, count: int) -> int:
 
 
 def rules_cost(members: int) -> dict[str, float]:
-    """Returns microseconds of a heartbeat and of a commit, and milliseconds of a
-    turn.
-    """
+    """Returns microseconds of a beat and a commit, milliseconds of a turn."""
     run = ElasticRun(settings=SupervisorSettings(least=members, most=members))
     names = [f"x{number}" for number in range(members)]
     for number, name in enumerate(names):
@@ -217,7 +215,7 @@ def rules_cost(members: int) -> dict[str, float]:
     react(run, 0.3, Tick())
     assert run.phase == "running" and len(run.active) == members
 
-    def microseconds(message: wire.OfMember) -> float:
+    def each_us(message: wire.OfMember) -> float:
         events = [MemberMessageEvent(name, message) for name in names]
         start = time.process_time()
         for event in events:
@@ -225,10 +223,8 @@ def rules_cost(members: int) -> dict[str, float]:
         return (time.process_time() - start) / members * 1e6
 
     commit = {"generation": run.generation, "loss": 0.5, "seconds": 0.1, "parts": {}}
-    beat = min(
-        microseconds(wire.Beat(phase="waiting", step=1, done=n)) for n in range(5)
-    )
-    committed = min(microseconds(wire.Committed(step=s, **commit)) for s in range(1, 6))
+    beat = min(each_us(wire.Beat(phase="waiting", step=1, done=n)) for n in range(5))
+    committed = min(each_us(wire.Committed(step=s, **commit)) for s in range(1, 6))
     start = time.process_time()
     for turn in range(10):
         react(run, 0.5 + 0.1 * turn, Tick())
@@ -245,66 +241,55 @@ def wait_for_event(path: Path, event: str) -> None:
         time.sleep(0.05)
 
 
-def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Starts a supervisor and members, and measures."""
     script = [sys.executable, __file__, "--folder", str(folder)]
     run = subprocess.Popen(
-        [*script, "--role", "supervisor", "--members", str(arguments.members)]
+        [*script, "--role", "supervisor", "--members", str(args.members)]
     )
-    member_processes: list[subprocess.Popen[str]] = []
-    run_folder = folder / FOLDER
+    members: list[subprocess.Popen[str]] = []
+    home = folder / FOLDER
     try:
-        while not (run_folder / ADDRESS).exists():
+        while not (home / ADDRESS).exists():
             time.sleep(0.01)
-        address = split_address(
-            json.loads((run_folder / ADDRESS).read_text())["address"]
-        )
-        accepted = count_accepted(
-            address, load_key(run_folder / KEY), arguments.dialled
-        )
-        cpu_before, start = cpu_seconds(run.pid), time.monotonic()
-        for place in range(arguments.processes):
-            count = len(range(place, arguments.members, arguments.processes))
+        address = split_address(json.loads((home / ADDRESS).read_text())["address"])
+        taken = try_all(address, load_key(home / KEY), args.dialled)
+        before, start = cpu_seconds(run.pid), time.monotonic()
+        for place in range(args.processes):
+            count = len(range(place, args.members, args.processes))
             command = [*script, "--role", "members", "--members", str(count)]
-            member_processes.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-            )
-        wait_for_event(run_folder / journal.EVENTS, "begun")
+            members.append(subprocess.Popen(command, stdin=subprocess.PIPE, text=True))
+        wait_for_event(home / journal.EVENTS, "begun")
         start_seconds = time.monotonic() - start
-        start_cpu = cpu_seconds(run.pid) - cpu_before
+        start_cpu = cpu_seconds(run.pid) - before
         time.sleep(2 * BEAT_SECONDS)
-        cpu_before, start = cpu_seconds(run.pid), time.monotonic()
-        time.sleep(arguments.seconds)
-        share = (cpu_seconds(run.pid) - cpu_before) / (time.monotonic() - start)
-        cpu_before, start = cpu_seconds(run.pid), time.monotonic()
-        for _ in range(arguments.steps):
-            for process in member_processes:
+        before, start = cpu_seconds(run.pid), time.monotonic()
+        time.sleep(args.seconds)
+        share = (cpu_seconds(run.pid) - before) / (time.monotonic() - start)
+        before, start = cpu_seconds(run.pid), time.monotonic()
+        for _ in range(args.steps):
+            for process in members:
                 assert process.stdin is not None
                 process.stdin.write("commit\n")
                 process.stdin.flush()
             time.sleep(2 * BEAT_SECONDS)
         beats = share * (time.monotonic() - start)
-        step = (cpu_seconds(run.pid) - cpu_before - beats) / max(arguments.steps, 1)
-        lost_events = [
-            e for e in journal.read(run_folder / journal.EVENTS) if e["event"] == "lost"
-        ]
-        commits = journal.read_commits(run_folder / journal.COMMITS)
-        assert not lost_events and len(commits) == arguments.steps, (
-            lost_events[:3],
-            len(commits),
-        )
+        step = (cpu_seconds(run.pid) - before - beats) / max(args.steps, 1)
+        lost = [e for e in journal.read(home / journal.EVENTS) if e["event"] == "lost"]
+        commits = journal.read_commits(home / journal.COMMITS)
+        assert not lost and len(commits) == args.steps, (lost[:3], len(commits))
     finally:
-        for process in (*member_processes, run):
+        for process in (*members, run):
             process.kill()
             process.communicate()
     return {
-        "members": arguments.members,
+        "members": args.members,
         "start_seconds": round(start_seconds, 2),
         "start_cpu_seconds": round(start_cpu, 2),
         "beats_share": round(share, 4),
         "step_cpu_seconds": round(max(step, 0.0), 4),
-        "dialled": arguments.dialled,
-        "entered": accepted,
+        "dialled": args.dialled,
+        "entered": taken,
         "rules": {
             n: {k: round(v, 2) for k, v in rules_cost(n).items()}
             for n in (64, 256, 1000)
@@ -322,20 +307,18 @@ def main() -> None:
     parser.add_argument("--dialled", type=int, default=500)
     parser.add_argument("--role", choices=["supervisor", "members"])
     parser.add_argument("--folder", type=Path)
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if arguments.role == "supervisor":
-        supervise(arguments.folder, arguments.members)
-    elif arguments.role == "members":
-        run_folder = arguments.folder / FOLDER
-        address = split_address(
-            json.loads((run_folder / ADDRESS).read_text())["address"]
-        )
-        Members(address, load_key(run_folder / KEY), arguments.members).run(sys.stdin)
+    if args.role == "supervisor":
+        supervise(args.folder, args.members)
+    elif args.role == "members":
+        home = args.folder / FOLDER
+        address = split_address(json.loads((home / ADDRESS).read_text())["address"])
+        Members(address, load_key(home / KEY), args.members).run(sys.stdin)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(measure(Path(folder), arguments)))
+            print(json.dumps(measure(Path(folder), args)))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class Question:
 
     Attributes:
         name: Key in the output.
-        asked: Largest allowed seconds.
+        bar: Largest allowed seconds.
         model, options: Arguments of ``whalejax.models.job``.
         batch: Samples of the global batch.
         cluster: Function that makes the cluster.
@@ -84,7 +84,7 @@ class Question:
     """
 
     name: str
-    bar_seconds: float
+    bar: float
     model: str
     options: dict[str, Any]
     batch: int
@@ -120,7 +120,7 @@ SMALL: Final = functools.partial(parse, "a100-80:128x8")
 QUESTIONS: Final = (
     Question(
         name="gpt3_1024",
-        bar_seconds=1.0,
+        bar=1.0,
         model="gpt-small",
         options={
             "layers": 96,
@@ -137,7 +137,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="llama405b_8192",
-        bar_seconds=1.5,
+        bar=1.5,
         model="llama-405b",
         options={},
         batch=2048,
@@ -145,7 +145,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="moe10t_512",
-        bar_seconds=2.0,
+        bar=2.0,
         model="moe",
         options={
             "layers": 48,
@@ -166,7 +166,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="mixed_512",
-        bar_seconds=2.0,
+        bar=2.0,
         model="llama-70b",
         options={},
         batch=1024,
@@ -174,7 +174,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="mixed3_512",
-        bar_seconds=3.0,
+        bar=3.0,
         model="llama-70b",
         options={},
         batch=1024,
@@ -182,7 +182,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="bert_8",
-        bar_seconds=0.3,
+        bar=0.3,
         model="bert-large",
         options={},
         batch=256,
@@ -190,7 +190,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="dense_100000",
-        bar_seconds=3.0,
+        bar=3.0,
         model="gpt-small",
         options=DENSE_1T,
         batch=25_000,
@@ -198,7 +198,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="bert_large",
-        bar_seconds=2.0,
+        bar=2.0,
         model="bert-large",
         options={},
         batch=256,
@@ -206,7 +206,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="t5_large",
-        bar_seconds=4.0,
+        bar=4.0,
         model="t5-large",
         options={},
         batch=128,
@@ -214,7 +214,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="gpt3_unrolled",
-        bar_seconds=8.0,
+        bar=8.0,
         model="gpt",
         options=UNROLLED,
         batch=1536,
@@ -246,9 +246,7 @@ def planner(question: Question, cluster: Cluster | None = None) -> Callable[...,
 
 
 def seconds_of(ask: Callable[[], Any], rounds: int) -> tuple[float, Any]:
-    """Returns the least CPU seconds of a question, and its answer: None if nothing
-    fits.
-    """
+    """Returns a question's least CPU seconds, and its answer, if it fits."""
     seconds, answer = [], None
     for _ in range(rounds):
         gc.collect()
@@ -261,12 +259,8 @@ def seconds_of(ask: Callable[[], Any], rounds: int) -> tuple[float, Any]:
     return min(seconds), answer
 
 
-def what_if_seconds(
-    plan: Plan, question: Question
-) -> Iterator[tuple[str, float | None]]:
-    """Yields the seconds of other questions to a plan, each asked for the first
-    time.
-    """
+def what_ifs(plan: Plan, question: Question) -> Iterator[tuple[str, float | None]]:
+    """Yields the seconds of other questions to a plan, each asked once."""
     changes: dict[str, dict[str, Any]] = {
         "remat": {"remat": "full"},
         "cluster": {"cluster": f"h200:{plan.num_devices // 8}x8"},
@@ -280,12 +274,7 @@ def what_if_seconds(
 def refusal_seconds(rounds: int) -> tuple[float, float]:
     """Returns the seconds of refusing an unrolled model, and of planning it."""
     question = Question(
-        name="",
-        bar_seconds=0.0,
-        model="gpt",
-        options=UNROLLED,
-        batch=1536,
-        cluster=SMALL,
+        name="", bar=0.0, model="gpt", options=UNROLLED, batch=1536, cluster=SMALL
     )
     small, large = SMALL(), SMALL().with_memory(10**13)
     refusing, refusal = seconds_of(planner(question, small), rounds)
@@ -297,10 +286,8 @@ def refusal_seconds(rounds: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="questions whose name contains this")
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="repetitions; the least counts"
-    )
+    parser.add_argument("--only", default="", help="text in the names")
+    parser.add_argument("--rounds", type=int, default=3, help="the least counts")
     arguments = parser.parse_args()
     rounds = max(1, arguments.rounds)
     report: dict[str, Any] = {}
@@ -311,19 +298,14 @@ def main() -> None:
         ask = planner(question)
         seconds, plan = seconds_of(ask, min(rounds, question.rounds))
         report[f"{question.name}_runs"] = round(seconds, 3)
-        if seconds > question.bar_seconds:
+        if seconds > question.bar:
             missed[question.name] = round(seconds, 3)
         text = "nothing fits" if plan is None else plan.candidates[0].layout
-        bar = question.bar_seconds
-        print(f"{question.name:15} {seconds:6.2f} s, at most {bar:g}: {text}")
-        for name, change_seconds in (
-            () if plan is None else what_if_seconds(plan, question)
-        ):
-            report[f"{question.name}_what_if_{name}"] = change_seconds and round(
-                change_seconds, 3
-            )
-            if change_seconds is not None:
-                ratio = max(report.get("what_if_ratio", 0.0), change_seconds / seconds)
+        print(f"{question.name:15} {seconds:6.2f} s, at most {question.bar:g}: {text}")
+        for name, time_s in () if plan is None else what_ifs(plan, question):
+            report[f"{question.name}_what_if_{name}"] = time_s and round(time_s, 3)
+            if time_s is not None:
+                ratio = max(report.get("what_if_ratio", 0.0), time_s / seconds)
                 report["what_if_ratio"] = round(ratio, 3)
         if question.name == "bert_8" and plan is not None:
             replan = functools.partial(plan.what_if, **SEVEN)

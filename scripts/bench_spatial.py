@@ -61,7 +61,7 @@ from whalejax.verification.targets import NoCompiler  # noqa: E402
 SPACE: Final = {"depth": 2, "height": 2, "width": 2}
 FIXED: Final = {"zero": 0, "remat": "none", "offload": (), "num_micro_batches": 1}
 SPACE_TPU: Final = {"depth": 4, "height": 2}
-RESULT_FILE: Final = Path(__file__).with_name("spatial.json")
+FILE: Final = Path(__file__).with_name("spatial.json")
 STORED_EXTENT: Final = 64
 WIDEST: Final = 1
 """Elements that a convolution of width three reads from each neighbour."""
@@ -71,29 +71,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--extent", type=int, default=32, help="voxels along a volume")
     parser.add_argument("--no-tpu", action="store_true", help="compile for CPU alone")
-    parser.add_argument(
-        "--refresh", action="store_true", help="compile the stored case again"
-    )
+    parser.add_argument("--refresh", action="store_true", help="compile anew")
     arguments = parser.parse_args()
     if arguments.refresh:
         fresh = on_tpu(STORED_EXTENT)
         if fresh is None:
             raise SystemExit("nothing was stored: there is no TPU compiler")
-        RESULT_FILE.write_text(json.dumps(fresh, indent=1) + "\n", encoding="utf-8")
-    stored = json.loads(RESULT_FILE.read_text(encoding="utf-8"))
+        FILE.write_text(json.dumps(fresh, indent=1) + "\n", encoding="utf-8")
+    stored = json.loads(FILE.read_text(encoding="utf-8"))
     now = None if arguments.no_tpu else on_tpu(arguments.extent // 2)
-    models_found = [
-        compare_model(name, arguments.extent) for name in ("cosmoflow", "unet3d")
-    ]
+    rows = [compare_model(name, arguments.extent) for name in ("cosmoflow", "unet3d")]
     report = {
-        "memory_ratio": max(result["memory_ratio"] for result in models_found),
+        "memory_ratio": max(result["memory_ratio"] for result in rows),
         "memory_ratio_tpu": stored["ratio"],
         "memory_ratio_tpu_now": now and now["ratio"],
         "halo_bytes_exact": min(
-            *(result["halo_bytes_exact"] for result in models_found),
-            *map(case_exact, CASES),
+            *(result["halo_bytes_exact"] for result in rows), *map(case_exact, CASES)
         ),
-        "max_rel_diff": max(result["max_rel_diff"] for result in models_found),
+        "max_rel_diff": max(result["max_rel_diff"] for result in rows),
         "bytes_read": bytes_read(arguments.extent),
         **cosmoflow_512(),
     }
@@ -167,9 +162,7 @@ def compare_model(name: str, extent: int) -> dict[str, Any]:
 
 
 def on_tpu(extent: int) -> dict[str, Any] | None:
-    """Returns memory without arguments on each of eight v5e over (1/p + halo) of
-    one's.
-    """
+    """Returns temporaries on each of eight v5e over (1/p + halo) of one's."""
     job, nbytes, versions = job_of("unet3d", extent), [], {}
     for cluster, mesh in (("v5e:1x1", {}), ("v5e:2x4", SPACE_TPU)):
         try:
@@ -177,9 +170,7 @@ def on_tpu(extent: int) -> dict[str, Any] | None:
         except NoCompiler as error:
             print(error)
             return None
-        by_name = {
-            quantity.name: quantity.compiled or 0 for quantity in compiled.memory
-        }
+        by_name = {q.name: q.compiled or 0 for q in compiled.memory}
         nbytes.append(by_name["peak"] - by_name["arguments"])
         versions = dict(compiled.versions)
     print(
@@ -289,9 +280,7 @@ def difference(single: list[Any], eight: list[Any]) -> float:
 
 
 def bytes_read(extent: int) -> float:
-    """Returns the bytes that the busiest of eight processes reads, over an eighth of
-    all.
-    """
+    """Returns the bytes of the busiest of eight processes over an eighth."""
     job = job_of("unet3d", extent)
     plan = plan_on(job, "cpu:8", SPACE)
     batch = job.batch_at(0, 1)

@@ -68,7 +68,7 @@ from whalejax.swarm_runtime.trainers.trainer_state import Settings
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-RESULT_FILE: Final = ROOT / "scripts" / "swarm.json"
+FILE: Final = ROOT / "scripts" / "swarm.json"
 STAGES: Final = 3
 PEERS: Final = 6
 STEPS: Final = 30
@@ -129,7 +129,7 @@ def faulty_run(
     options: dict[str, Any],
     seed: int,
     faults: int,
-    reference: list[float],
+    single: list[float],
     until: float,
     journal: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -175,9 +175,7 @@ def faulty_run(
         "lost": lost,
         "doubled": doubled,
         "digests_equal": reports["differs"] == 0,
-        "max_rel_loss_diff": difference(
-            [losses[k + 1] for k in range(steps)], reference
-        ),
+        "max_rel_loss_diff": difference([losses[k + 1] for k in range(steps)], single),
         "recomputed": serving.trainer.counts.recomputed,
         "late_calls": serving.trainer.counts.late,
         "went_back": reports["went back"],
@@ -211,9 +209,9 @@ def run_steps(
     return losses
 
 
-def difference(losses: list[float], reference: list[float]) -> float:
+def difference(losses: list[float], single: list[float]) -> float:
     """Returns the largest relative difference of a loss."""
-    pairs = zip(losses, reference, strict=False)
+    pairs = zip(losses, single, strict=False)
     return max((abs(a - b) / abs(b) for a, b in pairs), default=float("nan"))
 
 
@@ -248,16 +246,16 @@ def _cut(text: str) -> Any:
     return _CUTS[text]
 
 
-def wires(options: dict[str, Any], reference: list[float]) -> dict[str, Any]:
+def wires(options: dict[str, Any], single: list[float]) -> dict[str, Any]:
     """Measures the savings and errors of narrow wires."""
     steps = 5
     runs = {wire: quiet_run(options, wire, steps) for wire in ("f32", "bf16", "int8")}
     return {
         "int8_wire_ratio": round(runs["f32"][1] / runs["int8"][1], 3),
         "bf16_wire_ratio": round(runs["f32"][1] / runs["bf16"][1], 3),
-        "int8_max_rel_loss_diff": difference(runs["int8"][0], reference),
-        "bf16_max_rel_loss_diff": difference(runs["bf16"][0], reference),
-        "quiet_max_rel_loss_diff": difference(runs["f32"][0], reference),
+        "int8_max_rel_loss_diff": difference(runs["int8"][0], single),
+        "bf16_max_rel_loss_diff": difference(runs["bf16"][0], single),
+        "quiet_max_rel_loss_diff": difference(runs["f32"][0], single),
     }
 
 
@@ -265,10 +263,8 @@ class RunStore:
     """Results on disk, written after each addition."""
 
     def __init__(self, *, refresh: bool, keep: bool = True) -> None:
-        exists = RESULT_FILE.is_file() and not refresh
-        self.runs: list[dict[str, Any]] = (
-            json.loads(RESULT_FILE.read_text()) if exists else []
-        )
+        exists = FILE.is_file() and not refresh
+        self.runs: list[dict[str, Any]] = json.loads(FILE.read_text()) if exists else []
         self._keep = keep
 
     def find(self, **values: Any) -> dict[str, Any] | None:
@@ -299,7 +295,7 @@ class RunStore:
         record = {**result, **versions, "numpy": np.__version__}
         if self._keep and not record["commit"].endswith(checkout.CHANGED):
             self.runs.append(record)
-            RESULT_FILE.write_text(json.dumps(self.runs, indent=1) + "\n")
+            FILE.write_text(json.dumps(self.runs, indent=1) + "\n")
         return record
 
 
@@ -384,11 +380,11 @@ def main() -> None:
         RunStore(refresh=args.refresh, keep=args.keep),
         checkout.commit(),
     )
-    reference = single_losses(options, STEPS)
+    single = single_losses(options, STEPS)
     key = {"commit": commit, "model": args.model}
     wire_run = store.find(kind="wires", **key)
     if wire_run is None:
-        wire_run = store.add(kind="wires", **key, **wires(options, reference))
+        wire_run = store.add(kind="wires", **key, **wires(options, single))
     runs = []
     for seed, faults in seeds(20 if args.full else args.faults, args.first):
         run_key = {"kind": "faults", **key, "seed": seed, "asked": faults}
@@ -398,7 +394,7 @@ def main() -> None:
                 break
             journal: list[dict[str, Any]] = []
             try:
-                result = faulty_run(options, seed, faults, reference, until, journal)
+                result = faulty_run(options, seed, faults, single, until, journal)
             finally:
                 if args.journal:
                     with open(args.journal, "a", encoding="utf-8") as file:

@@ -68,9 +68,7 @@ ELAPSED = [0.0]
 """Longest time of a placement."""
 
 
-def timed_placement(
-    *arguments: object, **options: object
-) -> tuple[TablePlacement, float]:
+def place(*arguments: object, **options: object) -> tuple[TablePlacement, float]:
     """Returns a placement and its processor seconds."""
     start, clock = time.process_time(), time.perf_counter()
     placement = place_tables(*arguments, **options)  # type: ignore[arg-type]
@@ -176,17 +174,17 @@ def main() -> None:
     for key, tables, objective in cases:
         for count, text in CLUSTERS.items():
             ranks = Ranks.of(wh.cluster(text))
-            placement, seconds = timed_placement(
+            spread, seconds = place(
                 tables, ranks, batch_size=BATCH, objective=objective
             )
-            note(key, placement.imbalance)
-            note("pieces", sum(placement.slots) / len(tables))
-            note("padding", placement.padding)
+            note(key, spread.imbalance)
+            note("pieces", sum(spread.slots) / len(tables))
+            note("padding", spread.padding)
             note("seconds", seconds)
             print(
                 f"{key:<12} {len(tables)} tables {count:>2} ranks: "
-                f"{placement.imbalance:.3f} of the mean, {sum(placement.slots)} shards, "
-                f"padding {placement.padding:.3f}, gap {placement.gap:.2%}, "
+                f"{spread.imbalance:.3f} of the mean, {sum(spread.slots)} shards, "
+                f"padding {spread.padding:.3f}, gap {spread.gap:.2%}, "
                 f"{seconds:.2f} s"
             )
             if objective != "both":
@@ -206,25 +204,19 @@ def main() -> None:
                     peers[name].setdefault(key, []).append(round(value, 3))
     for tables in (kaggle, v2):
         for count, text in CLUSTERS.items():
-            placement, seconds = timed_placement(
-                tables, wh.cluster(text), batch_size=BATCH
-            )
-            note("time_padding", placement.padding)
+            spread, seconds = place(tables, wh.cluster(text), batch_size=BATCH)
+            note("time_padding", spread.padding)
             note("seconds", seconds)
-            print(f"time, {count:>2} ranks: {placement.imbalance:.3f}, {seconds:.2f} s")
+            print(f"time, {count:>2} ranks: {spread.imbalance:.3f}, {seconds:.2f} s")
     for count in (26, 100, 300, 1000):
-        _, seconds = timed_placement(
-            many_tables(count), wh.cluster("h100:2x8"), batch_size=BATCH
-        )
+        _, seconds = place(many_tables(count), wh.cluster("h100:2x8"), batch_size=BATCH)
         note("seconds", seconds)
         print(f"{count} tables: {seconds:.2f} s")
     for text in ("h100:2x8", "v5p:4x4x4"):
-        placement, seconds = timed_placement(
-            dlrm_v4_tables(), wh.cluster(text), batch_size=8192
-        )
-        note("v4_gap", placement.gap)
+        spread, seconds = place(dlrm_v4_tables(), wh.cluster(text), batch_size=8192)
+        note("v4_gap", spread.gap)
         note("seconds", seconds)
-        print(f"DLRMv4 on {text}: gap {placement.gap:.2%}, {seconds:.2f} s")
+        print(f"DLRMv4 on {text}: gap {spread.gap:.2%}, {seconds:.2f} s")
     note("elapsed", ELAPSED[0])
     for key, few, many in growths():
         note(key, many / few)

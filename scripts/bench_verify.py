@@ -506,14 +506,12 @@ def line_of(program: Program, result: Mapping[str, Any]) -> Line:
         measured=result["memory"]["peak"],
         fits=result["fits"],
         predicted_fits=plan.memory.total_bytes <= usable,
-        traffic=paired_sums(
-            predicted, measured, lambda name: name.partition(" over ")[2]
-        ),
-        kinds=paired_sums(predicted, measured, str),
+        traffic=totals(predicted, measured, lambda name: name.partition(" over ")[2]),
+        kinds=totals(predicted, measured, str),
     )
 
 
-def paired_sums(
+def totals(
     predicted: Mapping[str, float],
     measured: Mapping[str, float],
     key: Callable[[str], str],
@@ -585,9 +583,7 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
 def facts_of(choice: Choice, plan: wh.Plan) -> dict[str, Any]:
     """Returns facts of a choice's plan, to judge it without planning again."""
     without_margin = chosen_plan(choice, margin=0.0)
-    filled = max(
-        one.memory.total_bytes / one.room_bytes for one in (plan, without_margin)
-    )
+    filled = max(p.memory.total_bytes / p.room_bytes for p in (plan, without_margin))
     return {
         "slower": plan.time.step_seconds / without_margin.time.step_seconds - 1,
         "filled": filled,
@@ -604,15 +600,13 @@ def compile_choice(choice: Choice, stored: dict[str, Any]) -> None:
     """Plans and compiles a choice, unless that plan was compiled already."""
     plan = chosen_plan(choice)
     facts, known = facts_of(choice, plan), stored.get(choice.name)
-    if known is not None and is_same_program(facts, known["plan"]):
+    if known is not None and matches(facts, known["plan"]):
         print(f"compiled before: {choice.name}", flush=True)
-        result = known
+        row = known
     else:
-        result = compile_plan(plan, choice.topology)
-        print(
-            f"compiled in {result['compile_seconds']:.0f} s: {choice.name}", flush=True
-        )
-    stored[choice.name] = {**result, "plan": facts}
+        row = compile_plan(plan, choice.topology)
+        print(f"compiled in {row['compile_seconds']:.0f} s: {choice.name}", flush=True)
+    stored[choice.name] = {**row, "plan": facts}
     CHOSEN.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
 
 
@@ -633,7 +627,7 @@ TOLERANCE = 2e-3
 """Part by which predictions of one program may differ, if no digest was stored."""
 
 
-def is_same_program(facts: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+def matches(facts: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
     """Returns whether today's plan is the compiled program."""
     if "program" in stored:
         return bool(facts["program"] == stored["program"])
@@ -656,39 +650,35 @@ def summary_of_choices(
 
     Args:
         choices: Choices that are judged.
-        kept: Stored results by name.
+        stored: Stored results by name.
         anew: Facts of today's plans by name, for choices that are planned again.
         others: ``ratios_of`` programs with a fixed layout.
     """
-    compiled_choices = [c for c in choices if c.name in stored]
-    changed = {
-        n for n, facts in anew.items() if not is_same_program(facts, stored[n]["plan"])
-    }
+    usable = [c for c in choices if c.name in stored]
+    changed = {n for n, facts in anew.items() if not matches(facts, stored[n]["plan"])}
     errors, slower, pairs, close, refused = [], [], 0, 0, 0
     ratios: list[tuple[str, float]] = []
-    for choice in compiled_choices:
+    for choice in usable:
         if choice.name in changed:
             print(f"changed                        {choice.name}")
             continue
-        result = stored[choice.name]
-        plan = anew.get(choice.name, result["plan"])
-        peak, predicted = result["memory"]["peak"], plan["predicted_bytes"]
-        refused += not result["fits"]
+        row = stored[choice.name]
+        plan = anew.get(choice.name, row["plan"])
+        peak, predicted = row["memory"]["peak"], plan["predicted_bytes"]
+        refused += not row["fits"]
         if plan["filled"] >= FULL:
             slower.append(plan["slower"])
-        if result["fits"]:
+        if row["fits"]:
             errors.append(abs(predicted / peak - 1))
             ratios.append((kind_of(choice.model, choice.options), peak / predicted))
         print(
             f"{predicted / peak - 1:+7.1%}  {predicted / 1e9:7.2f} of "
-            f"{peak / 1e9:7.2f} GB  {'fits' if result['fits'] else 'REFUSED':13} "
+            f"{peak / 1e9:7.2f} GB  {'fits' if row['fits'] else 'REFUSED':13} "
             f"{predicted / plan['room_bytes']:.0%} full  {choice.name}"
         )
-        theirs = {name: nbytes for name, (_, nbytes) in result["collectives"].items()}
-        both = paired_sums(
-            plan["traffic"], theirs, lambda name: name.partition(" over ")[2]
-        )
-        for axes, (ours, real) in both.items() if result["fits"] else ():
+        theirs = {name: nbytes for name, (_, nbytes) in row["collectives"].items()}
+        both = totals(plan["traffic"], theirs, lambda name: name.partition(" over ")[2])
+        for axes, (ours, real) in both.items() if row["fits"] else ():
             off = abs(ours / real - 1) if real else float("inf")
             pairs, close = pairs + 1, close + (off <= CLOSE)
             if off > CLOSE:
@@ -697,7 +687,7 @@ def summary_of_choices(
         return {"choices": 0}
     errors.sort()
     return {
-        "choices": len(compiled_choices) - len(changed),
+        "choices": len(usable) - len(changed),
         "choices_changed": len(changed),
         "choices_planned_anew": len(anew),
         "choices_refused": refused,
@@ -737,15 +727,11 @@ def main() -> None:
     print()
     gpu = summary([lines[p] for p in GPU if p in lines], arguments.verbose)
     print()
-    compiled_choices = [c for c in choices if c.name in stored_choices]
+    usable = [c for c in choices if c.name in stored_choices]
     seed = arguments.seed
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
-    count = {
-        "all": len(compiled_choices),
-        "sample": min(SAMPLE, len(compiled_choices)),
-        "none": 0,
-    }
-    anew = random.Random(seed).sample(compiled_choices, count[arguments.choices])
+    count = {"all": len(usable), "sample": min(SAMPLE, len(usable)), "none": 0}
+    anew = random.Random(seed).sample(usable, count[arguments.choices])
     facts = {choice.name: facts_of(choice, chosen_plan(choice)) for choice in anew}
     chosen = summary_of_choices(choices, stored_choices, facts, ratios_of(fixed))
     gpu = {f"gpu_{key}": value for key, value in gpu.items()}

@@ -95,9 +95,10 @@ MEASURED: Final = {
         stands_in="a translation Transformer",
     ),
 }
-"""Others' measurements to compare ``ratio`` with; no prediction uses them. Batch sizes are
-the largest that both report. Gavel's ResNet-50 (ratio 2.1 to 2.7) is left out: its P100
-makes 130 to 142 images/s at every batch from 16 to 128, so the GPU is not its limit."""
+"""Others' measurements to compare ``ratio`` with; no prediction uses them. Batch sizes
+are the largest that both report. Gavel's ResNet-50 (ratio 2.1 to 2.7) is left out: its
+P100 makes 130 to 142 images/s at every batch from 16 to 128, so that the GPU is not the
+limit."""
 
 DATA: Final = {"resnet50": 1.30, "gnmt": 1.27, "bert": 1.45}
 PIPELINE: Final = {"bert": 1.23, "t5": 1.23}
@@ -106,9 +107,9 @@ HEAD: Final = {8: 1.13, 16: 1.66, 32: 2.43}
 
 KINDS: Final = ("v100-16", "p100-16")
 PASSES: Final = 13
-"""Passes over an activation that is normalized and clipped, by separate kernels: forward
-five (statistics read; normalized and clipped, each read and written), backward eight
-(clipped: two read, one written; two read for sums, two for the gradient, one
+"""Passes over an activation that is normalized and clipped, by separate kernels:
+forward five (statistics read; normalized and clipped, each read and written), backward
+eight (clipped: two read, one written; two read for sums, two for the gradient, one
 written)."""
 
 GATES: Final = 30
@@ -128,9 +129,7 @@ def products_seconds(
 
 
 def resnet50_seconds(kind: DeviceKind, batch: int = 32) -> float:
-    """Returns a step of ResNet-50 on 224 × 224 images, with products for
-    convolutions.
-    """
+    """Returns a step of ResNet-50 on 224 × 224 images, as products."""
     shapes, elements = [(batch * 112 * 112, 3 * 49, 64, 1)], batch * 112 * 112 * 64
     channels, side = 64, 56
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -226,9 +225,7 @@ def data_parallel(ratio: float) -> float:
 
 
 def pipeline(ratio: float, layers: int) -> float:
-    """Returns the gain of chosen layers over equal ones on two V100 and two P100
-    stages.
-    """
+    """Returns the gain of chosen over equal layers on V100 and P100 stages."""
     table = schedule("1f1b", STAGES, MICRO_BATCHES)
     gigabyte = 2.0**30
     fast = Stage(kind="v100-32", speed=1.0, memory_bytes=32 * gigabyte)
@@ -254,8 +251,8 @@ FEATURES, CLASSES = 2048, 100_000
 
 
 ETHERNET: Final = 1460 / 1538
-"""Part of the line rate: TCP payload over IPv4 in the bytes of a full frame on the wire,
-preamble and gap included (IEEE 802.3, 1500 bytes; RFC 9293)."""
+"""Part of the line rate: TCP payload over IPv4 in the bytes of a full frame on the
+wire, preamble and gap included (IEEE 802.3, 1500 bytes; RFC 9293)."""
 
 
 def testbed(devices: int, share: float) -> Cluster:
@@ -329,14 +326,14 @@ def main() -> None:
         *((f"head_{n}", p, split_head(n), split_head(n)) for n, p in HEAD.items()),
     ]
     report: dict[str, float] = {}
-    for name, measured in MEASURED.items():
-        note = f" ({measured.stands_in})" if measured.stands_in else ""
+    for name, rate in MEASURED.items():
+        note = f" ({rate.stands_in})" if rate.stands_in else ""
         print(
-            f"{name}: V100 {ratios[name]:.2f}× P100, measured {measured.ratio:.2f}{note}: "
-            f"{measured.source}"
+            f"{name}: V100 {ratios[name]:.2f}× P100, measured {rate.ratio:.2f}{note}: "
+            f"{rate.source}"
         )
         report[f"ratio_{name}"] = round(ratios[name], 3)
-        report[f"ratio_{name}_measured"] = round(measured.ratio, 3)
+        report[f"ratio_{name}_measured"] = round(rate.ratio, 3)
     for name, published, predicted, by_sheet in rows:
         error = predicted / published - 1
         print(

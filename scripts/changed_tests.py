@@ -62,30 +62,24 @@ def imports(text: str) -> set[str]:
 
 
 def tests_of(paths: Iterable[str], most: int) -> list[str]:
-    """Returns test files for changed paths, at most ``most`` for each changed
-    module.
-    """
-    names_by_test = {
-        str(test.relative_to(ROOT)): imports(test.read_text(encoding="utf-8"))
-        for test in sorted(ROOT.glob("tests/**/test_*.py"))
+    """Returns test files for changed paths, ``most`` for each module."""
+    known = {
+        str(file.relative_to(ROOT)): imports(file.read_text(encoding="utf-8"))
+        for file in sorted(ROOT.glob("tests/**/test_*.py"))
     }
     tests: dict[str, None] = {}
-    for path in sorted(paths, key=lambda test: test not in names_by_test):
+    for path in sorted(paths, key=lambda file: file not in known):
         module = module_of(path)
-        if path in names_by_test:
+        if path in known:
             tests[path] = None
         elif module:
-            importers = [
-                test for test, names in names_by_test.items() if module in names
-            ]
+            users = [file for file, names in known.items() if module in names]
             room = module.rpartition(".")[0] + "."
-            importers = importers or [
-                test
-                for test, names in names_by_test.items()
-                if any(room in n for n in names)
+            users = users or [
+                file for file, names in known.items() if any(room in n for n in names)
             ]
-            importers.sort(key=lambda test: len(names_by_test[test]))
-            tests.update(dict.fromkeys(importers[:most]))
+            users.sort(key=lambda file: len(known[file]))
+            tests.update(dict.fromkeys(users[:most]))
     return list(tests)
 
 

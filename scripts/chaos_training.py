@@ -81,10 +81,8 @@ def main() -> None:
         "second": np.full((16, 4), 0.1, np.float32),
     }
     tx = optax.adam(1e-2)
-    cluster, options = f"h100:{count}", OPTIONS[kind]
-    plan = wh.plan(
-        loss_fn, model, batch_at(0), optimizer=tx, cluster=cluster, **options
-    )
+    cluster, opts = f"h100:{count}", OPTIONS[kind]
+    plan = wh.plan(loss_fn, model, batch_at(0), optimizer=tx, cluster=cluster, **opts)
     report("planned")
     step = wh.compile(plan, loss_fn, model, optimizer=tx, devices=jax.devices())
     checkpoint = loop.latest(folder) if folder.exists() else None

@@ -27,7 +27,7 @@ EXPERTS = 4
 
 
 def _attention(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
-    """Causal attention with a constant number of heads and constant widths."""
+    """Applies causal attention with a constant number and width of heads."""
     batch, length, _ = x.shape
     query, key, value = (
         (x @ layer[name]).reshape(batch, length, HEADS, WIDTH // HEADS)

@@ -13,7 +13,7 @@ members, under the same quotas. ``bench_elastic.py`` adds these keys to its last
                     before the first fault; that of three is to it as in a run of three
                     (``calibration``), of fewer in proportion. A member lives if it was
                     once ready for steps (by the run's journal) and was not killed or
-                    frozen (by the log of faults): a starting member does not
+                    frozen (by the log of faults), or has thawed
     throughput_of_four   the same over the rate of four all the time
     over_restart    committed steps a second under faults every 29 s, over those of a
                     ``whalejax launch --processes 4`` with the same quotas, model and
@@ -120,14 +120,14 @@ class Quotas:
     The process that starts and watches them has a core, and all precede other programs.
     """
 
-    def __init__(self, first: int, there: Callable[[], Iterable[int]]) -> None:
+    def __init__(self, first: int, find: Callable[[], Iterable[int]]) -> None:
         """Puts the first process under its quota.
 
         Args:
             first: Process that starts the others.
-            there: Function that returns the others.
+            find: Function that returns the others.
         """
-        self._find = there
+        self._find = find
         self._of_process: dict[int, Quota] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -221,16 +221,14 @@ def calibration() -> dict[str, Any]:
     with running(MEMBERS) as run:
         rate = undisturbed(run, UNDISTURBED_SECONDS)
         while len(kills) < KILLS:
-            kill_time = time.time()
+            hit = time.time()
             os.kill(_random_member(run, rng)[1], signal.SIGKILL)
-            joined = _rejoin_time(run, kill_time)
+            joined = _rejoin_time(run, hit)
             time.sleep(AFTER_JOINING_SECONDS)
             times = times_of(run, 0.0, time.time())
-            last = max(at for at in times if at <= kill_time)
-            after = [at for at in times if at > kill_time]
-            kills.append(
-                (joined - kill_time, joined - last, len(after), after[-1] - last)
-            )
+            last = max(at for at in times if at <= hit)
+            after = [at for at in times if at > hit]
+            kills.append((joined - hit, joined - last, len(after), after[-1] - last))
     with running(MEMBERS - 1) as run:
         fewer = undisturbed(run, UNDISTURBED_SECONDS)
     # Half of the loss, because the others stop for the kill and for the newcomer.
@@ -260,14 +258,12 @@ def _rejoin_time(run: Run, kill_time: float) -> float:
 
 
 def _random_member(run: Run, rng: random.Random) -> tuple[str, int]:
-    """Returns a random member that takes part."""
+    """Returns a random training member."""
     while True:
         members = run.members().items()
-        active = [
-            (name, pid) for name, (state, pid) in members if state == "taking part"
-        ]
-        if active:
-            return rng.choice(sorted(active))
+        busy = [(name, pid) for name, (state, pid) in members if state == "taking part"]
+        if busy:
+            return rng.choice(sorted(busy))
         time.sleep(_TICK_SECONDS)
 
 
@@ -512,14 +508,11 @@ def measured(kind: str, seconds: float) -> dict[str, Any]:
 def bars(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the keys of the stored results of kinds."""
     report: dict[str, Any] = {}
-    calibrated, runs = (
-        stored.get("calibration"),
-        {n: stored.get(str(n)) for n in INTERVALS},
-    )
+    base, runs = stored.get("calibration"), {n: stored.get(str(n)) for n in INTERVALS}
     for interval, suffix in THROUGHPUT_KEYS.items():
         run = runs[interval]
-        if run is not None and calibrated is not None:
-            for name, value in throughput(run, calibrated).items():
+        if run is not None and base is not None:
+            for name, value in throughput(run, base).items():
                 report[f"{name}{suffix}"] = round(value, 4)
     first, slow = runs[INTERVALS[0]], stored.get("restart")
     if first is not None and slow is not None:
@@ -527,10 +520,8 @@ def bars(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         report["over_restart"] = round(speeds[0] / speeds[1], 3) if speeds[1] else None
     if "recovery" in stored:
         report["recovery_ratio"] = round(stored["recovery"]["recovery_ratio"], 4)
-    if calibrated is not None and all(runs.values()):
-        report |= goodputs(
-            [run for run in runs.values() if run is not None], calibrated
-        )
+    if base is not None and all(runs.values()):
+        report |= goodputs([run for run in runs.values() if run is not None], base)
     return report
 
 

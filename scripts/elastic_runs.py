@@ -50,10 +50,8 @@ sys.exit(supervise(words, Path(folder), settings, places, seconds=60.0))
 
 def environment(**more: str) -> dict[str, str]:
     """Returns variables of the processes: CPU only, and this checkout."""
-    variables = {
-        k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))
-    }
-    return {**variables, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    return {**base, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
 
 
 class Run:
@@ -103,20 +101,12 @@ class Run:
     def start_agent(self, space: Space, port: int) -> subprocess.Popen[bytes]:
         key = self.folder / FOLDER / KEY
         address = f"{BRIDGE_ADDRESS}:{port}"
-        command = [
-            sys.executable,
-            "-m",
-            "whalejax",
-            "agent",
-            address,
-            "--key",
-            str(key),
-        ]
-        command += ["--name", space.name, "--host", space.address]
-        command += ["--logs", str(self.folder / space.name)]
+        argv = [sys.executable, "-m", "whalejax", "agent", address, "--key", str(key)]
+        argv += ["--name", space.name, "--host", space.address]
+        argv += ["--logs", str(self.folder / space.name)]
         with (self.folder / f"{space.name}.log").open("a") as log:
             return subprocess.Popen(
-                [*space.inside, *command],
+                [*space.inside, *argv],
                 env=self._environment,
                 cwd=ROOT,
                 stdout=log,
@@ -210,7 +200,7 @@ class Agents:
     def __init__(self, run: Run, spaces: Sequence[Space], port: int) -> None:
         self.spaces = list(spaces)
         self._run, self._port = run, port
-        self._processes = {s.name: run.start_agent(s, port) for s in spaces}
+        self._agents = {s.name: run.start_agent(s, port) for s in spaces}
         self._frozen: dict[int, float] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -218,7 +208,7 @@ class Agents:
 
     def there(self) -> list[int]:
         """Returns their processes."""
-        return [p.pid for p in self._processes.values() if p.poll() is None]
+        return [p.pid for p in self._agents.values() if p.poll() is None]
 
     def freezes(self, pid: int) -> None:
         """Notes a frozen agent, which its machine starts again after a while."""
@@ -227,16 +217,14 @@ class Agents:
     def _watch(self) -> None:
         while not self._over.wait(self._TICK_SECONDS):
             for space in self.spaces:
-                process = self._processes[space.name]
+                process = self._agents[space.name]
                 if time.monotonic() > self._frozen.get(process.pid, float("inf")):
                     del self._frozen[process.pid]
                     process.kill()
                     process.wait()
                 status = process.poll()
                 if status and not self._over.is_set():
-                    self._processes[space.name] = self._run.start_agent(
-                        space, self._port
-                    )
+                    self._agents[space.name] = self._run.start_agent(space, self._port)
 
     def _stop_watching(self) -> None:
         self._over.set()
@@ -245,7 +233,7 @@ class Agents:
     def wait(self) -> None:
         """Waits until they have ended by themselves after the run."""
         self._stop_watching()
-        for process in self._processes.values():
+        for process in self._agents.values():
             if process.pid in self._frozen:
                 process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -253,7 +241,7 @@ class Agents:
 
     def close(self) -> None:
         self._stop_watching()
-        for process in self._processes.values():
+        for process in self._agents.values():
             process.kill()
             process.wait()
 
@@ -358,25 +346,21 @@ def audited(run: Run) -> dict[str, Any]:
     steps, x64 = newest(commits), run.options.x64
     losses = {c["step"]: c["loss"] for c in commits}
     expected = undisturbed(run, steps)
-    samples: dict[int, Counter[int]] = {}
+    got: dict[int, Counter[int]] = {}
     for line in lines:
         if line["step"] <= steps:
-            samples[line["step"]] = Counter(line["samples"])
+            got[line["step"]] = Counter(line["samples"])
     size = run.options.size
-    expected_samples = {step: range((step - 1) * size, step * size) for step in losses}
+    due = {step: range((step - 1) * size, step * size) for step in losses}
     lost = [s for s in range(1, steps + 1) if s not in losses]
-    lost += [
-        s
-        for s in expected_samples
-        if s in samples and not set(expected_samples[s]) <= set(samples[s])
-    ]
-    doubled = [s for s, n in samples.items() if max(n.values(), default=0) > 1]
+    lost += [s for s in due if s in got and not set(due[s]) <= set(got[s])]
+    doubled = [s for s, n in got.items() if max(n.values(), default=0) > 1]
     differences = [
         abs(losses[e["step"]] - e["loss"]) / max(abs(e["loss"]), 1e-30)
         for e in expected[: None if x64 else FEW_STEPS]
         if e["step"] in losses
     ]
-    differing = [
+    unequal = [
         o["step"] for o in lines if losses.get(o["step"], o["loss"]) != o["loss"]
     ]
     programs = recompiled(run)
@@ -385,7 +369,7 @@ def audited(run: Run) -> dict[str, Any]:
         "steps": steps,
         "samples_lost": size * len(lost),
         "samples_doubled": size * len(doubled),
-        "unlike_losses": len(differing),
+        "unlike_losses": len(unequal),
         "max_rel_loss_diff": max(differences, default=0.0),
         "leftovers": leftovers(run),
         "recompiled_models": len(programs),
@@ -410,12 +394,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def recompiled(run: Run) -> list[str]:
     """Returns the programs that members compiled after their first step."""
     lines = [_lines(path) for path in run.out.glob("*.jsonl")]
-    return [
-        name
-        for process_lines in lines
-        if process_lines
-        for name in process_lines[-1]["compiled"]
-    ]
+    return [name for rows in lines if rows for name in rows[-1]["compiled"]]
 
 
 def undisturbed(run: Run, steps: int) -> list[dict[str, Any]]:

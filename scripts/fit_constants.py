@@ -108,16 +108,14 @@ def _places(runs: Runs) -> tuple[list[_Place], list[_Place]]:
     Training in full precision is rare and its frameworks are research code, so that its
     runs determine only the speed of a device in it.
     """
-    platform_places = [_Place("gpu", name, span) for name, span in GPU.items()]
-    platform_places += [_Place("tpu", name, span) for name, span in TPU.items()]
-    families = dict.fromkeys((run.device.kind.family, run.speed) for run in runs.runs)
-    first = [_Place(f, d, EFFICIENCY) for f, d in families if d not in FULL]
+    shared = [_Place("gpu", name, span) for name, span in GPU.items()]
+    shared += [_Place("tpu", name, span) for name, span in TPU.items()]
+    types = dict.fromkeys((run.device.kind.family, run.speed) for run in runs.runs)
+    first = [_Place(f, d, EFFICIENCY) for f, d in types if d not in FULL]
     kinds = [run.device.kind for run in runs.runs if width_of(run.dtype) not in FULL]
     gpus = dict.fromkeys(kind.family for kind in kinds if kind.platform == "gpu")
     first += [_Place(family, "node", NODE) for family in gpus]
-    return platform_places + first, [
-        _Place(f, d, EFFICIENCY) for f, d in families if d in FULL
-    ]
+    return shared + first, [_Place(f, d, EFFICIENCY) for f, d in types if d in FULL]
 
 
 def _with(base: Constants, places: Sequence[_Place], values: Array) -> Constants:
@@ -201,7 +199,7 @@ class _Target:
 
 def _feels(runs: Runs, place: _Place) -> Array:
     """Returns whether each run depends on a constant."""
-    kinds = (one.kind for one in runs.entries)
+    kinds = (entry.kind for entry in runs.entries)
     if place.platform in ("gpu", "tpu"):
         return np.array([kind.platform == place.platform for kind in kinds])
     rating = rating_of(place.platform)

@@ -118,25 +118,27 @@ def layer_seconds(runs: Runs, known: Constants) -> Array:
     return seconds
 
 
-def fit_kinds(found: Profiles, base: Constants, kept: Array | None = None) -> Constants:
+def fit_kinds(
+    profiles: Profiles, base: Constants, kept: Array | None = None
+) -> Constants:
     """Returns constants with the efficiencies of kinds that layers determine.
 
     Efficiencies that training steps determine keep their values.
 
     Args:
-        found: Timed layers.
+        profiles: Timed layers.
         base: Constants without them; its ``blocks`` and ``memory`` are replaced.
         kept: Whether each layer counts; all if left out.
     """
     base = dataclasses.replace(base, blocks={}, memory={})
-    chosen = np.ones(len(found.runs), bool) if kept is None else kept
+    chosen = np.ones(len(profiles.runs), bool) if kept is None else kept
     by_kind: dict[str, list[int]] = defaultdict(list)
     for index in np.flatnonzero(chosen).tolist():
-        by_kind[found.runs[index].device.kind.name].append(index)
+        by_kind[profiles.runs[index].device.kind.name].append(index)
     blocks: dict[tuple[str, str], float] = {}
     memory: dict[str, float] = {}
     for indexes in by_kind.values():
-        own_blocks, share = _fit_one(found, base, indexes)
+        own_blocks, share = _fit_one(profiles, base, indexes)
         blocks |= own_blocks
         memory |= share
     return dataclasses.replace(base, blocks=blocks, memory=memory)
@@ -197,30 +199,30 @@ def _stored_name(kind: DeviceKind) -> str:
     return kind.family if is_same and reference.watts == kind.watts else kind.name
 
 
-def held_out(found: Profiles, base: Constants) -> Array:
+def held_out(profiles: Profiles, base: Constants) -> Array:
     """Returns seconds of every layer, predicted without the data of its kind.
 
     If another kind of the generation was timed in the type, all layers of the kind are
     left out; otherwise those of its half of the shapes.
     """
-    predicted = np.zeros(len(found.runs))
-    kinds = np.array([run.device.kind.name for run in found.runs])
-    speeds = np.array([run.speed for run in found.runs])
-    generations = np.array([run.device.kind.generation for run in found.runs])
-    fitted = fit_kinds(found, base)
-    halves = [fit_kinds(found, base, found.halves != half) for half in (0, 1)]
+    predicted = np.zeros(len(profiles.runs))
+    kinds = np.array([run.device.kind.name for run in profiles.runs])
+    speeds = np.array([run.speed for run in profiles.runs])
+    generations = np.array([run.device.kind.generation for run in profiles.runs])
+    fitted = fit_kinds(profiles, base)
+    halves = [fit_kinds(profiles, base, profiles.halves != half) for half in (0, 1)]
     for kind, speed in dict.fromkeys(zip(kinds.tolist(), speeds.tolist(), strict=True)):
         is_kind = (kinds == kind) & (speeds == speed)
-        first = found.runs[int(np.flatnonzero(is_kind)[0])].device.kind
+        first = profiles.runs[int(np.flatnonzero(is_kind)[0])].device.kind
         others = (generations == first.generation) & (kinds != kind) & (speeds == speed)
         if first.generation and others.any():
             parts = [(is_kind, _without(fitted, first))]
         else:
-            parts = [(is_kind & (found.halves == h), halves[h]) for h in (0, 1)]
+            parts = [(is_kind & (profiles.halves == h), halves[h]) for h in (0, 1)]
         for part, fitted_part in parts:
             at = np.flatnonzero(part)
             if len(at):
-                runs = Runs([found.runs[i] for i in at])
+                runs = Runs([profiles.runs[i] for i in at])
                 predicted[at] = layer_seconds(runs, fitted_part)
     return predicted
 
@@ -252,13 +254,13 @@ class Pair:
 
 
 def pairs(
-    found: Profiles, predicted: Array, least_tokens: int = LEAST_TOKENS
+    profiles: Profiles, predicted: Array, least_tokens: int = LEAST_TOKENS
 ) -> tuple[Pair, ...]:
     """Returns every two kinds that were timed at some shape, the worst first."""
     by_shape: dict[Shape, dict[str, int]] = defaultdict(dict)
-    for index in np.flatnonzero(found.tokens >= least_tokens).tolist():
-        by_shape[found.shapes[index]][found.devices[index]] = index
-    return _pairs(by_shape.values(), predicted / found.seconds)
+    for index in np.flatnonzero(profiles.tokens >= least_tokens).tolist():
+        by_shape[profiles.shapes[index]][profiles.devices[index]] = index
+    return _pairs(by_shape.values(), predicted / profiles.seconds)
 
 
 def _pairs(groups: Iterable[Mapping[str, int]], off: Array) -> tuple[Pair, ...]:

@@ -60,20 +60,18 @@ def traded(folder: Path, seed: int, trades: int) -> dict[str, Any]:
     moved_at = time.monotonic()
     try:
         while True:
-            now, jobs_shown = time.monotonic(), serving.shown()
-            active = [
-                n for n in steps if jobs_shown and jobs_shown[n].status not in _ENDED
-            ]
+            now, jobs = time.monotonic(), serving.shown()
+            alive = [n for n in steps if jobs and jobs[n].status not in _ENDED]
             is_enough = serving.trades() >= trades
-            if is_enough and not active:
+            if is_enough and not alive:
                 break
-            if not is_enough and len(active) < AT_ONCE and now >= next_arrival:
+            if not is_enough and len(alive) < AT_ONCE and now >= next_arrival:
                 name = f"job{len(steps)}"
                 steps[name] = rng.randint(100, 300)
                 serving.add(name, *_WORDS, steps=steps[name])
                 next_arrival = now + rng.expovariate(1 / 6)
-            elif active and now >= next_fault:
-                kills[_cause_fault(serving, rng, active)] += 1
+            elif alive and now >= next_fault:
+                kills[_cause_fault(serving, rng, alive)] += 1
                 next_fault = now + 3 + rng.expovariate(1 / 8)
             old_commits, commits = commits, sum(len(serving.commits(n)) for n in steps)
             if commits > old_commits:
@@ -158,16 +156,14 @@ def measurements(serving: Serving, steps: Mapping[str, int]) -> dict[str, Any]:
     moments: dict[str, dict[str, float]] = {name: {} for name in steps}
     placed: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
     predicted: dict[int, float] = {}
-    for event in serving.book():
-        name = event["job"]["name"] if event["event"] == "added" else event.get("name")
-        if event["event"] in ("added", "planned", "ended"):
-            moments[name][event["event"]] = event["time"]
-        if event["event"] == "planned":
-            predicted = {
-                o["devices"]: o["samples_per_second"] for o in event["options"]
-            }
-        if event["event"] == "placed":
-            placed[name].append((event["time"], event["size"]))
+    for e in serving.book():
+        name = e["job"]["name"] if e["event"] == "added" else e.get("name")
+        if e["event"] in ("added", "planned", "ended"):
+            moments[name][e["event"]] = e["time"]
+        if e["event"] == "planned":
+            predicted = {o["devices"]: o["samples_per_second"] for o in e["options"]}
+        if e["event"] == "placed":
+            placed[name].append((e["time"], e["size"]))
     costs, speeds, ends = ChangeCosts(), {n: [] for n in predicted}, []
     for name in steps:
         reader = RunReader(serving.save / name)
@@ -179,7 +175,7 @@ def measurements(serving: Serving, steps: Mapping[str, int]) -> dict[str, Any]:
         costs.add(reader.costs)
         for (_, count), speed in reader.steps_per_second().items():
             speeds.setdefault(count, []).append(SIZE * speed)
-        last = max(event["time"] for event in serving.commits(name))
+        last = max(e["time"] for e in serving.commits(name))
         ends.append(moments[name]["ended"] - last)
     return {
         "jobs": {
@@ -268,13 +264,11 @@ def results() -> dict[str, Any]:
     report: dict[str, Any] = {}
     for key in ("trades", "hangs", "lost", "doubled", "leftovers"):
         if stored["trades"]:
-            report[f"live_{key}"] = sum(
-                case[f"live_{key}"] for case in stored["trades"]
-            )
+            report[f"live_{key}"] = sum(c[f"live_{key}"] for c in stored["trades"])
     if stored["trades"]:
         name = "live_max_rel_loss_diff"
-        report[name] = max(case[name] for case in stored["trades"])
-        report["live_commits"] = sorted({case["commit"] for case in stored["trades"]})
+        report[name] = max(c[name] for c in stored["trades"])
+        report["live_commits"] = sorted({c["commit"] for c in stored["trades"]})
     if len(stored["traces"]) == 2:
         earlier, live = stored["traces"]
         report |= simulated_over_live(live, earlier)

@@ -46,10 +46,8 @@ class _StagedRun:
 
         job = models.job(f"{name}-test", annotated=False, **sizes)
         self.batch = job.batch_at(0, DEEP_SAMPLES)
-        options_of_mark: dict[str, Any] = (
-            {} if schedule is None else {"schedule": schedule}
-        )
-        mark = wh.pipeline(num_stages=2, **options_of_mark)
+        marks: dict[str, Any] = {} if schedule is None else {"schedule": schedule}
+        mark = wh.pipeline(num_stages=2, **marks)
 
         @functools.wraps(job.loss_fn)
         def loss(*arguments: Any) -> Any:
@@ -91,11 +89,9 @@ def piped(
     chosen = _StagedRun(name, sizes, cluster, None)
     stages = chosen.plan.stages
     assert stages is not None
-    equal_devices = dataclasses.replace(cluster, nodes=cluster.nodes[:1] * 2)
+    even = dataclasses.replace(cluster, nodes=cluster.nodes[:1] * 2)
     count = chosen.plan.num_micro_batches
-    equal = _StagedRun(
-        name, sizes, equal_devices, stages.schedule, num_micro_batches=count
-    )
+    equal = _StagedRun(name, sizes, even, stages.schedule, num_micro_batches=count)
     for run in (chosen, equal):
         run.step()
     quota.set(50 if arguments.process else 100)

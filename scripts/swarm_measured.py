@@ -148,8 +148,8 @@ def gpt(layers: int, *, batch: int, width: int, sequence: int) -> dict[str, Any]
 
 
 class Peers:
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._given, self.serving = given, None
+    def __init__(self, peer_options: dict[str, Any]) -> None:
+        self._given, self.serving = peer_options, None
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._hosts = itertools.count(2)
 
@@ -374,7 +374,7 @@ def run_over_links(
 
     Seconds of a step are by Mb/s; bytes are of a step without limits.
     """
-    options = {
+    peer_options = {
         "job": "swarm_measured:wide",
         "stages": STAGES,
         "micro_batches": cut.count,
@@ -384,7 +384,7 @@ def run_over_links(
     # At first one micro-batch at a time, so that no call waits for another.
     settings = Settings(steps=all_steps, call_seconds=120.0, in_flight=1)
     serving = RegistryServer(cut, KEY, settings, wire=wire, host=BRIDGE_ADDRESS)
-    peers = Peers(options)
+    peers = Peers(peer_options)
     ends: list[float] = []
     counts: list[int] = []
     calls, computed = noted(serving, lambda: 1 <= len(ends) < 1 + steps)
@@ -426,9 +426,9 @@ def links(steps: int) -> dict[str, Any]:
     cut = StagedJob(wide(), stages=STAGES, micro_batches=12)
     nbytes = ROWS * WIDTH * 4
     borders = {"f32": nbytes, "int8": nbytes / 4 * (1 + 4 / BLOCK)}
-    rates, ratios, seconds_text, carried_bytes = [200, 80], {}, {}, {}
+    rates, ratios, rows, carried_bytes = [200, 80], {}, {}, {}
     calls: dict[str, Pairs] = {}
-    own_seconds: dict[str, Pairs] = {}
+    own: dict[str, Pairs] = {}
     with namespaces(STAGES) as spaces:
         carries = {}
         for rate in rates:
@@ -439,18 +439,15 @@ def links(steps: int) -> dict[str, Any]:
             unshape(space)
         for wire, border in borders.items():
             results = run_over_links(spaces, cut, wire, rates, steps)
-            calls[wire], own_seconds[wire], seconds, carried_bytes[wire] = results
+            calls[wire], own[wire], seconds, carried_bytes[wire] = results
             for space in spaces:
                 unshape(space)
             for rate in rates:
-                expected = predicted_seconds(
-                    cut, calls[wire], own_seconds["f32"], border, carries[rate]
+                model = predicted_seconds(
+                    cut, calls[wire], own["f32"], border, carries[rate]
                 )
-                ratios[f"{wire} {rate}"] = round(seconds[rate] / expected, 3)
-                seconds_text[f"{wire} {rate}"] = (
-                    round(seconds[rate], 2),
-                    round(expected, 2),
-                )
+                ratios[f"{wire} {rate}"] = round(seconds[rate] / model, 3)
+                rows[f"{wire} {rate}"] = round(seconds[rate], 2), round(model, 2)
     # Each tensor goes out of one namespace and into another; there and back.
     crossings = 2 * 2 * (STAGES - 1) * cut.count
     parts = {
@@ -459,14 +456,14 @@ def links(steps: int) -> dict[str, Any]:
     }
     return {
         "link_step_ratio": ratios,
-        "link_seconds": seconds_text,
+        "link_seconds": rows,
         "int8_wire_ratio": round(carried_bytes["f32"] / carried_bytes["int8"], 3),
         "border_part": parts,
         "goodput_part": {
             str(rate): round(carries[rate] / (rate * 1e6 / 8), 3) for rate in rates
         },
         "call_seconds": _rounded(calls),
-        "computed_seconds": _rounded(own_seconds),
+        "computed_seconds": _rounded(own),
     }
 
 
@@ -533,10 +530,8 @@ class Kills:
                 host = self._draw.choice(hosts)
                 self._peers.kill(host)
                 self.count += 1
-                starter = threading.Thread(
-                    target=self._start, args=(self._stages[host],)
-                )
-                starter.start()
+                fresh = threading.Thread(target=self._start, args=(self._stages[host],))
+                fresh.start()
 
     def _start(self, stage: int) -> None:
         start = time.monotonic()
@@ -550,12 +545,12 @@ class Kills:
 
 
 def swarm_under_churn(
-    given: dict[str, Any], interval: float, seconds: float
+    options: dict[str, Any], interval: float, seconds: float
 ) -> tuple[float, list[float], int, int]:
     """Returns steps a second of a swarm, newcomers' starts, joiner steps, and kills."""
-    journal, peers = Journal(), Peers(given)
+    journal, peers = Journal(), Peers(options)
     serving = RegistryServer(
-        cut_of(given),
+        cut_of(options),
         KEY,
         Settings(steps=10**6, call_seconds=12.0, snapshot_every=5),
         lease_seconds=12.0,
@@ -586,10 +581,10 @@ def swarm_under_churn(
 
 
 def pipeline_under_churn(
-    given: dict[str, Any], interval: float, seconds: float, start_seconds: float
+    options: dict[str, Any], interval: float, seconds: float, start_seconds: float
 ) -> tuple[float, list[float], int]:
     """Returns steps a second of a rigid pipeline, its real starts, and restarts."""
-    cut, draw = cut_of(given), random.Random(0)
+    cut, draw = cut_of(options), random.Random(0)
     settings = Settings(steps=10**6, call_seconds=12.0, snapshot_every=5)
     snapshot, spent, first, last = None, 0.0, None, 0
     starts: list[float] = []
@@ -598,7 +593,7 @@ def pipeline_under_churn(
         serving = RegistryServer(
             cut, KEY, settings, snapshot=snapshot, generation=len(starts)
         )
-        peers = Peers(given)
+        peers = Peers(options)
         try:
             start = time.monotonic()
             for n in range(2 * STAGES):
@@ -630,17 +625,17 @@ def pipeline_under_churn(
 
 def churn(interval: float, seconds: float) -> dict[str, Any]:
     """Measures a swarm and a rigid pipeline under the same kills."""
-    given = {
+    options = {
         "job": "gpt-test",
         "options": gpt(STAGES, batch=32, width=64, sequence=64),
         "stages": STAGES,
         "micro_batches": 8,
     }
-    swarm, newcomers, joiner, kills = swarm_under_churn(given, interval, seconds)
+    swarm, newcomers, joiner, kills = swarm_under_churn(options, interval, seconds)
     swarm_part = {"joiner_steps": joiner, "newcomer_seconds": newcomers}
     print(json.dumps({**swarm_part, "steps_per_second": swarm}), flush=True)
     start = statistics.mean(newcomers) if newcomers else math.nan
-    rigid, starts, restarts = pipeline_under_churn(given, interval, seconds, start)
+    rigid, starts, restarts = pipeline_under_churn(options, interval, seconds, start)
     return {
         "over_restarting_gpipe": round(swarm / rigid, 3) if rigid else math.inf,
         "joiner_steps": joiner,

@@ -51,23 +51,23 @@ class Fault:
             os.kill(os.getpid(), getattr(signal, self._name))
 
 
-def job_of(given: dict[str, Any]) -> Any:
+def job_of(options: dict[str, Any]) -> Any:
     """Returns the job of the options: a module's function, or a reference model."""
-    if ":" in given["job"]:
-        module, _, function = given["job"].partition(":")
+    if ":" in options["job"]:
+        module, _, function = options["job"].partition(":")
         return getattr(importlib.import_module(module), function)()
     from whalejax import models
 
-    return models.job(given["job"], **given.get("options", {}))
+    return models.job(options["job"], **options.get("options", {}))
 
 
-def cut_of(given: dict[str, Any]) -> StagedJob:
+def cut_of(options: dict[str, Any]) -> StagedJob:
     """Returns the job in stages."""
     return StagedJob(
-        job_of(given),
-        stages=given["stages"],
-        micro_batches=given["micro_batches"],
-        seed=given.get("seed", 0),
+        job_of(options),
+        stages=options["stages"],
+        micro_batches=options["micro_batches"],
+        seed=options.get("seed", 0),
     )
 
 
@@ -92,41 +92,41 @@ def sleep_in_calls(forward: float, backward: float) -> None:
     StagePrograms.backward = slow_backward  # type: ignore[method-assign]
 
 
-def trainer_of(given: dict[str, Any], cut: StagedJob) -> SecondaryTrainer:
+def trainer_of(options: dict[str, Any], cut: StagedJob) -> SecondaryTrainer:
     """Returns a secondary trainer."""
-    host, port = given["registry"]
+    host, port = options["registry"]
     return SecondaryTrainer(
         cut,
-        load_key(Path(given["key"])),
+        load_key(Path(options["key"])),
         (host, port),
-        host=given.get("host", "127.0.0.1"),
-        wire=given.get("wire", "f32"),
-        call_seconds=given.get("call_seconds", 10.0),
+        host=options.get("host", "127.0.0.1"),
+        wire=options.get("wire", "f32"),
+        call_seconds=options.get("call_seconds", 10.0),
     )
 
 
-def peer_of(given: dict[str, Any], cut: StagedJob) -> Peer:
-    fault, mark = given.get("fault"), given.get("mark", "")
-    host, port = given["registry"]
+def peer_of(options: dict[str, Any], cut: StagedJob) -> Peer:
+    fault, mark = options.get("fault"), options.get("mark", "")
+    host, port = options["registry"]
     return Peer(
         cut,
-        load_key(Path(given["key"])),
+        load_key(Path(options["key"])),
         (host, port),
-        stage=given["stage"],
-        host=given.get("host", "127.0.0.1"),
-        wire=given.get("wire", "f32"),
-        pull_seconds=given.get("pull_seconds", 10.0),
+        stage=options["stage"],
+        host=options.get("host", "127.0.0.1"),
+        wire=options.get("wire", "f32"),
+        pull_seconds=options.get("pull_seconds", 10.0),
         hook=Fault(*fault, mark=mark) if fault else lambda point, step: None,
     )
 
 
-def main(given: dict[str, Any], cut: StagedJob | None = None) -> None:
+def main(options: dict[str, Any], cut: StagedJob | None = None) -> None:
     """Serves a stage, or runs a secondary trainer, until the run is over."""
-    cut = cut or cut_of(given)
-    if "call_takes" in given:
-        sleep_in_calls(*given["call_takes"])
-    is_trainer = given["stage"] == "trainer"
-    peer = trainer_of(given, cut) if is_trainer else peer_of(given, cut)
+    cut = cut or cut_of(options)
+    if "call_takes" in options:
+        sleep_in_calls(*options["call_takes"])
+    is_trainer = options["stage"] == "trainer"
+    peer = trainer_of(options, cut) if is_trainer else peer_of(options, cut)
     signal.signal(signal.SIGTERM, lambda *_: peer.leave())
     peer.start()
     while not peer.wait(0.5):
@@ -135,13 +135,13 @@ def main(given: dict[str, Any], cut: StagedJob | None = None) -> None:
     peer.close()
 
 
-def spare(given: dict[str, Any], pipe: Connection, log: str) -> None:
+def spare(options: dict[str, Any], pipe: Connection, log: str) -> None:
     """Prepares a stage; then serves with the parent's options, until the run is over.
 
     SIGUSR1 writes the stacks of all threads into the log.
 
     Args:
-        given: Options that are known by now.
+        options: Options that are known by now.
         pipe: Connection for the other options as JSON; the process ends if it is
             closed.
         log: File for all output of the process.
@@ -150,15 +150,15 @@ def spare(given: dict[str, Any], pipe: Connection, log: str) -> None:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     faulthandler.register(signal.SIGUSR1)
-    cut = cut_of(given)
+    cut = cut_of(options)
     facts_of(cut, "f32", "f32")
-    if given["stage"] != "trainer":
-        ready_stage(cut, given["stage"])
+    if options["stage"] != "trainer":
+        ready_stage(cut, options["stage"])
     try:
         further = json.loads(pipe.recv_bytes())
     except EOFError:
         return
-    main({**given, **further}, cut)
+    main({**options, **further}, cut)
 
 
 if __name__ == "__main__":

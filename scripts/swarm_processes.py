@@ -191,7 +191,7 @@ class Processes:
 
     def start(self, stage: int, step: int, *, faulty: bool) -> None:
         """Starts a peer; with a fault from a step on, if faults are left."""
-        process, options = self._take(stage), {}
+        peer, options = self._take(stage), {}
         if faulty and self.left:
             self.left -= 1
             number = len(self.faults)
@@ -204,10 +204,10 @@ class Processes:
                 "fault": [point, first, name],
                 "mark": str(self.marks / str(number)),
             }
-            process.due = step
+            peer.due = step
             self.faults.append(f"{point} {name} stage {stage} step {step}")
-        process.tell(options)
-        self._running.append(process)
+        peer.tell(options)
+        self._running.append(peer)
 
     def lead(self, step: int) -> None:
         """Starts and ends secondary trainers, by the number of done steps."""
@@ -232,45 +232,37 @@ class Processes:
 
     def _replace_ended(self, step: int) -> list[Forked]:
         """Replaces ended peers; returns those that are not ready."""
-        for process in [*self._running]:
-            if (
-                process.due is not None
-                and step > process.due + MOST_STEPS
-                and process.state
-            ):
+        for peer in [*self._running]:
+            if peer.due is not None and step > peer.due + MOST_STEPS and peer.state:
                 # It did not reach the point of its fault.
                 self.outside += 1
-                process.process.kill()
-                process.process.join()
-            state = process.state
+                peer.process.kill()
+                peer.process.join()
+            state = peer.state
             if state not in ("", "T"):
                 continue
-            self._write(
-                "ended", {"host": process.host, "stage": process.stage, "was": state}
-            )
-            process.end()
-            self._running.remove(process)
-            assert isinstance(process.stage, int)
-            self.start(process.stage, step + 1, faulty=True)
+            self._write("ended", {"host": peer.host, "stage": peer.stage, "was": state})
+            peer.end()
+            self._running.remove(peer)
+            assert isinstance(peer.stage, int)
+            self.start(peer.stage, step + 1, faulty=True)
         members = self._serving.trainer.fleet.members()
         ready = {m.address[0] for m in members if m.ready}
-        return [process for process in self._running if process.host not in ready]
+        return [peer for peer in self._running if peer.host not in ready]
 
     def _waiting_text(self, waiting: list[Forked]) -> str:
         """Returns the unready peers with the registry's entries and their stacks."""
         members = {m.address[0]: m for m in self._serving.trainer.fleet.members()}
         texts = []
-        for process in waiting:
-            state = process.state
+        for peer in waiting:
+            state = peer.state
             if state:
-                _send(process.process.pid, signal.SIGUSR1)
+                _send(peer.process.pid, signal.SIGUSR1)
                 time.sleep(_STACKS_SECONDS)
-            written = (
-                process.log.read_text(errors="replace") if process.log.is_file() else ""
-            )
+            written = peer.log.read_text(errors="replace") if peer.log.is_file() else ""
             texts.append(
-                f"stage {process.stage} at {process.host}, state {state or 'ended'!r}, "
-                f"{members.get(process.host)}:\n{written[-_MOST_CHARACTERS:]}"
+                f"stage {peer.stage} at {peer.host}, state {state or 'ended'!r}, "
+                f"{members.get(peer.host)}:\n{written[-_MOST_CHARACTERS:]}"
             )
         return "\n".join([f"after {READY_SECONDS} s peers are not ready:", *texts])
 

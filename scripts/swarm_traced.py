@@ -84,7 +84,7 @@ def done_at(curve: Curve, seconds: float) -> float:
 
 
 @dataclass(slots=True)
-class LiveResults:
+class LiveRun:
     """Results of a live run.
 
     Attributes:
@@ -92,23 +92,21 @@ class LiveResults:
         latency: Seconds of a link in a call.
         update_seconds: Seconds of the sum and the update of a step.
         starts: Seconds from the start of each newcomer until it was ready.
-        told: Number of the trainer's messages by kind.
+        messages: Number of the trainer's messages by kind.
     """
 
     curve: Curve = field(default_factory=list)
     latency: float = 0.0
     update_seconds: float = 0.0
     starts: list[float] = field(default_factory=list)
-    told: dict[str, int] = field(default_factory=dict)
+    messages: dict[str, int] = field(default_factory=dict)
 
 
 class Player:
     """Makes peers come and go as in a trace, in a thread."""
 
-    def __init__(
-        self, serving: RegistryServer, peers: Peers, results: LiveResults
-    ) -> None:
-        self._serving, self._peers, self._lived = serving, peers, results
+    def __init__(self, serving: RegistryServer, peers: Peers, run: LiveRun) -> None:
+        self._serving, self._peers, self._lived = serving, peers, run
         self._hosts: dict[str, str] = {}
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -155,7 +153,7 @@ class Player:
         self._lived.starts.append(time.monotonic() - begun)
 
 
-def live(trace: Sequence[ChurnEvent], seconds: float) -> LiveResults:
+def live(trace: Sequence[ChurnEvent], seconds: float) -> LiveRun:
     """Runs a swarm of processes under a trace."""
     options = {
         "job": "gpt-test",
@@ -164,11 +162,11 @@ def live(trace: Sequence[ChurnEvent], seconds: float) -> LiveResults:
         "micro_batches": MICRO_BATCHES,
         "call_takes": [FORWARD_SECONDS, BACKWARD_SECONDS],
     }
-    results, peers, steps = LiveResults(), Peers(options), itertools.count()
+    run, peers, steps = LiveRun(), Peers(options), itertools.count()
 
     def tell(kind: str, **fields: Any) -> None:
         del fields
-        results.told[kind] = results.told.get(kind, 0) + 1
+        run.messages[kind] = run.messages.get(kind, 0) + 1
 
     serving = RegistryServer(
         cut_of(options),
@@ -178,7 +176,7 @@ def live(trace: Sequence[ChurnEvent], seconds: float) -> LiveResults:
         tell=tell,
         rebalance=StageMover(STAGES, period=REBALANCE_SECONDS),
     )
-    player = Player(serving, peers, results)
+    player = Player(serving, peers, run)
     is_quiet = threading.Event()
     calls, computed = noted(serving, is_quiet.is_set)
     updates = timed_updates(serving)
@@ -194,29 +192,29 @@ def live(trace: Sequence[ChurnEvent], seconds: float) -> LiveResults:
             if not start and step == 1 + QUIET_STEPS:
                 is_quiet.clear()
                 start, first = now, step
-                results.update_seconds = statistics.median(updates[1:])
+                run.update_seconds = statistics.median(updates[1:])
                 player.begin(trace)
             elif start:
                 done = float(MICRO_BATCHES * (step - first))
-                results.curve.append((now - start, done))
+                run.curve.append((now - start, done))
                 if now - start > seconds:
                     break
     finally:
         player.close()
         peers.close()
         serving.close()
-    results.latency = latency_of(calls, computed)
-    return results
+    run.latency = latency_of(calls, computed)
+    return run
 
 
 def timed_updates(serving: RegistryServer) -> list[float]:
     """Returns a list that gets the seconds of each later sum and update."""
     trainer: Any = serving.trainer
-    commit, seconds = trainer._committed, []
+    real_commit, seconds = trainer._committed, []
 
     def timed_commit(computed: Any) -> Any:
         start = time.monotonic()
-        commit = commit(computed)
+        commit = real_commit(computed)
         seconds.append(time.monotonic() - start)
         return commit
 
@@ -228,10 +226,7 @@ def latency_of(calls: Noted, computed: Noted) -> float:
     """Returns the seconds of a link in a call, of those that waited least."""
     quantiles = [
         statistics.quantiles(
-            [
-                call - computing
-                for call, computing in zip(calls[key], computed[key], strict=True)
-            ],
+            [call - own for call, own in zip(calls[key], computed[key], strict=True)],
             n=10,
         )[0]
         for key in calls
@@ -239,25 +234,21 @@ def latency_of(calls: Noted, computed: Noted) -> float:
     return max(0.0, statistics.mean(quantiles)) / LATENCIES
 
 
-def simulated_curve(
-    trace: Sequence[ChurnEvent], results: LiveResults, seconds: float
-) -> Curve:
+def simulated_curve(trace: Sequence[ChurnEvent], run: LiveRun, seconds: float) -> Curve:
     """Simulates the trace with the live run's parameters."""
-    link = PeerLink(latency_seconds=results.latency)
-    total_seconds = FORWARD_SECONDS + BACKWARD_SECONDS
+    link = PeerLink(latency_seconds=run.latency)
+    both = FORWARD_SECONDS + BACKWARD_SECONDS
     inner = StageCost(
         forward_seconds=FORWARD_SECONDS,
         backward_seconds=BACKWARD_SECONDS,
-        update_seconds=results.update_seconds,
+        update_seconds=run.update_seconds,
     )
-    last = dataclasses.replace(
-        inner, forward_seconds=0.0, backward_seconds=total_seconds
-    )
+    last = dataclasses.replace(inner, forward_seconds=0.0, backward_seconds=both)
     setting = Setting(
         stages=(*[inner] * (STAGES - 1), last),
         micro_batches=MICRO_BATCHES,
         period=REBALANCE_SECONDS,
-        compile_seconds=statistics.mean(results.starts) if results.starts else 0.0,
+        compile_seconds=statistics.mean(run.starts) if run.starts else 0.0,
         forget_seconds=LEASE_SECONDS,
         snapshot_every=SNAPSHOT_EVERY,
     )
@@ -271,20 +262,20 @@ def compare_traces(seeds: int, seconds: float) -> dict[str, Any]:
     rows = []
     for seed in range(seeds):
         trace = draw(churn(seconds), seed)
-        results = live(trace, seconds)
+        run = live(trace, seconds)
         pair = [
             round(done_at(curve, seconds), 1)
-            for curve in (simulated_curve(trace, results, seconds), results.curve)
+            for curve in (simulated_curve(trace, run, seconds), run.curve)
         ]
         row = {
             "seed": seed,
             "simulated": pair[0],
             "live": pair[1],
             "ratio": round(pair[0] / pair[1], 3),
-            "latency": round(results.latency, 4),
-            "update_seconds": round(results.update_seconds, 3),
-            "newcomer_seconds": [round(x, 1) for x in results.starts],
-            "told": results.told,
+            "latency": round(run.latency, 4),
+            "update_seconds": round(run.update_seconds, 3),
+            "newcomer_seconds": [round(x, 1) for x in run.starts],
+            "told": run.messages,
         }
         print(json.dumps(row), flush=True)
         rows.append(row)

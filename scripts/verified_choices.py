@@ -202,5 +202,5 @@ FOREIGN = (
         {**LLAMA_3B, "layers": 4, "sequence": 131_072},
     ),
 )
-"""Programs as users write them; no judges, because the sizes of the U-Net, the 3-D ResNet
+"""Programs as users write them; no judges, because sizes of the U-Net, the 3-D ResNet
 and the GPT were raised after smaller ones had been compiled."""
