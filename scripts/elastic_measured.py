@@ -339,9 +339,8 @@ def alive(
         log: Name, time and end of each fault; an end of None is for good.
         begin, end: Limits of the counted time.
 
-        >>> alive({"a": 0.0, "b": 2.0}, [{"name": "a", "at": 3.0, "until": None}], 0.0,
-            9.0)
-        {1: 8.0, 2: 1.0}
+    >>> alive({"a": 0.0, "b": 2.0}, [{"name": "a", "at": 3.0, "until": None}], 0.0, 9.0)
+    {1: 8.0, 2: 1.0}
     """
     changes = [(at, 1) for at in ready.values()]
     for fault in log:
