@@ -185,17 +185,27 @@ SHORTFALLS = (
     "Without torch.compile, what TorchTitan's host does for tensors that are shared "
     "(DTensor) is not priced: on 8 tensor ranks 2 to 20 % more time is predicted than "
     "compiled, where one run took 53 % more.",
-    "Step times that plans predict have been held against measured ones on CPUs "
-    "alone; `python scripts/bench_device.py` does it on a GPU. Memory on one H100, by "
-    "its compiler, is in [compilers.md](compilers.md#how-close-the-predictions-are).",
+    "Step times that plans predict have been held against measured ones on CPUs, one "
+    "H100 and one H200; `scripts/device_check` does it on another. Memory on an H100, "
+    "by its compiler, is in [compilers.md](compilers.md#how-close-the-predictions-are).",
     "Cards that are joined by PCIe alone (RTX 3090 and the like) slow down several "
     "times beyond two tensor-parallel ranks, which the bandwidth of a slot does not "
     "explain.",
 )
 
 
+def steps_section(path: Path) -> list[str]:
+    """Returns the section of single steps, which this script does not measure."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    _, mark, rest = text.partition("## Steps on ")
+    return [mark + rest.partition("\n## ")[0].rstrip(), ""] if mark else []
+
+
 def page(
-    scores: Sequence[Score], corrected: Sequence[Score], scaled: Sequence[Score]
+    scores: Sequence[Score],
+    corrected: Sequence[Score],
+    scaled: Sequence[Score],
+    steps: Sequence[str] = (),
 ) -> str:
     """Returns the accuracy page.
 
@@ -203,6 +213,7 @@ def page(
         scores: Scores of every source.
         corrected: Scores of the sources with a wrong size in their rows.
         scaled: Scores of the sources whose sizes follow from a scale.
+        steps: Section of single steps.
     """
     vtrain = next((s.mean for s in scores if s.source.startswith("vtrain")), None)
     own = (
@@ -219,7 +230,8 @@ def page(
         *("## Beside others", ""),
         *("| what | error of the step time | on |", "|---|---|---|"),
         *(f"| {' | '.join(cells)} |" for cells in (own, *OTHERS)),
-        *("", "## What a run needs", "", TABLES, "", "## Known shortfalls", ""),
+        *("", "## What a run needs", "", TABLES, "", *steps),
+        *("## Known shortfalls", ""),
         *(f"- {text}" for text in SHORTFALLS),
     ]
     return "\n".join(lines) + "\n"
@@ -280,7 +292,8 @@ def main() -> int:
     if scaled:
         print("\n".join([SCALED_NOTE, *table(scaled), SCALED_LEGEND]))
     if arguments.docs:
-        arguments.docs.write_text(page(scores, corrected, scaled), encoding="utf-8")
+        text = page(scores, corrected, scaled, steps_section(arguments.docs))
+        arguments.docs.write_text(text, encoding="utf-8")
     result = results(scores, measured)
     about = {"commit": checkout.commit(), "jax": jax.__version__}
     record = {**about, "lines": lines, "result": result}

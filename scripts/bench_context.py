@@ -40,11 +40,11 @@ def main() -> None:
     mesh = {"context": 8}
     ring = _stepper(arguments.sequence, mesh, "ring")
     gather = _stepper(arguments.sequence, mesh, "gather")
-    one = _stepper(arguments.sequence, {}, "gather")
+    single = _stepper(arguments.sequence, {}, "gather")
     ratios = {
         "ring_over_allgather": (ring, gather),
-        "ring_over_one": (ring, one),
-        "allgather_over_one": (gather, one),
+        "ring_over_one": (ring, single),
+        "allgather_over_one": (gather, single),
     }
     medians = {}
     for name, (first, second) in ratios.items():

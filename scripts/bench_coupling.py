@@ -122,7 +122,7 @@ def outcome(name: str) -> dict[str, Any]:
     if layout != "shares":
         options["num_micro_batches"] = count
     try:
-        plan, got = run_step(function, options)
+        plan, actual = run_step(function, options)
     except DependentSamplesError:
         return {**row, "outcome": "refused"}
     except (wh.WhaleError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -137,7 +137,7 @@ def outcome(name: str) -> dict[str, Any]:
     else:
         parts = count if layout == "consent" else 1
         expected = reference_step(function, zoo.batch(), parts, plan.group_size)
-    return {**row, "outcome": "ran", "difference": difference(got, expected)}
+    return {**row, "outcome": "ran", "difference": difference(actual, expected)}
 
 
 def takes_key(function: Callable[..., Any]) -> bool:

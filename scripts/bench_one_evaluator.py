@@ -60,7 +60,7 @@ SEED: Final = 20261129
 DRAWS: Final = 300
 FRESH: Final = 24
 SECONDS: Final = 420.0
-WAYS: Final = ("row", "what_if", "together", "paper")
+SOURCES: Final = ("row", "what_if", "together", "paper")
 
 SMALL: Final[dict[str, Any]] = {
     "layers": 4,
@@ -290,7 +290,7 @@ def compare_layout(layout: LayoutSample) -> dict[str, Any]:
     except wh.WhaleError as error:
         return {**row, "refused": str(error)[:120]}
     row["layout"] = alone.candidates[0].layout
-    row["off"] = {way: difference(alone, predicted) for way, predicted in others}
+    row["off"] = {source: difference(alone, predicted) for source, predicted in others}
     return row
 
 
@@ -298,23 +298,26 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the numbers of some layouts."""
     planned = [row for row in rows if "off" in row]
     gaps = {
-        way: [row["off"][way] for row in planned if way in row["off"]] for way in WAYS
+        source: [row["off"][source] for row in planned if source in row["off"]]
+        for source in SOURCES
     }
     worst = max(
         planned,
-        key=lambda row: max((row["off"].get(way, 0.0) for way in WAYS), default=0.0),
+        key=lambda row: max(
+            (row["off"].get(source, 0.0) for source in SOURCES), default=0.0
+        ),
         default=None,
     )
     return {
         "layouts": len(planned),
         "refused": len(rows) - len(planned),
         "max_disagreement": max(
-            (max(gaps[w], default=0.0) for w in WAYS), default=None
+            (max(gaps[w], default=0.0) for w in SOURCES), default=None
         ),
         "disagreement": {
-            way: max(values, default=None) for way, values in gaps.items()
+            source: max(values, default=None) for source, values in gaps.items()
         },
-        "compared": {way: len(values) for way, values in gaps.items()},
+        "compared": {source: len(values) for source, values in gaps.items()},
         "worst": worst and f"{worst['program']} {worst['cluster']}: {worst['layout']}",
     }
 

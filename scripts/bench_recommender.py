@@ -435,8 +435,8 @@ def dense_case(number: int) -> dict[str, int]:
                     kills_done += 1
             process.wait()
         start_dense(quiet, staleness).wait()
-        with np.load(killed / "rows.npz") as rows, np.load(quiet / "rows.npz") as want:
-            equal = all(np.array_equal(rows[name], want[name]) for name in COUNTED)
+        with np.load(killed / "rows.npz") as rows, np.load(quiet / "rows.npz") as other:
+            equal = all(np.array_equal(rows[name], other[name]) for name in COUNTED)
             tables, over_bound = (
                 {name: rows[name] for name in COUNTED},
                 int(rows["over"]),

@@ -469,18 +469,18 @@ def band_quality(ratios: Sequence[tuple[str, float]]) -> dict[str, float]:
     Args:
         ratios: Kind of each program, and its compiled over its predicted memory.
     """
-    are_inside, widths = [], []
+    inside, widths = [], []
     for kind, ratio in ratios:
         others = [r for k, r in ratios if k != kind]
         if not others:
             continue
         low, high = percentile(others, TAIL), percentile(others, 100 - TAIL)
-        are_inside.append(low <= ratio <= high)
+        inside.append(low <= ratio <= high)
         widths.append(high - low)
-    if not are_inside:
+    if not inside:
         return {}
     return {
-        "band_coverage": round(statistics.fmean(are_inside), 4),
+        "band_coverage": round(statistics.fmean(inside), 4),
         "band_width": round(statistics.fmean(widths), 4),
     }
 

@@ -221,14 +221,16 @@ def calibration() -> dict[str, Any]:
     with running(MEMBERS) as run:
         rate = undisturbed(run, UNDISTURBED_SECONDS)
         while len(kills) < KILLS:
-            hit = time.time()
+            kill_at = time.time()
             os.kill(_random_member(run, rng)[1], signal.SIGKILL)
-            joined = _rejoin_time(run, hit)
+            joined = _rejoin_time(run, kill_at)
             time.sleep(AFTER_JOINING_SECONDS)
             times = times_of(run, 0.0, time.time())
-            last = max(at for at in times if at <= hit)
-            after = [at for at in times if at > hit]
-            kills.append((joined - hit, joined - last, len(after), after[-1] - last))
+            last = max(at for at in times if at <= kill_at)
+            after = [at for at in times if at > kill_at]
+            kills.append(
+                (joined - kill_at, joined - last, len(after), after[-1] - last)
+            )
     with running(MEMBERS - 1) as run:
         fewer = undisturbed(run, UNDISTURBED_SECONDS)
     # Half of the loss, because the others stop for the kill and for the newcomer.

@@ -346,15 +346,15 @@ def audited(run: Run) -> dict[str, Any]:
     steps, x64 = newest(commits), run.options.x64
     losses = {c["step"]: c["loss"] for c in commits}
     expected = undisturbed(run, steps)
-    got: dict[int, Counter[int]] = {}
+    numbers: dict[int, Counter[int]] = {}
     for line in lines:
         if line["step"] <= steps:
-            got[line["step"]] = Counter(line["samples"])
+            numbers[line["step"]] = Counter(line["samples"])
     size = run.options.size
     due = {step: range((step - 1) * size, step * size) for step in losses}
     lost = [s for s in range(1, steps + 1) if s not in losses]
-    lost += [s for s in due if s in got and not set(due[s]) <= set(got[s])]
-    doubled = [s for s, n in got.items() if max(n.values(), default=0) > 1]
+    lost += [s for s in due if s in numbers and not set(due[s]) <= set(numbers[s])]
+    doubled = [s for s, n in numbers.items() if max(n.values(), default=0) > 1]
     differences = [
         abs(losses[e["step"]] - e["loss"]) / max(abs(e["loss"]), 1e-30)
         for e in expected[: None if x64 else FEW_STEPS]

@@ -435,8 +435,8 @@ def seq2seq(
 
 def _clicked(lookup: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def loss_fn(model: Any, batch: Any) -> jax.Array:
-        taken = lookup(model["tables"], batch["ids"])
-        x = taken.reshape(taken.shape[0], -1)
+        vectors = lookup(model["tables"], batch["ids"])
+        x = vectors.reshape(vectors.shape[0], -1)
         for kernel in model["hidden"]:
             x = jax.nn.relu(x @ kernel)
         logits = (x @ model["head"])[:, 0]
@@ -446,9 +446,9 @@ def _clicked(lookup: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _recommender(
-    name: str, lookup: Any, tables: Any, features: int, each: int
+    name: str, lookup: Any, tables: Any, features: int, width: int
 ) -> wh.Job:
-    widths = features * each, 512, 256
+    widths = features * width, 512, 256
 
     def make_model(key: jax.Array) -> Any:
         normal = lambda *shape: jax.random.normal(key, shape) / math.sqrt(shape[-2])  # noqa: E731
@@ -489,8 +489,8 @@ def separate_tables(
 
 
 PROGRAMS: Final[dict[str, Callable[..., wh.Job]]] = {
-    one.__name__: one
-    for one in (
+    make.__name__: make
+    for make in (
         unet,
         resnet3d,
         nnx_gpt,

@@ -219,11 +219,11 @@ def held_out(profiles: Profiles, base: Constants) -> Array:
             parts = [(is_kind, _without(fitted, first))]
         else:
             parts = [(is_kind & (profiles.halves == h), halves[h]) for h in (0, 1)]
-        for part, fitted_part in parts:
+        for part, fit in parts:
             at = np.flatnonzero(part)
             if len(at):
                 runs = Runs([profiles.runs[i] for i in at])
-                predicted[at] = layer_seconds(runs, fitted_part)
+                predicted[at] = layer_seconds(runs, fit)
     return predicted
 
 

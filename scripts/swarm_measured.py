@@ -231,7 +231,7 @@ def quotas(steps: int) -> dict[str, Any]:
     """Measures peers of different speed, chosen by speed and in turn."""
     count = 256
     options = gpt(STAGES, batch=4 * count, width=128, sequence=64)
-    options_of_peers = {
+    peer_options = {
         "job": "gpt-test",
         "options": options,
         "stages": STAGES,
@@ -240,8 +240,8 @@ def quotas(steps: int) -> dict[str, Any]:
     settings = Settings(
         steps=1 + steps + STATIC_STEPS, call_seconds=300.0, in_flight=24
     )
-    serving = RegistryServer(cut_of(options_of_peers), KEY, settings)
-    peers = Peers(options_of_peers)
+    serving = RegistryServer(cut_of(peer_options), KEY, settings)
+    peers = Peers(peer_options)
     with contextlib.ExitStack() as stack:
         stack.callback(serving.close)
         stack.callback(peers.close)
