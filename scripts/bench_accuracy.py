@@ -187,7 +187,8 @@ SHORTFALLS = (
     "compiled, where one run took 53 % more.",
     "Step times that plans predict have been held against measured ones on CPUs, one "
     "H100 and one H200; `scripts/device_check` does it on another. Memory on an H100, "
-    "by its compiler, is in [compilers.md](compilers.md#how-close-the-predictions-are).",
+    "by its compiler, is in "
+    "[compilers.md](compilers.md#how-close-the-predictions-are).",
     "Cards that are joined by PCIe alone (RTX 3090 and the like) slow down several "
     "times beyond two tensor-parallel ranks, which the bandwidth of a slot does not "
     "explain.",
