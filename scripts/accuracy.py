@@ -1,4 +1,4 @@
-"""How far estimates are from measured runs, with no source judged by its own rows.
+"""Measures the error of estimates; no source is judged by its own rows.
 
 A source of the tables is predicted with constants that were fitted to all the others.
 A sweep of hundreds of layouts on one machine is predicted half by half, each with
@@ -30,7 +30,7 @@ from whalejax.meshes.fitted_constants import Constants, constants
 
 
 SWEEP = 300
-"""Rows from which a source is a sweep, judged in halves."""
+"""Number of rows from which a source is a sweep, judged in halves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,10 @@ class Measured:
     """Rows of tables that state both a layout and a time.
 
     Attributes:
-        rows: as they stand in the tables.
-        runs: what they describe.
-        seconds: of each step.
-        layers: for which of them ``seconds`` is one layer's, forward and backward.
+        rows: Rows of the tables.
+        runs: Runs that they describe.
+        seconds: Seconds of each step.
+        layers: Whether ``seconds`` is that of one layer, forward and backward.
     """
 
     rows: tuple[Mapping[str, str], ...]
@@ -51,7 +51,7 @@ class Measured:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The source of each row."""
+        """Source of each row."""
         return tuple(row.get("source", "") for row in self.rows)
 
     @property
@@ -63,17 +63,17 @@ class Measured:
 
 
 def load(directory: str | Path, *, scaled: bool = False) -> Measured:
-    """Read every CSV file of a directory.
+    """Reads every CSV file of a directory.
 
     Rows without a time, or without a layout (no parallel degree at all), are left out.
 
     Args:
-        directory: where they are.
-        scaled: models of MaxText that rows name by their scale alone have the sizes
-            that it means; otherwise these rows say too little.
+        directory: Folder of the tables.
+        scaled: Whether models of MaxText that rows name by their scale alone have its
+            sizes; otherwise these rows are left out.
 
     Raises:
-        WhaleError: no table there, a malformed one, or no row with a time.
+        WhaleError: No table, a malformed one, or no row with a time.
     """
     paths = sorted(Path(directory).glob("*.csv"))
     if not paths:
@@ -81,10 +81,10 @@ def load(directory: str | Path, *, scaled: bool = False) -> Measured:
     rows, runs, seconds, layers = [], [], [], []
     for path in paths:
         table = read_table(path)
-        known = [{**row, **_profile_cells(row)} for row in table.rows]
+        table_rows = [{**row, **_profile_cells(row)} for row in table.rows]
         if scaled:
-            known = [{**row, **_scaled_cells(row)} for row in known]
-        for row, reading in zip(known, readings(known), strict=True):
+            table_rows = [{**row, **_scaled_cells(row)} for row in table_rows]
+        for row, reading in zip(table_rows, readings(table_rows), strict=True):
             if reading.run is None or not _has_layout(row, reading.run):
                 continue
             if reading.run.framework.kernels_only:
@@ -109,13 +109,14 @@ def load(directory: str | Path, *, scaled: bool = False) -> Measured:
 
 
 _PROFILE = re.compile(r"PROFILE ms per microbatch .*?block ([\d.]+)")
-"""Profiles of single layers stand in ``notes``, in milliseconds."""
+"""Profiles of single layers in ``notes``, in milliseconds."""
 
 
 def _profile_cells(row: Mapping[str, str]) -> dict[str, str]:
-    """What a profile leaves out: it is a layer of samples as long as the model takes.
+    """Returns the cells that a profile leaves out.
 
-    Llama 3 takes 8,192 tokens, OPT and GPT-Neo take 2,048.
+    A profile has samples of the model's largest length: Llama 3 takes 8,192 tokens, OPT
+    and GPT-Neo take 2,048.
     """
     if not _PROFILE.search(row.get("notes") or ""):
         return {}
@@ -126,13 +127,13 @@ def _profile_cells(row: Mapping[str, str]) -> dict[str, str]:
 
 
 _SCALED = re.compile(r"maxtext-gps(\d+)$")
-"""MaxText's models that are named by their global parameter scale, a power of two."""
+"""MaxText's models with names of their parameter scale, a power of two."""
 
 
 def _scaled_cells(row: Mapping[str, str]) -> dict[str, str]:
-    """The sizes that a scale means in MaxText's configuration.
+    """Returns the sizes of a scale in MaxText's configuration.
 
-    Heads and feed-forward, width, and layers are doubled in turn, from 16 heads of 128,
+    Heads and feed-forward, width, and layers double in turn, from 16 heads of 128,
     7,168, 2,048 and 16.
     """
     match = _SCALED.fullmatch((row.get("model") or "").lower())
@@ -163,16 +164,16 @@ def leave_one_source_out(
     workers: int | None = None,
     only: Collection[str] | None = None,
 ) -> tuple[Array, Array]:
-    """Predict every row with constants that did not see its source.
+    """Predicts every row with constants that were not fitted to its source.
 
     Args:
-        measured: the rows.
-        workers: processes; all cores if left out.
-        only: sources to predict; all if left out. Rows of the others get 0 s.
+        measured: Rows of the tables.
+        workers: Number of processes; all cores if left out.
+        only: Sources to predict; all if left out. Rows of the others get 0 s.
 
     Returns:
-        Seconds of each row, and whether another source has its kind of device: where
-        none has, its efficiency is what was assumed, and the row is not judged.
+        Seconds of each row, and whether another source has its kind of device; if none
+            has, its efficiency is an assumption, and the row is not judged.
     """
     sources = np.array(measured.sources)
     counts = Counter(measured.sources)
@@ -180,14 +181,14 @@ def leave_one_source_out(
     for source, count in counts.items():
         if only is not None and source not in only:
             continue
-        held = sources == source
+        mask = sources == source
         if count < SWEEP:
-            jobs.append((measured, held))
+            jobs.append((measured, mask))
         else:
-            jobs += [(measured, held & (measured.halves == half)) for half in (0, 1)]
+            jobs += [(measured, mask & (measured.halves == half)) for half in (0, 1)]
     predicted = np.zeros(len(sources))
-    for (_, held), seconds in zip(jobs, _map(jobs, workers), strict=True):
-        predicted[held] = seconds[held]
+    for (_, mask), seconds in zip(jobs, _map(jobs, workers), strict=True):
+        predicted[mask] = seconds[mask]
     return predicted, _judged(measured)
 
 
@@ -197,45 +198,45 @@ def _map(
     if workers == 1:
         yield from map(_hold_out, jobs)
         return
-    # Not forked: the parent may have threads, as it has where JAX was imported.
+    # Not forked, because the parent may have threads, for instance of JAX.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers or os.cpu_count(), context) as pool:
         yield from pool.map(_hold_out, jobs)
 
 
 def _hold_out(job: tuple[Measured, Array]) -> Array:
-    measured, held = job
+    measured, mask = job
     runs = Runs(measured.runs)
     weights = source_weights(measured.sources)
-    found = fit(
+    fitted = fit(
         runs,
         measured.seconds,
         weights,
         constants(),
-        kept=~held,
+        kept=~mask,
         layers=measured.layers,
     )
-    priced = runs.price(found)
-    return np.where(measured.layers, priced.layer_seconds, priced.step_seconds)
+    prices = runs.price(fitted)
+    return np.where(measured.layers, prices.layer_seconds, prices.step_seconds)
 
 
 def _judged(measured: Measured) -> Array:
-    """Whether another source, or another half, has the row's family and type."""
-    where: dict[tuple[str, str], set[str]] = defaultdict(set)
+    """Returns whether another source, or half, has each row's family and type."""
+    sources_by_key: dict[tuple[str, str], set[str]] = defaultdict(set)
     keys = [(run.device.kind.family, run.dtype) for run in measured.runs]
     counts = Counter(measured.sources)
     for key, source in zip(keys, measured.sources, strict=True):
-        where[key].add(source)
+        sources_by_key[key].add(source)
     return np.array(
         [
-            len(where[key]) > 1 or counts[source] >= SWEEP
+            len(sources_by_key[key]) > 1 or counts[source] >= SWEEP
             for key, source in zip(keys, measured.sources, strict=True)
         ]
     )
 
 
 def fit_all(measured: Measured) -> Constants:
-    """Constants fitted to every row."""
+    """Returns constants fitted to every row."""
     runs = Runs(measured.runs)
     weights = source_weights(measured.sources)
     return fit(runs, measured.seconds, weights, constants(), layers=measured.layers)
@@ -243,18 +244,18 @@ def fit_all(measured: Measured) -> Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """How well some rows were predicted.
+    """Errors of the predictions for some rows.
 
     Attributes:
-        source: whose rows.
-        count: how many.
-        judged: their kinds of device occur in other sources too.
-        mean, median, worst: absolute error, as a part of the measured time.
-        bias: mean error with its sign; above 0 is too slow.
+        source: Source of the rows.
+        count: Number of rows.
+        judged: Whether their kinds of device occur in other sources too.
+        mean, median, worst: Absolute error, as a part of the measured time.
+        bias: Mean error with its sign; positive is too slow.
         tau: Kendall's tau inside groups of equal model and device count, averaged over
-            the groups by their pairs; None where no group has two rows.
-        regret: of the fastest predicted plan in groups of equal model, device count
-            and batch, over the fastest measured; None where no group has two plans.
+            the groups by their pairs; None if no group has two rows.
+        regret: Regret of the fastest predicted plan in groups of equal model, device
+            count and batch, over the fastest measured; None if no group has two plans.
     """
 
     source: str
@@ -269,13 +270,7 @@ class Score:
 
 
 def scores(measured: Measured, predicted: Array, judged: Array) -> tuple[Score, ...]:
-    """One score for each source, and kinds that no other source has apart.
-
-    Args:
-        measured: the rows.
-        predicted: seconds of each.
-        judged: from ``leave_one_source_out``.
-    """
+    """Returns a score for each source, separately for kinds of no other source."""
     groups: dict[tuple[str, bool], list[int]] = defaultdict(list)
     for index, source in enumerate(measured.sources):
         groups[source, bool(judged[index])].append(index)
@@ -289,14 +284,14 @@ def _score(
     measured: Measured, predicted: Array, at: Array, source: str, judged: bool
 ) -> Score:
     error = predicted[at] / measured.seconds[at] - 1.0
-    off = np.abs(error)
+    absolute = np.abs(error)
     return Score(
         source=source,
         count=len(at),
         judged=judged,
-        mean=float(off.mean()),
-        median=float(np.median(off)),
-        worst=float(off.max()),
+        mean=float(absolute.mean()),
+        median=float(np.median(absolute)),
+        worst=float(absolute.max()),
         bias=float(error.mean()),
         tau=_tau(measured, predicted, at),
         regret=_regret(measured, predicted, at),
@@ -317,8 +312,8 @@ def _grouped(measured: Measured, at: Sequence[int], batch: bool) -> list[list[in
 def _tau(measured: Measured, predicted: Array, at: Array) -> float | None:
     total = pairs = 0.0
     for group in _grouped(measured, at.tolist(), batch=False):
-        found = kendalltau(measured.seconds[group], predicted[group])
-        value = float(np.asarray(found)[0])
+        result = kendalltau(measured.seconds[group], predicted[group])
+        value = float(np.asarray(result)[0])
         if not np.isnan(value):
             count = len(group) * (len(group) - 1) / 2
             total, pairs = total + value * count, pairs + count
@@ -326,21 +321,21 @@ def _tau(measured: Measured, predicted: Array, at: Array) -> float | None:
 
 
 def _regret(measured: Measured, predicted: Array, at: Array) -> float | None:
-    """Rows of one layout are one plan, which takes what they take on average."""
-    found = []
+    """Returns the mean regret; rows of one layout are one plan with their mean time."""
+    regrets = []
     for group in _grouped(measured, at.tolist(), batch=True):
         plans: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for index in group:
             plans[_layout(measured.runs[index])].append(index)
         if len(plans) < 2:
             continue
-        picked = min(plans.values(), key=lambda rows: predicted[rows].mean())
+        chosen = min(plans.values(), key=lambda rows: predicted[rows].mean())
         best = min(float(measured.seconds[rows].mean()) for rows in plans.values())
-        found.append(float(measured.seconds[picked].mean()) / best - 1.0)
-    return float(np.mean(found)) if found else None
+        regrets.append(float(measured.seconds[chosen].mean()) / best - 1.0)
+    return float(np.mean(regrets)) if regrets else None
 
 
 def _layout(run: PublishedRun) -> tuple[object, ...]:
     mesh = (run.data, run.fsdp, run.tensor, run.stages, run.context, run.expert)
-    held = (run.zero, run.remat, run.sequence_parallel)
-    return (*mesh, run.chunks, run.micro_batch, *held)
+    options = (run.zero, run.remat, run.sequence_parallel)
+    return (*mesh, run.chunks, run.micro_batch, *options)

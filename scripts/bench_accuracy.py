@@ -1,16 +1,19 @@
-"""Predicted against measured step times of published training runs.
+"""Measures the error of predicted step times of published training runs.
 
 Reads every table of a directory, predicts each source with constants fitted to the
 other sources only, and prints per source the error of the step time, Kendall's tau
-inside groups of equal model and device count, and the regret of the plan that would
-have been picked.
+inside groups of equal model and device count, and the regret of the chosen plan.
 
     python scripts/bench_accuracy.py [--tables DIR] [--fit meshes/fitted.toml]
                                      [--docs docs/reference/accuracy.md]
 
---fit writes the constants fitted to all rows; --docs writes the page. The tables are
-others' and are not in this repository: without --tables the result that was measured
-last is printed, with its commit. The last line is one JSON object.
+--fit writes the constants fitted to all rows; --docs writes the page. The tables
+belong to others and are not in this repository: without --tables the script prints
+the last result with its commit. The last line is one JSON object:
+
+    rows    number of rows of all tables
+    SOURCE  rows, mean, median, max, tau and regret of a source; its name ends in ``*``
+            if no other source has its device
 """
 
 from __future__ import annotations
@@ -37,12 +40,11 @@ from whalejax.meshes.fitted_constants import write  # noqa: E402
 
 
 def percent(value: float | None) -> str:
-    """A share as text, a dash where there is none."""
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def table(scores: Sequence[Score]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Returns the lines of a Markdown table."""
     lines = [
         "| source | rows | mean | median | max | bias | tau | regret |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -58,7 +60,7 @@ def table(scores: Sequence[Score]) -> list[str]:
     return lines
 
 
-KEPT = Path(__file__).with_name("accuracy.json")
+FILE = Path(__file__).with_name("accuracy.json")
 
 SAILOR = ("sailor-profile", "sailor-validation")
 HEADS = 20
@@ -70,7 +72,7 @@ HEADS_NOTE = (
 
 
 def with_true_heads(measured: Measured) -> Measured:
-    """The rows, GPT-Neo 2.7B with the heads that Sailor ran it with."""
+    """Returns the rows, with Sailor's number of heads for GPT-Neo 2.7B."""
     runs = list(measured.runs)
     for index, row in enumerate(measured.rows):
         if row["source"] in SAILOR and "GPT-Neo-2.7" in row["model"]:
@@ -85,13 +87,13 @@ def with_true_heads(measured: Measured) -> Measured:
 
 
 def corrected_scores(measured: Measured) -> tuple[Score, ...]:
-    """Scores of Sailor's rows with true heads; none where the tables lack them."""
+    """Returns the scores of Sailor's rows with true heads; may be empty."""
     if not set(SAILOR) & set(measured.sources):
         return ()
     changed = with_true_heads(measured)
     predicted, judged = accuracy.leave_one_source_out(changed, only=SAILOR)
-    found = accuracy.scores(changed, predicted, judged)
-    return tuple(s for s in found if s.source in SAILOR)
+    scores = accuracy.scores(changed, predicted, judged)
+    return tuple(s for s in scores if s.source in SAILOR)
 
 
 SCALED = ("maxtext", "axlearn")
@@ -109,13 +111,13 @@ SCALED_LEGEND = (
 
 
 def scaled_scores(tables: Path) -> tuple[Score, ...]:
-    """Scores of the TPU sources, with the sizes that MaxText's scales mean."""
+    """Returns the scores of the TPU sources, with sizes by MaxText's scales."""
     measured = accuracy.load(tables, scaled=True)
     if not set(SCALED) & set(measured.sources):
         return ()
     predicted, judged = accuracy.leave_one_source_out(measured, only=SCALED)
-    found = accuracy.scores(measured, predicted, judged)
-    return tuple(s for s in found if s.source in SCALED)
+    scores = accuracy.scores(measured, predicted, judged)
+    return tuple(s for s in scores if s.source in SCALED)
 
 
 COMMAND = (
@@ -190,15 +192,26 @@ SHORTFALLS = (
 )
 
 
+def steps_section(path: Path) -> list[str]:
+    """Returns the section of single steps, which this script does not measure."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    _, mark, rest = text.partition("## Steps on ")
+    return [mark + rest.partition("\n## ")[0].rstrip(), ""] if mark else []
+
+
 def page(
-    scores: Sequence[Score], corrected: Sequence[Score], scaled: Sequence[Score]
+    scores: Sequence[Score],
+    corrected: Sequence[Score],
+    scaled: Sequence[Score],
+    steps: Sequence[str] = (),
 ) -> str:
-    """The accuracy page.
+    """Returns the accuracy page.
 
     Args:
-        scores: of every source.
-        corrected: of those of whose rows a size is known to be wrong.
-        scaled: of those of which a scale says the sizes.
+        scores: Scores of every source.
+        corrected: Scores of the sources with a wrong size in their rows.
+        scaled: Scores of the sources whose sizes follow from a scale.
+        steps: Section of single steps.
     """
     vtrain = next((s.mean for s in scores if s.source.startswith("vtrain")), None)
     own = (
@@ -215,18 +228,18 @@ def page(
         *("## Other predictors", ""),
         *("| predictor | error of the step time | rows |", "|---|---|---|"),
         *(f"| {' | '.join(cells)} |" for cells in (own, *OTHERS)),
-        *("", "## Input tables", "", TABLES, "", "## Known limits", ""),
+        *("", "## Input tables", "", TABLES, "", *steps, "## Known limits", ""),
         *(f"- {text}" for text in SHORTFALLS),
     ]
     return "\n".join(lines) + "\n"
 
 
 def results(scores: Sequence[Score], measured: Measured) -> dict[str, object]:
-    """What the last line says."""
-    found: dict[str, object] = {"rows": len(measured.rows)}
+    """Returns the object of the last line."""
+    report: dict[str, object] = {"rows": len(measured.rows)}
     for s in scores:
         name = s.source if s.judged else f"{s.source}*"
-        found[name] = {
+        report[name] = {
             "rows": s.count,
             "mean": round(s.mean, 4),
             "median": round(s.median, 4),
@@ -234,11 +247,10 @@ def results(scores: Sequence[Score], measured: Measured) -> dict[str, object]:
             "tau": None if s.tau is None else round(s.tau, 3),
             "regret": None if s.regret is None else round(s.regret, 4),
         }
-    return found
+    return report
 
 
 def main() -> int:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", type=Path, metavar="DIR")
     parser.add_argument("--fit", type=Path, metavar="FILE.toml")
@@ -247,10 +259,10 @@ def main() -> int:
     if arguments.tables is None:
         if arguments.fit or arguments.docs:
             parser.error("--fit and --docs need --tables")
-        kept = json.loads(KEPT.read_text())
-        print("\n".join(kept["lines"]))
-        print(f"measured at {kept['commit']}, with JAX {kept['jax']}")
-        print(json.dumps(kept["result"]))
+        record = json.loads(FILE.read_text())
+        print("\n".join(record["lines"]))
+        print(f"measured at {record['commit']}, with JAX {record['jax']}")
+        print(json.dumps(record["result"]))
         return 0
     # Every process of a fit has a core; threads would take those of the others.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -263,8 +275,8 @@ def main() -> int:
     print(f"{len(measured.rows)} rows of {len(set(measured.sources))} sources")
     if arguments.fit:
         sources = ", ".join(dict.fromkeys(measured.sources))
-        every = accuracy.load(arguments.tables, scaled=True)
-        write(accuracy.fit_all(every), arguments.fit, sources)
+        scaled_rows = accuracy.load(arguments.tables, scaled=True)
+        write(accuracy.fit_all(scaled_rows), arguments.fit, sources)
         print(f"constants written to {arguments.fit}")
     predicted, judged = accuracy.leave_one_source_out(measured)
     scores = accuracy.scores(measured, predicted, judged)
@@ -277,11 +289,12 @@ def main() -> int:
     if scaled:
         print("\n".join([SCALED_NOTE, *table(scaled), SCALED_LEGEND]))
     if arguments.docs:
-        arguments.docs.write_text(page(scores, corrected, scaled), encoding="utf-8")
+        text = page(scores, corrected, scaled, steps_section(arguments.docs))
+        arguments.docs.write_text(text, encoding="utf-8")
     result = results(scores, measured)
     about = {"commit": checkout.commit(), "jax": jax.__version__}
-    kept = {**about, "lines": lines, "result": result}
-    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    record = {**about, "lines": lines, "result": result}
+    FILE.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(result))
     return 0
 

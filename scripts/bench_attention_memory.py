@@ -1,28 +1,29 @@
-"""Memory of attention in blocks by the length of the sequence, as compilers allot it.
+"""Measures the compiled memory of attention in blocks by the length of the sequence.
 
-Layers of a scan are handed one mask (causal, of padding, or of segments); a training
-step (forward and backward) and an evaluation (forward alone) are compiled for sequences
-of 32,768, 65,536 and 131,072 tokens, on one device and round a ring of four, for TPU
-(v5e, v5p) and for CPU. What was compiled is kept in ``attention_memory.json`` beside
-this script, with commit and versions; without options that is read, and one case,
-drawn by --seed, is compiled anew for CPU. The last line is one JSON object:
-
-    cases               how many are kept
-    doubling_max        the largest ratio of temporaries to those of half the sequence,
-                        of all cases: 2 is linear, 4 is the square
-    doubling            the ratios of each case
-    memory_error        the largest relative error of a peak of a training step, as it
-                        is predicted now, by platform
-    fresh_case, fresh_over_kept   the drawn case, and its temporaries over those kept
-
-Temporaries are the peak without what lies in memory all the time. Up to 0.12 GB of a
-TPU's lie in memory on the chip, which is in no figure: where programs take less than
-1 GB of the other, that grows by more than it would without.
+Layers of a scan get one mask (causal, of padding, or of segments); a training step
+(forward and backward) and an evaluation (forward alone) are compiled for sequences of
+32,768, 65,536 and 131,072 tokens, on one device and round a ring of four, for TPU
+(v5e, v5p) and for CPU. ``attention_memory.json`` beside this script has the results,
+with commit and versions; without options the script reads it, and compiles one case,
+chosen by --seed, anew for CPU.
 
     python scripts/bench_attention_memory.py [--refresh] [--only TEXT] [--seed N]
 
-``--refresh`` compiles what is not kept yet (with ``--only``, all whose names hold it),
-for an hour or less; it can be interrupted.
+``--refresh`` compiles the missing cases (with ``--only``, all whose names contain
+TEXT) in at most an hour; it can be interrupted. The last line is one JSON object:
+
+    cases                         number of stored cases
+    doubling_max                  largest ratio of temporaries to those of half the
+                                  sequence: 2 is linear, 4 is the square
+    doubling                      ratios of each case
+    memory_error                  by platform, the largest relative error of today's
+                                  prediction of the peak of a training step
+    fresh_case, fresh_over_kept   the fresh case; its temporaries over the stored ones
+    seed                          seed that chose the fresh case
+
+Temporaries are the peak without the arguments. Up to 0.12 GB of a TPU's temporaries
+are in memory on the chip, which no figure counts: in programs that take less than 1 GB
+of the other memory, that one grows by more than the temporaries do.
 """
 
 from __future__ import annotations
@@ -59,15 +60,13 @@ TOPOLOGIES: Final = {
     "v5p": {1: "v5p:1x1x1", 4: "v5p:2x2x1"},
 }
 LENGTHS: Final = (32_768, 65_536, 131_072)
-ROOM: Final = 2**36
-"""Bytes of a CPU that runs nothing."""
+RAM: Final = 2**36
+"""Memory of a CPU that only compiles."""
 VOCAB: Final = 1024
-"""Small: logits are none of attention's memory."""
+"""Small, because logits are no memory of attention."""
 
 
 class Layer(nn.Module):
-    """Attention and a perceptron."""
-
     heads: int
 
     @nn.compact
@@ -81,7 +80,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers in a scan that are handed one mask."""
+    """Layers in a scan that share one mask."""
 
     mask: str
     layers: int
@@ -114,10 +113,10 @@ class Case:
 
     Attributes:
         platform: ``"v5e"``, ``"v5p"`` or ``"cpu"``.
-        devices: that share the sequence.
-        mask: of which kind.
-        trains: a training step.
-        length: tokens of the one sample.
+        devices: Devices that share the sequence.
+        mask: Kind of mask.
+        trains: Whether it is a training step.
+        length: Tokens of the one sample.
     """
 
     platform: str
@@ -128,7 +127,7 @@ class Case:
 
     @property
     def series(self) -> str:
-        """The name without the length."""
+        """Name without the length."""
         ring = f"ring of {self.devices}" if self.devices > 1 else "one device"
         return (
             f"{self.platform} {ring}, {self.mask}, {'step' if self.trains else 'eval'}"
@@ -140,14 +139,14 @@ class Case:
 
     @property
     def topology(self) -> str:
-        """What it is compiled for."""
+        """Devices that it is compiled for."""
         if self.platform == "cpu":
             return f"cpu:{self.devices}"
         return TOPOLOGIES[self.platform][self.devices]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Such that 32,768 tokens take 1 GB or more of a TPU."""
+        """Sizes with which 32,768 tokens take 1 GB or more of a TPU."""
         if self.platform == "cpu":
             return {"layers": 2, "embed": 256}
         if not self.trains:
@@ -171,16 +170,16 @@ CASES: Final = [
 ]
 
 
-def planned(case: Case) -> tuple[Callable[..., Any], Any, wh.Plan]:
-    """The loss of a case, its parameters and its plan."""
+def plan_case(case: Case) -> tuple[Callable[..., Any], Any, wh.Plan]:
+    """Returns the loss of a case, its parameters and its plan."""
     model = Model(mask=case.mask, **case.sizes)
 
     def loss(params: Any, batch: Any) -> Any:
         logits = model.apply({"params": params}, batch["tokens"], batch["segments"])
-        found = optax.softmax_cross_entropy_with_integer_labels(
+        losses = optax.softmax_cross_entropy_with_integer_labels(
             logits.astype(jnp.float32), batch["targets"]
         )
-        return found.mean()
+        return losses.mean()
 
     short = jnp.zeros((1, 64), jnp.int32)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), short, short))
@@ -192,7 +191,7 @@ def planned(case: Case) -> tuple[Callable[..., Any], Any, wh.Plan]:
         params["params"],
         batch,
         optimizer=optax.adamw(1e-3),
-        cluster=wh.cluster(case.topology).with_memory(ROOM) if cpu else case.topology,
+        cluster=wh.cluster(case.topology).with_memory(RAM) if cpu else case.topology,
         precision="f32" if cpu else "bf16",
         mesh={"context": case.devices},
         attention="ring",
@@ -204,16 +203,16 @@ def planned(case: Case) -> tuple[Callable[..., Any], Any, wh.Plan]:
     return loss, params["params"], plan
 
 
-def compiled(case: Case) -> dict[str, Any]:
-    """Bytes of a case on one device."""
-    loss, params, plan = planned(case)
+def measure_case(case: Case) -> dict[str, Any]:
+    """Returns the bytes of a case on one device."""
+    loss, params, plan = plan_case(case)
     cpu = case.platform == "cpu"
     step = wh.compile(
         plan,
         loss,
         params,
         optimizer=optax.adamw(1e-3),
-        devices=jax.devices()[: case.devices] if cpu else described(case.topology),
+        devices=jax.devices()[: case.devices] if cpu else described_tpus(case.topology),
     )
     if case.trains:
         lowered = step.lower()
@@ -221,37 +220,37 @@ def compiled(case: Case) -> dict[str, Any]:
         state = bare(step.abstract_state())
         lowered = step._runner._loss.lower(state, step._layout.abstract())
     stats = lowered.compile().memory_analysis()
-    lying = stats.argument_size_in_bytes
-    peak = lying + stats.temp_size_in_bytes if cpu else stats.peak_memory_in_bytes
-    return {"peak": peak, "temporaries": peak - lying}
+    inputs = stats.argument_size_in_bytes
+    peak = inputs + stats.temp_size_in_bytes if cpu else stats.peak_memory_in_bytes
+    return {"peak": peak, "temporaries": peak - inputs}
 
 
-def described(topology: str) -> list[Any]:
-    """TPUs that are not there."""
+def described_tpus(topology: str) -> list[Any]:
+    """Returns TPUs that do not exist on this machine."""
     lengths = [int(n) for n in topology.partition(":")[2].split("x")]
-    alone = max(lengths) == 1
-    options = {"chips_per_host_bounds": (1, 1, 1)} if alone else {}
+    is_single = max(lengths) == 1
+    options = {"chips_per_host_bounds": (1, 1, 1)} if is_single else {}
     return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
 
 
-def summary(kept: dict[str, Any]) -> dict[str, Any]:
-    """The keys that the kept results make."""
+def summary(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys that follow from the stored results."""
     doubling: dict[str, list[float]] = {}
     errors: dict[str, float] = {}
-    known = [case for case in CASES if case.name in kept]
-    for case in known:
-        found = kept[case.name]
-        half = kept.get(dataclasses.replace(case, length=case.length // 2).name)
+    stored_cases = [case for case in CASES if case.name in results]
+    for case in stored_cases:
+        result = results[case.name]
+        half = results.get(dataclasses.replace(case, length=case.length // 2).name)
         if half is not None:
-            ratio = found["temporaries"] / half["temporaries"]
+            ratio = result["temporaries"] / half["temporaries"]
             doubling.setdefault(case.series, []).append(round(ratio, 3))
         if case.trains:
-            predicted = planned(case)[2].memory.total_bytes
-            error = abs(predicted / found["peak"] - 1)
+            predicted = plan_case(case)[2].memory.total_bytes
+            error = abs(predicted / result["peak"] - 1)
             worst = max(errors.get(case.platform, 0.0), error)
             errors[case.platform] = round(worst, 3)
     return {
-        "cases": len(known),
+        "cases": len(stored_cases),
         "doubling_max": max(ratio for ratios in doubling.values() for ratio in ratios),
         "doubling": doubling,
         "memory_error": errors,
@@ -259,31 +258,30 @@ def summary(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compile what is asked for, and print one line of JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--refresh", action="store_true", help="compile what is kept")
-    parser.add_argument("--only", default="", help="text in the names")
-    parser.add_argument("--seed", type=int, default=None, help="of the drawn case")
+    parser.add_argument("--refresh", action="store_true", help="compile more cases")
+    parser.add_argument("--only", default="", help="text in the names of cases")
+    parser.add_argument("--seed", type=int, default=None, help="fresh case's seed")
     arguments = parser.parse_args()
-    kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    results = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     for case in CASES if arguments.refresh else ():
-        if arguments.only in case.name and (arguments.only or case.name not in kept):
-            kept[case.name] = {
-                **compiled(case),
+        if arguments.only in case.name and (arguments.only or case.name not in results):
+            results[case.name] = {
+                **measure_case(case),
                 "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
                 "commit": commit(),
             }
-            print(case.name, kept[case.name], flush=True)
-            text = json.dumps(kept, indent=1, sort_keys=True)
+            print(case.name, results[case.name], flush=True)
+            text = json.dumps(results, indent=1, sort_keys=True)
             FILE.write_text(text + "\n", encoding="utf-8")
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     short = [c for c in CASES if c.platform == "cpu" and c.length == LENGTHS[0]]
-    drawn = random.Random(seed).choice([c for c in short if c.name in kept] or short)
-    fresh = compiled(drawn)["temporaries"]
-    before = kept[drawn.name]["temporaries"] if drawn.name in kept else fresh
+    pick = random.Random(seed).choice([c for c in short if c.name in results] or short)
+    fresh = measure_case(pick)["temporaries"]
+    before = results[pick.name]["temporaries"] if pick.name in results else fresh
     report = {
-        **summary(kept),
-        "fresh_case": drawn.name,
+        **summary(results),
+        "fresh_case": pick.name,
         "fresh_over_kept": round(fresh / before, 4),
         "seed": seed,
     }

@@ -1,24 +1,27 @@
-"""Signals at drawn moments: launched runs end, name the right rank, and lose no loss.
+"""Sends signals to launched runs at random moments and checks how the runs end.
 
-Each case launches a training run (``chaos_training.py``: one program, a pipeline whose
-stages have programs of their own, or three replicas with unequal shares), waits until a
-drawn rank says that it has come to a drawn place, waits a drawn moment more, and sends
-it a drawn signal. A fourth of the runs are started again afterwards and train to their
-end from the latest checkpoint. What was measured is kept in ``chaos.json`` beside this
-script, with commits, versions and the seed; without options that is printed, and some
-cases more are measured, with a seed of their own.
+Each case launches a training run (``chaos_training.py``: one program, a pipeline of
+stage programs, or three replicas with unequal shares), waits until a random rank
+reports a random point of its work, waits a random time more, and sends it a random
+signal. A fourth of the runs are started again afterwards and train to their end from
+the latest checkpoint. ``chaos.json`` beside this script has the results, with commits,
+versions and the seed; without options the script prints these and measures a few cases
+with a seed of their own.
 
     python scripts/bench_chaos.py [--signals 6] [--seconds 540] [--seed N] [--refresh]
 
-``--refresh`` measures the kept cases, 300 of them; it takes hours, writes each case
-down as it ends, and goes on where it stopped (``--anew`` begins again). The last line
-is one JSON object, over the kept and the fresh cases:
+``--refresh`` measures the 300 stored cases; it takes hours, writes each case as it
+ends, and continues where it stopped (``--anew`` begins again). The last line is one
+JSON object, over the stored and the fresh cases:
 
+    signals        number of sent signals
     hangs          launchers that had not ended 30 s after the signal
-    wrong_curves   runs with a missing step, or with a loss that is more than 1e-5 off
-                   that of an undisturbed run; those started again too
-    blamed_right   part of the runs that failed in which the launcher names that rank
-    signals        how many were sent, of which ``kept`` are those of the file
+    wrong_curves   runs with a missing step, or with a loss more than 1e-5 off that of
+                   an undisturbed run, before or after a restart
+    blamed_right   part of the failed runs whose launcher names the right rank
+    failed         number of failed runs
+    resumed        runs that were started again
+    kept, fresh    signals of the file, and of this call
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ FILE: Final = Path(__file__).with_name("chaos.json")
 TRAINING: Final = Path(__file__).with_name("chaos_training.py")
 
 KINDS: Final = {"data": 2, "pipeline": 2, "uneven": 3}
-"""Kinds of runs, and their processes."""
+"""Number of processes of each kind of run."""
 
 PLACES: Final = (
     *("begins", "imported", "joined", "planned", "compiled"),
@@ -62,17 +65,17 @@ SIGNALS: Final = (
     *("SIGSEGV", "SIGABRT", "SIGHUP", "SIGRTMIN"),
 )
 STEPS: Final = 14
-KEPT: Final = 300
+STORED_CASES: Final = 300
 HANG_SECONDS: Final = 30.0
 RUN_SECONDS: Final = 240.0
-"""A run that no signal has reached is given up after these."""
+"""Limit on a run that no signal has reached."""
 
 TOLERANCE: Final = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is done to one run."""
+    """Disturbance of one run."""
 
     index: int
     kind: str
@@ -84,7 +87,7 @@ class Case:
 
 
 def drawn(seed: int, index: int) -> Case:
-    """The case of a number, which is the same on every machine."""
+    """Returns the case of a number, which is the same on every machine."""
     rng = random.Random(f"{seed}/{index}")
     kind = rng.choice(sorted(KINDS))
     return Case(
@@ -99,19 +102,18 @@ def drawn(seed: int, index: int) -> Case:
 
 
 class Run:
-    """A launched run, in a folder of its own."""
-
     def __init__(self, kind: str, folder: Path, name: str) -> None:
-        """Start it."""
         self.logs = folder / name
         self.logs.mkdir()
         self._errors = (self.logs / "errors").open("wb")
-        words = ["-m", "whalejax", "launch", "--processes", str(KINDS[kind])]
-        words += ["--logs", str(self.logs), str(TRAINING), kind, str(folder / "saved")]
-        kept = {k: v for k, v in os.environ.items() if k[:4] not in ("XLA_", "JAX_")}
+        argv = ["-m", "whalejax", "launch", "--processes", str(KINDS[kind])]
+        argv += ["--logs", str(self.logs), str(TRAINING), kind, str(folder / "saved")]
+        environment = {
+            k: v for k, v in os.environ.items() if k[:4] not in ("XLA_", "JAX_")
+        }
         self.process = subprocess.Popen(
-            [sys.executable, *words],
-            env={**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            [sys.executable, *argv],
+            env={**environment, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
@@ -119,25 +121,24 @@ class Run:
         )
 
     def pid_of(self, rank: int) -> int | None:
-        """The process of a rank, while it is there."""
-        wanted = f"WHALEJAX_PROCESS_ID={rank}".encode()
+        """Returns the process of a rank, if it runs."""
+        variable = f"WHALEJAX_PROCESS_ID={rank}".encode()
         with contextlib.suppress(OSError):
             tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
             for pid in " ".join(path.read_text() for path in tasks).split():
                 with contextlib.suppress(OSError):
-                    given = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    if wanted in given:
+                    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    if variable in variables:
                         return int(pid)
         return None
 
     def log(self, rank: int) -> str:
-        """What a rank has written so far."""
         with contextlib.suppress(OSError):
             return (self.logs / f"rank-{rank}.log").read_text(errors="replace")
         return ""
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the launcher; False, and it is killed, if it does not end."""
+        """Waits for the launcher; kills it and returns False if it does not end."""
         try:
             self.process.wait(seconds)
             return True
@@ -148,30 +149,29 @@ class Run:
         finally:
             self._errors.close()
 
-    def said(self) -> str:
-        """What the launcher wrote to stderr."""
+    def errors(self) -> str:
         return (self.logs / "errors").read_text(errors="replace")
 
     def losses(self, kind: str) -> list[dict[int, float]]:
-        """The losses of every rank, by step."""
-        found = (self.log(rank) for rank in range(KINDS[kind]))
+        """Returns the losses of every rank, by step."""
+        logs = (self.log(rank) for rank in range(KINDS[kind]))
         return [
             {
                 int(s): float(v)
                 for s, v in re.findall(r"^chaos loss (\d+) (\S+)$", t, re.M)
             }
-            for t in found
+            for t in logs
         ]
 
 
 def _heed_signals() -> None:
-    """What nohup or a background shell ignores, children would ignore too."""
+    """Restores signals that children would inherit as ignored from nohup."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def is_right(losses: Mapping[int, float], reference: Mapping[int, float]) -> bool:
-    """Whether steps follow each other and losses are the undisturbed run's."""
+    """Returns whether no step is missing and all losses are as expected."""
     steps = sorted(losses)
     follow = steps == list(range(steps[0], steps[-1] + 1)) if steps else True
     return follow and all(
@@ -180,19 +180,19 @@ def is_right(losses: Mapping[int, float], reference: Mapping[int, float]) -> boo
     )
 
 
-def undisturbed(kind: str = "data") -> dict[int, float]:
-    """The losses of a run that nothing happens to."""
+def undisturbed_losses(kind: str = "data") -> dict[int, float]:
+    """Returns the losses of an undisturbed run."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(kind, Path(folder), "first")
         if not run.ends_within(RUN_SECONDS) or run.process.returncode:
-            raise SystemExit(f"the undisturbed run failed:\n{run.said()}")
+            raise SystemExit(f"the undisturbed run failed:\n{run.errors()}")
         (losses,) = {tuple(sorted(x.items())) for x in run.losses(kind)}
         assert [step for step, _ in losses] == list(range(1, STEPS + 1))
         return dict(losses)
 
 
-def strike(run: Run, case: Case) -> bool:
-    """Send the signal at its moment; False if the rank was gone by then."""
+def send_signal(run: Run, case: Case) -> bool:
+    """Sends the signal at its moment; returns False if the rank had ended."""
     end = time.monotonic() + RUN_SECONDS
     mark = re.compile(rf"^chaos at {case.place}$", re.M)
     while not mark.search(run.log(case.rank)):
@@ -210,68 +210,66 @@ def strike(run: Run, case: Case) -> bool:
 
 
 def measure(case: Case, reference: Mapping[int, float], folder: Path) -> dict[str, Any]:
-    """Run a case.
+    """Runs a case.
 
     Returns:
-        What happened, or ``sent`` False where the rank had ended before the signal.
+        Results, or ``sent`` False if the rank had ended before the signal.
     """
     run = Run(case.kind, folder, "first")
-    record: dict[str, Any] = {**asdict(case), "sent": strike(run, case)}
-    began = time.monotonic()
+    record: dict[str, Any] = {**asdict(case), "sent": send_signal(run, case)}
+    start = time.monotonic()
     if not record["sent"]:
         run.ends_within(RUN_SECONDS)
         return record
     record["hangs"] = not run.ends_within(HANG_SECONDS)
-    record["seconds"] = round(time.monotonic() - began, 2)
+    record["seconds"] = round(time.monotonic() - start, 2)
     record["status"] = run.process.returncode
     curves = run.losses(case.kind)
     record["wrong"] = not all(is_right(curve, reference) for curve in curves)
     failed = run.process.returncode != 0
     if failed:
-        named = re.search(r"^whalejax: rank (\d+) on localhost", run.said(), re.M)
-        record["named"] = int(named[1]) if named else None
+        match = re.search(r"^whalejax: rank (\d+) on localhost", run.errors(), re.M)
+        record["named"] = int(match[1]) if match else None
     elif any(len(curve) < STEPS for curve in curves):
         record["wrong"] = True
     if failed and case.resumes and not record["hangs"]:
         again = Run(case.kind, folder, "again")
-        ended = again.ends_within(RUN_SECONDS) and again.process.returncode == 0
+        ok = again.ends_within(RUN_SECONDS) and again.process.returncode == 0
         later = again.losses(case.kind)
-        whole = {**curves[0], **later[0]}
-        record["resumed_right"] = ended and is_right(whole, reference)
-        record["resumed_right"] &= max(whole, default=STEPS) == STEPS
+        joint = {**curves[0], **later[0]}
+        record["resumed_right"] = ok and is_right(joint, reference)
+        record["resumed_right"] &= max(joint, default=STEPS) == STEPS
         record["wrong"] |= not record["resumed_right"]
     if (
         record["hangs"]
         or record["wrong"]
         or record.get("named", case.rank) != case.rank
     ):
-        record["said"] = run.said()[-1500:]
+        record["said"] = run.errors()[-1500:]
     return record
 
 
 def versions() -> dict[str, str]:
-    """What was measured with."""
     names = ("jax", "jaxlib", "orbax-checkpoint", "numpy")
     return {"python": platform.python_version()} | {
         name: metadata.version(name) for name in names
     }
 
 
-def words_of(record: Mapping[str, Any]) -> str:
-    """A line for a case."""
-    what = f"{record['index']:4d} {record['kind']:8s} rank {record['rank']} "
-    what += f"{record['signal']:8s} at {record['place']:9s} "
+def case_text(record: Mapping[str, Any]) -> str:
+    text = f"{record['index']:4d} {record['kind']:8s} rank {record['rank']} "
+    text += f"{record['signal']:8s} at {record['place']:9s} "
     if not record["sent"]:
-        return what + "it had ended before"
-    named = record.get("named", "nobody had to be named")
-    told = f"named {named}" if isinstance(named, int) else str(named)
+        return text + "the rank had ended before"
+    named = record.get("named", "no rank had to be named")
+    name = f"named {named}" if isinstance(named, int) else str(named)
     flags = [word for word in ("hangs", "wrong") if record[word]]
-    again = " resumed" if record.get("resumed_right") else ""
-    return what + f"{record['seconds']:5.1f} s, {told}{again} {' '.join(flags).upper()}"
+    tail = " resumed" if record.get("resumed_right") else ""
+    return text + f"{record['seconds']:5.1f} s, {name}{tail} {' '.join(flags).upper()}"
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers of the last line."""
+    """Returns the numbers of the last line."""
     sent = [record for record in records if record["sent"]]
     failed = [record for record in sent if "named" in record]
     right = sum(record["named"] == record["rank"] for record in failed)
@@ -286,30 +284,30 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def run_cases(
-    seed: int, known: dict[int, Any], count: int, stop_at: float, kept: Path | None
+    seed: int, known: dict[int, Any], count: int, stop_at: float, path: Path | None
 ) -> None:
-    """Measure cases until so many signals were sent, into what is known."""
+    """Measures cases, into ``known``, until ``count`` signals were sent."""
     reference: dict[int, float] | None = None
     index = 0
     while sum(record["sent"] for record in known.values()) < count:
         if index not in known:
             if time.monotonic() > stop_at:
                 return
-            reference = undisturbed() if reference is None else reference
+            reference = undisturbed_losses() if reference is None else reference
             folder = Path(tempfile.mkdtemp())
             try:
                 record = measure(drawn(seed, index), reference, folder)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             known[index] = {**record, "commit": checkout.commit()}
-            print(words_of(record), flush=True)
-            if kept is not None:
-                write(kept, seed, known)
+            print(case_text(record), flush=True)
+            if path is not None:
+                write(path, seed, known)
         index += 1
 
 
 def write(path: Path, seed: int, known: Mapping[int, Any]) -> None:
-    """Keep what was measured; a file that is half written is never seen."""
+    """Writes the results; the file is never half written."""
     data = {
         "seed": seed,
         "versions": versions(),
@@ -317,13 +315,13 @@ def write(path: Path, seed: int, known: Mapping[int, Any]) -> None:
         "result": summary(list(known.values())),
         "cases": [known[index] for index in sorted(known)],
     }
-    beside = path.with_suffix(".unfinished")
-    beside.write_text(json.dumps(data, indent=1) + "\n")
-    beside.replace(path)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(data, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 def read(path: Path) -> tuple[int, dict[str, Any], dict[int, Any]]:
-    """The seed, all, and the cases of what is kept."""
+    """Returns the seed, all data, and the cases of the file."""
     if not path.exists():
         return 0, {}, {}
     data = json.loads(path.read_text())
@@ -331,27 +329,24 @@ def read(path: Path) -> tuple[int, dict[str, Any], dict[int, Any]]:
 
 
 def main() -> None:
-    """Print what is kept, and measure some cases more; or measure them all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--signals", type=int, default=6, help="fresh ones")
+    parser.add_argument("--seconds", type=float, default=540, help="for fresh cases")
+    parser.add_argument("--seed", type=int, default=1, help="of fresh cases")
+    parser.add_argument("--refresh", action="store_true", help="measure all cases")
     parser.add_argument(
-        "--seconds", type=float, default=540, help="no case after these"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the fresh ones")
-    parser.add_argument("--refresh", action="store_true", help="measure the kept ones")
-    parser.add_argument(
-        "--anew", action="store_true", help="and forget those there are"
+        "--anew", action="store_true", help="with --refresh: begin again"
     )
     options = parser.parse_args()
     seed, data, known = read(FILE)
     if options.refresh:
         known = {} if options.anew else known
-        run_cases(seed, known, KEPT, float("inf"), FILE)
+        run_cases(seed, known, STORED_CASES, float("inf"), FILE)
         print(json.dumps(summary(list(known.values()))))
         return
     if data:
         print(
-            f"kept: {data['result']['signals']} signals, seed {seed}, commits "
+            f"stored: {data['result']['signals']} signals, seed {seed}, commits "
             f"{', '.join(data['commits'])}, "
             f"{', '.join(f'{n} {v}' for n, v in data['versions'].items())}\n"
             f"      {json.dumps(data['result'])}"
@@ -359,9 +354,9 @@ def main() -> None:
     fresh: dict[int, Any] = {}
     stop_at = time.monotonic() + options.seconds
     run_cases(options.seed, fresh, options.signals, stop_at, None)
-    found = summary([*known.values(), *fresh.values()])
-    kept = data["result"]["signals"] if data else 0
-    print(json.dumps({**found, "kept": kept, "fresh": found["signals"] - kept}))
+    total = summary([*known.values(), *fresh.values()])
+    stored = data["result"]["signals"] if data else 0
+    print(json.dumps({**total, "kept": stored, "fresh": total["signals"] - stored}))
 
 
 if __name__ == "__main__":

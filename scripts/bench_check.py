@@ -1,23 +1,29 @@
-"""Plans of drawn models, layouts and options, held against one device.
+"""Checks plans of random models, layouts and options against one device.
 
-Every pair and triple of mesh axes is drawn several times, with a model that has
-something for each of them (``check_models.py``), and options of every kind beside it.
-Each plan runs at reduced sizes on virtual CPU devices, by ``wh.check``: its loss, every
-gradient and the updated parameters are compared with those of one device. Axes that no
-plan has together are counted as refused, with the planner's reason.
+Every pair and triple of mesh axes is sampled several times, with a model that has
+something for each of them (``check_models.py``) and options of every kind. Each plan
+runs at reduced sizes on virtual CPU devices, by ``wh.check``: its loss, every gradient
+and the updated parameters are compared with those of one device. Axes that no plan has
+together count as refused, with the planner's reason.
 
     python scripts/bench_check.py [--refresh] [--only TEXT] [--fresh N] [--seed N]
         [--seconds N] [--jobs N] [--verbose]
 
-What was found is kept in ``check.json`` beside this script, with commit, versions and
-seed; without options a fresh sample, drawn by today's date or by ``--seed``, is checked
-beside it, within eight minutes. ``--refresh`` checks all draws anew (those whose name
-holds TEXT, or which are not in the file yet); it takes an hour, and goes on where it
-was interrupted. The last line is one JSON object: checked, wrong, refused (draws that
-the planner or an executor refuses in words), unchecked (plans of which nothing could be
-run), axis_pairs, axis_triples, their numbers possible_pairs and possible_triples (what
-no plan can have left out), models, worst_error, worst_over_limit, fresh, fresh_wrong
-and commits.
+``check.json`` beside this script has the results, with commit, versions and seed.
+Without options a fresh sample, chosen by today's date or by ``--seed``, is checked
+within eight minutes. ``--refresh`` checks all draws anew (those whose name contains
+TEXT, or which the file lacks); it takes an hour, and continues where it was
+interrupted. The last line is one JSON object:
+
+    checked, wrong           plans that were compared; plans that differ
+    refused                  draws that the planner or an executor refuses with a reason
+    unchecked                plans of which nothing could be run
+    axis_pairs, axis_triples          pairs and triples of axes that were checked
+    possible_pairs, possible_triples  their number, without those that no plan can have
+    models                   number of models
+    worst_error, worst_over_limit     largest error; largest error over its limit
+    seed, fresh, fresh_wrong          seed, size and wrong plans of the fresh sample
+    commits                  number of commits of the stored results
 """
 
 from __future__ import annotations
@@ -47,13 +53,13 @@ from whalejax.equality.check_plan import check_adapted
 from whalejax.planner.sharding.layout import MESH_AXES, SPATIAL_AXES
 
 
-KEPT: Final = Path(__file__).with_name("check.json")
+FILE: Final = Path(__file__).with_name("check.json")
 DRAWS: Final = 3
-"""Times that each pair and triple of axes is drawn."""
+"""Repetitions of each pair and triple of axes."""
 
 SEED: Final = 20261128
 TRIES: Final = 6
-"""Draws of models and options until one is planned."""
+"""Attempts to find a model and options with a plan."""
 
 ROW_SECONDS: Final = 240.0
 FRESH: Final = 24
@@ -67,12 +73,12 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """A set of axes that is to be checked, for the time-th time.
+    """A set of axes to check, with the number of the repetition.
 
     Attributes:
-        axes: mesh axes, two devices along each.
-        number: which draw of these axes.
-        seed: of models, options and data.
+        axes: Mesh axes, with two devices along each.
+        number: Index among the draws of these axes.
+        seed: Seed of models, options and data.
     """
 
     axes: tuple[str, ...]
@@ -81,17 +87,17 @@ class Draw:
 
     @property
     def name(self) -> str:
-        """Unlike every other."""
+        """Unique name."""
         return f"{'-'.join(self.axes)} {self.number} {self.seed}"
 
     def chance(self) -> random.Random:
-        """The same random numbers for the same draw."""
+        """Returns the random numbers of the draw, the same at every call."""
         digest = hashlib.sha256(self.name.encode()).digest()
         return random.Random(int.from_bytes(digest[:8], "big"))
 
 
 def draws() -> list[Draw]:
-    """Every single axis, pair and triple, several times."""
+    """Returns every single axis, pair and triple, several times."""
     return [
         Draw(axes=axes, number=number)
         for number in range(DRAWS)
@@ -102,39 +108,39 @@ def draws() -> list[Draw]:
 
 
 def is_possible(axes: Sequence[str]) -> bool:
-    """Stages of a pipeline do not share the space of samples, whatever the model."""
+    """Returns False for stages with spatial axes, which no model can have together."""
     return not ("stage" in axes and set(axes) & set(SPATIAL_AXES))
 
 
-def options(axes: Sequence[str], chance: random.Random) -> dict[str, Any]:
-    """Options of ``wh.plan`` that go with some axes."""
-    found: dict[str, Any] = {name: chance.choice(v) for name, v in CHOICES.items()}
-    found["num_micro_batches"] = chance.choice((4, 8) if "stage" in axes else (1, 2, 4))
+def random_options(axes: Sequence[str], chance: random.Random) -> dict[str, Any]:
+    """Returns options of ``wh.plan`` that suit the axes."""
+    opts: dict[str, Any] = {name: chance.choice(v) for name, v in CHOICES.items()}
+    opts["num_micro_batches"] = chance.choice((4, 8) if "stage" in axes else (1, 2, 4))
     if "data" in axes:
-        found["zero"] = chance.choice((0, 1, 2))
+        opts["zero"] = chance.choice((0, 1, 2))
         others = {"stage", *SPATIAL_AXES}
         if not others & set(axes) and chance.random() < 0.25:
-            found["combine"] = chance.choice(("adasum", "adasum_updates"))
-            found |= {"zero": 0, "offload": None, "precision": "f32"}
+            opts["combine"] = chance.choice(("adasum", "adasum_updates"))
+            opts |= {"zero": 0, "offload": None, "precision": "f32"}
         elif not others & set(axes) and chance.random() < 0.25:
-            found |= {"shares": [3, 1], "num_micro_batches": None, "offload": None}
-            found["zero"] = min(found["zero"], 1)
+            opts |= {"shares": [3, 1], "num_micro_batches": None, "offload": None}
+            opts["zero"] = min(opts["zero"], 1)
     if "context" in axes:
-        found["attention"] = chance.choice((None, "ring", "gather"))
+        opts["attention"] = chance.choice((None, "ring", "gather"))
     if "tensor" in axes:
-        found["sequence_parallel"] = chance.choice((None, True, False))
+        opts["sequence_parallel"] = chance.choice((None, True, False))
     if "stage" in axes:
-        found |= {"offload": None, "attention": None}
+        opts |= {"offload": None, "attention": None}
     elif chance.random() < 0.3:
-        found["loss_chunks"] = 4
-    return {name: value for name, value in found.items() if value is not None}
+        opts["loss_chunks"] = 4
+    return {name: value for name, value in opts.items() if value is not None}
 
 
-def planned(draw: Draw) -> tuple[str, dict[str, Any], wh.Plan | None, list[str]]:
-    """A model, options and a plan of a draw; None where all tries were refused."""
+def plan_draw(draw: Draw) -> tuple[str, dict[str, Any], wh.Plan | None, list[str]]:
+    """Returns a model, its options, a plan (or None) and the refusals."""
     chance, refusals = draw.chance(), list[str]()
     for _ in range(TRIES):
-        given = options(draw.axes, chance)
+        settings = random_options(draw.axes, chance)
         names = [*MODELS]
         chance.shuffle(names)
         for name in names:
@@ -147,53 +153,53 @@ def planned(draw: Draw) -> tuple[str, dict[str, Any], wh.Plan | None, list[str]]
                     optimizer=job.optimizer,
                     cluster=f"h100:{2 ** len(draw.axes)}",
                     mesh=dict.fromkeys(draw.axes, 2),
-                    **given,
+                    **settings,
                 )
             except wh.WhaleError as error:
                 refusals.append(f"{name}: {str(error).splitlines()[-1].strip():.200}")
                 continue
-            return name, given, plan, refusals
+            return name, settings, plan, refusals
     return "", {}, None, refusals
 
 
-def checked(draw: Draw) -> dict[str, Any]:
-    """One draw, planned and checked."""
+def check_draw(draw: Draw) -> dict[str, Any]:
+    """Plans and checks one draw."""
     started = time.monotonic()
-    name, given, plan, refusals = planned(draw)
+    name, settings, plan, refusals = plan_draw(draw)
     row: dict[str, Any] = {
         "name": draw.name,
         "axes": list(draw.axes),
         "seed": draw.seed,
         "model": name,
-        "options": {key: given[key] for key in sorted(given)},
+        "options": {key: settings[key] for key in sorted(settings)},
         "refusals": len(refusals),
     }
     if plan is None:
         return {**row, "refused": refusals[-1]}
     job = MODELS[name]()
-    odd = draw.chance().random() < 0.5
+    is_odd = draw.chance().random() < 0.5
     try:
-        found = check_adapted(
+        report = check_adapted(
             plan,
             adapt(jobs.abstract_model(job), job.loss_fn),
             job.batch,
             optimizer=job.optimizer,
             batch_axes=0,
-            multiples=(3,) if odd else (2,),
+            multiples=(3,) if is_odd else (2,),
             seed=draw.chance().randrange(2**31),
             timeout_seconds=ROW_SECONDS,
             memory_bytes=None,
         )
     except wh.WhaleError as error:
         return {**row, "unchecked": f"{error!s:.500}", "plan": plan.hash}
-    run = found.worst
+    run = report.worst
     return {
         **row,
         "plan": plan.hash,
         "extents": run.extents,
         "way": run.way,
         "reduced": {d.name: [d.size, d.reduced] for d in run.dimensions},
-        "right": found.is_right,
+        "right": report.is_right,
         "error": run.error,
         "over_limit": run.error_over_limit,
         "worst": run.worst.path,
@@ -202,16 +208,15 @@ def checked(draw: Draw) -> dict[str, Any]:
     }
 
 
-class Kept:
-    """Results on disk, written after each."""
+class Rows:
+    """Results on disk, written after each addition."""
 
     def __init__(self) -> None:
-        there = KEPT.is_file()
-        rows = json.loads(KEPT.read_text())["rows"] if there else []
+        exists = FILE.is_file()
+        rows = json.loads(FILE.read_text())["rows"] if exists else []
         self.rows: dict[str, dict[str, Any]] = {row["name"]: row for row in rows}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row, with where it was made."""
         self.rows[row["name"]] = {
             **row,
             "commit": checkout.commit(),
@@ -219,13 +224,12 @@ class Kept:
             "jaxlib": jaxlib.version.__version__,
         }
         text = json.dumps({"rows": [*self.rows.values()]}, indent=1)
-        part = KEPT.with_suffix(".part")
-        part.write_text(text + "\n")
-        part.replace(KEPT)
+        unfinished = FILE.with_suffix(".part")
+        unfinished.write_text(text + "\n")
+        unfinished.replace(FILE)
 
 
 def fresh_draws(count: int, seed: int) -> Iterator[Draw]:
-    """Draws that nobody has seen."""
     every = [draw.axes for draw in draws()]
     chance = random.Random(seed)
     for number, axes in enumerate(chance.choices(every, k=count)):
@@ -235,14 +239,14 @@ def fresh_draws(count: int, seed: int) -> Iterator[Draw]:
 def run(
     wanted: Sequence[Draw], *, seconds: float, workers: int, verbose: bool
 ) -> Iterator[dict[str, Any]]:
-    """Check draws, as many as begin in the time given."""
+    """Checks draws, as many as begin in the given seconds."""
     ends = time.monotonic() + seconds
 
-    def one(draw: Draw) -> dict[str, Any] | None:
-        return None if time.monotonic() > ends else checked(draw)
+    def check_in_time(draw: Draw) -> dict[str, Any] | None:
+        return None if time.monotonic() > ends else check_draw(draw)
 
     with ThreadPoolExecutor(workers) as pool:
-        for row in pool.map(one, wanted):
+        for row in pool.map(check_in_time, wanted):
             if row is None:
                 continue
             if verbose or not row.get("right", True) or "unchecked" in row:
@@ -251,10 +255,9 @@ def run(
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers of some rows."""
     judged = [row for row in rows if "right" in row]
     covered = {tuple(row["axes"]) for row in judged}
-    # A triple holds its pairs.
+    # A triple contains its pairs.
     pairs = {p for axes in covered for p in itertools.combinations(axes, 2)}
     possible = [
         sum(is_possible(c) for c in itertools.combinations(MESH_AXES, size))
@@ -277,7 +280,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Checks what is asked for, and prints the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--only", default="")
@@ -286,27 +288,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--verbose", action="store_true")
-    given = parser.parse_args()
-    kept, fresh = Kept(), list[dict[str, Any]]()
+    args = parser.parse_args()
+    stored, fresh = Rows(), list[dict[str, Any]]()
     today = int(datetime.date.today().strftime("%Y%m%d"))
-    seed = today if given.seed is None else given.seed
-    how: dict[str, Any] = {"workers": given.jobs, "verbose": given.verbose}
-    if given.refresh:
+    seed = today if args.seed is None else args.seed
+    settings: dict[str, Any] = {"workers": args.jobs, "verbose": args.verbose}
+    if args.refresh:
         wanted = [
             draw
             for draw in draws()
-            if (given.only and given.only in draw.name) or draw.name not in kept.rows
+            if (args.only and args.only in draw.name) or draw.name not in stored.rows
         ]
-        for row in run(wanted, seconds=float("inf"), **how):
-            kept.add(row)
+        for row in run(wanted, seconds=float("inf"), **settings):
+            stored.add(row)
     else:
-        wanted = list(fresh_draws(given.fresh, seed))
-        fresh = list(run(wanted, seconds=given.seconds, **how))
-    rows = [row for row in kept.rows.values() if given.only in row["name"]]
-    found = {**summary(rows), "seed": seed, "fresh": summary(fresh)["checked"]}
-    found["fresh_wrong"] = summary(fresh)["wrong"]
-    found["commits"] = len({row["commit"] for row in rows})
-    print(json.dumps(found))
+        wanted = list(fresh_draws(args.fresh, seed))
+        fresh = list(run(wanted, seconds=args.seconds, **settings))
+    rows = [row for row in stored.rows.values() if args.only in row["name"]]
+    report = {**summary(rows), "seed": seed, "fresh": summary(fresh)["checked"]}
+    report["fresh_wrong"] = summary(fresh)["wrong"]
+    report["commits"] = len({row["commit"] for row in rows})
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""Predicted against compiled collective bytes, layout by layout.
+"""Compares predicted with compiled collective bytes, layout by layout.
 
 Every pair of a model and a layout is planned, lowered and compiled for eight virtual
 CPU devices; the payload of every collective of the plan is compared with that of the
-program's, loops multiplied out. A pair is exact where the totals agree to the byte.
+program, loops multiplied out. A pair is exact if the totals agree to the byte.
 
-    python scripts/bench_collectives.py [--only NAME] [--verbose]
+    python scripts/bench_collectives.py [--only NAME]
 
-The last line is one JSON object; exact_fraction is the part of exact pairs.
+The last line is one JSON object:
+
+    pairs           number of pairs
+    exact           number of exact pairs
+    exact_fraction  part of exact pairs
 """
 
 from __future__ import annotations
@@ -60,8 +64,8 @@ class Pair:
     """One model under one layout.
 
     Attributes:
-        model, layout: which.
-        predicted, compiled: payload bytes on one device by kind of collective.
+        model, layout: Texts of the model and of the layout.
+        predicted, compiled: Payload bytes on one device by kind of collective.
     """
 
     model: str
@@ -71,12 +75,12 @@ class Pair:
 
     @property
     def exact(self) -> bool:
-        """All collectives together carry the bytes that were predicted."""
+        """Whether all collectives together carry the predicted bytes."""
         return sum(self.predicted.values()) == sum(self.compiled.values())
 
 
 def pairs(only: str | None) -> Iterator[Pair]:
-    """Plan and compile every pair that is possible."""
+    """Plans and compiles every possible pair."""
     import jax
     import optax
     from flax import nnx
@@ -116,39 +120,38 @@ def pairs(only: str | None) -> Iterator[Pair]:
                 print(f"{name} {mesh}: not possible ({str(error).splitlines()[0]})")
                 continue
             step = wh.compile(plan, job.loss_fn, model, optimizer=optimizer)
-            found = hlo.collectives(step.lower().compile().as_text())
+            collectives = hlo.collectives(step.lower().compile().as_text())
             predicted: Counter[str] = Counter()
             for c in plan.collectives:
                 predicted[c.kind] += c.payload_bytes * c.times(plan.num_micro_batches)
-            words = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+            text = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
             yield Pair(
                 model=" ".join((name, *options)),
-                layout=f"{words}, ZeRO-{zero}" if zero else words,
+                layout=f"{text}, ZeRO-{zero}" if zero else text,
                 predicted=dict(predicted),
-                compiled=dict(found.nbytes),
+                compiled=dict(collectives.nbytes),
             )
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", metavar="NAME")
     arguments = parser.parse_args()
-    found = []
+    compared = []
     for pair in pairs(arguments.only):
-        found.append(pair)
+        compared.append(pair)
         word = "exact" if pair.exact else "OFF"
         print(f"{word:6}{pair.model} {pair.layout}")
         if not pair.exact:
             print(f"      predicted {pair.predicted}")
             print(f"      compiled  {pair.compiled}")
-    exact = sum(pair.exact for pair in found)
+    exact = sum(pair.exact for pair in compared)
     print(
         json.dumps(
             {
-                "pairs": len(found),
+                "pairs": len(compared),
                 "exact": exact,
-                "exact_fraction": round(exact / max(1, len(found)), 4),
+                "exact_fraction": round(exact / max(1, len(compared)), 4),
             }
         )
     )

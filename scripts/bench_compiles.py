@@ -1,17 +1,21 @@
-"""Plans that are called feasible, compiled: does every one of them compile, and fit?
+"""Compiles plans that are called feasible and counts those that compile and fit.
 
-For each model and topology the planner's choice is taken, and then the fastest feasible
-layout of every other set of mesh axes, as many as ``--most`` says. The real TPU or GPU
-compiler compiles each training step. What came of it is kept in ``compiles.json``
-beside this script, with the versions and the date; without options the kept results
-are added up. They are of the layouts that were feasible on that date.
+For each model and topology the script takes the planner's choice, and then the fastest
+feasible layout of every other set of mesh axes, up to ``--most``. The real TPU or GPU
+compiler compiles each training step. ``compiles.json`` beside this script has the
+results, with the versions and the date; without options these are summed up. They are
+of the layouts that were feasible on that date.
 
     python scripts/bench_compiles.py [--refresh] [--only TEXT] [--most N]
 
-``--refresh`` compiles what is not in the file yet (with ``--only``, all whose name
-holds TEXT); about an hour for everything. The last line is one JSON object: programs,
-compiled (of these), fits (of these), understood (whose every collective was read), and
-failed (their names).
+``--refresh`` compiles the programs that the file lacks (with ``--only``, all whose name
+contains TEXT), in about an hour. The last line is one JSON object:
+
+    programs    number of programs
+    compiled    those that compiled
+    fits        those that fit in memory
+    understood  those whose every collective was read
+    failed      names of those that did not compile or were not read
 """
 
 from __future__ import annotations
@@ -44,10 +48,10 @@ class Model:
     """A reference model and its options.
 
     Attributes:
-        name: of the reference model.
-        options: of its job.
-        samples: in the batch of one device.
-        topologies: what it is compiled for.
+        name: Name of the reference model.
+        options: Options of its job.
+        samples: Samples in the batch of one device.
+        topologies: Clusters that it is compiled for.
     """
 
     name: str
@@ -57,7 +61,7 @@ class Model:
 
     @property
     def label(self) -> str:
-        """The name and what differs from the default."""
+        """Name with the options that differ from the default."""
         return " ".join([self.name, *(f"{k}={v}" for k, v in self.options.items())])
 
 
@@ -74,8 +78,8 @@ MODELS = (
 )
 
 
-def planned(model: Model, topology: str, **fixed: Any) -> wh.Plan:
-    """A plan of a model, by the layout that is fixed."""
+def make_plan(model: Model, topology: str, **fixed: Any) -> wh.Plan:
+    """Returns the plan of a model under a fixed layout."""
     job = models.job(model.name, **model.options)
     cluster = wh.cluster(topology)
     return wh.plan(
@@ -91,8 +95,8 @@ def planned(model: Model, topology: str, **fixed: Any) -> wh.Plan:
 
 
 def layouts(model: Model, topology: str, most: int) -> Iterator[tuple[str, wh.Plan]]:
-    """The layouts to compile: of each set of axes the fastest that fits."""
-    best = planned(model, topology)
+    """Yields the layouts to compile: of each set of axes the fastest that fits."""
+    best = make_plan(model, topology)
     seen: set[tuple[frozenset[str], bool]] = set()
     for candidate in best.candidates:
         if not candidate.fits:
@@ -105,7 +109,7 @@ def layouts(model: Model, topology: str, most: int) -> Iterator[tuple[str, wh.Pl
         seen.add(kind)
         full = {axis: mesh.get(axis, 1) for axis in AXES}
         level = int(zero[1]) if zero else 0
-        yield candidate.layout, planned(model, topology, mesh=full, zero=level)
+        yield candidate.layout, make_plan(model, topology, mesh=full, zero=level)
         if len(seen) == most:
             return
 
@@ -113,35 +117,35 @@ def layouts(model: Model, topology: str, most: int) -> Iterator[tuple[str, wh.Pl
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
-def compiled(plan: wh.Plan, topology: str) -> dict[str, Any]:
-    """What the compiler makes of a plan, as it is kept."""
-    found = plan.verify(topology, timeout_seconds=SECONDS)
+def compile_plan(plan: wh.Plan, topology: str) -> dict[str, Any]:
+    """Returns the compiler's results for a plan."""
+    report = plan.verify(topology, timeout_seconds=SECONDS)
     return {
         "date": datetime.date.today().isoformat(),
-        "versions": found.versions,
-        "fits": found.fits,
-        "failure": found.failure[:300],
-        "refused": found.refused[:300],
-        "compile_seconds": round(found.compile_seconds, 1),
+        "versions": report.versions,
+        "fits": report.fits,
+        "failure": report.failure[:300],
+        "refused": report.refused[:300],
+        "compile_seconds": round(report.compile_seconds, 1),
         "peak_bytes": {
             "predicted": plan.memory.total_bytes,
-            "compiled": found.peak.compiled,
+            "compiled": report.peak.compiled,
         },
     }
 
 
 def refresh(kept: dict[str, Any], only: str, most: int) -> None:
-    """Compile what is not kept, and keep it."""
+    """Compiles the missing programs and stores their results."""
     programs, complete = kept["programs"], kept["complete"]
     for model in MODELS:
         for topology in model.topologies:
             label = f"{model.label} {topology}"
-            done = complete.get(label, 0) >= most
-            if only not in label or (done and not only):
+            is_complete = complete.get(label, 0) >= most
+            if only not in label or (is_complete and not only):
                 continue
-            for name, found in results(model, topology, most):
-                programs[f"{label}: {name}"] = found
-                print(f"{label}: {name}", json.dumps(found), flush=True)
+            for name, record in results(model, topology, most):
+                programs[f"{label}: {name}"] = record
+                print(f"{label}: {name}", json.dumps(record), flush=True)
                 write(kept)
             complete[label] = most
             write(kept)
@@ -150,50 +154,48 @@ def refresh(kept: dict[str, Any], only: str, most: int) -> None:
 def results(
     model: Model, topology: str, most: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Layouts and what the compiler makes of them, or why there is none."""
+    """Yields layouts and the compiler's results, or the reason why there is no plan."""
     try:
         for layout, plan in layouts(model, topology, most):
             try:
-                yield layout, compiled(plan, topology)
+                yield layout, compile_plan(plan, topology)
             except wh.WhaleError as error:
-                yield layout, failed(error)
+                yield layout, failure_record(error)
     except wh.WhaleError as error:
-        yield "no plan", failed(error)
+        yield "no plan", failure_record(error)
 
 
-def failed(error: wh.WhaleError) -> dict[str, Any]:
-    """What is kept of a program that did not compile."""
+def failure_record(error: wh.WhaleError) -> dict[str, Any]:
+    """Returns the record of a program that did not compile."""
     return {"fits": False, "failure": str(error)[:300], "refused": ""}
 
 
 def write(kept: Mapping[str, Any]) -> None:
-    """Keep the results."""
     FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--only", metavar="TEXT", default="")
     parser.add_argument("--most", metavar="N", type=int, default=3)
     arguments = parser.parse_args()
     empty: dict[str, Any] = {"programs": {}, "complete": {}}
-    kept = json.loads(FILE.read_text()) if FILE.exists() else empty
+    stored = json.loads(FILE.read_text()) if FILE.exists() else empty
     if arguments.refresh:
-        refresh(kept, arguments.only, arguments.most)
-    found = {n: r for n, r in kept["programs"].items() if arguments.only in n}
-    bad = [n for n, r in found.items() if r["failure"] or r["refused"]]
-    for name in bad:
-        print(f"{name}: {found[name]['failure'] or found[name]['refused']}")
+        refresh(stored, arguments.only, arguments.most)
+    records = {n: r for n, r in stored["programs"].items() if arguments.only in n}
+    failures = [n for n, r in records.items() if r["failure"] or r["refused"]]
+    for name in failures:
+        print(f"{name}: {records[name]['failure'] or records[name]['refused']}")
     print(
         json.dumps(
             {
-                "programs": len(found),
-                "compiled": sum(not r["failure"] for r in found.values()),
-                "fits": sum(r["fits"] for r in found.values()),
-                "understood": sum(not r["refused"] for r in found.values()),
-                "failed": bad,
+                "programs": len(records),
+                "compiled": sum(not r["failure"] for r in records.values()),
+                "fits": sum(r["fits"] for r in records.values()),
+                "understood": sum(not r["refused"] for r in records.values()),
+                "failed": failures,
             }
         )
     )

@@ -1,15 +1,17 @@
-"""Ring attention against gathered keys and values, on eight virtual CPU devices.
+"""Times ring attention against gathered keys and values, on eight virtual devices.
 
 A small GPT on one long sequence is trained with its sequence over ``context`` 8, once
-with attention in a ring and once with keys and values gathered, and on one device as
-the model computes it. Steps are timed in pairs in one process. The last line is one
-JSON object:
-
-    ring_over_allgather  median over pairs of the step times
-    ring_over_one        the same against one device
-    allgather_over_one   the same
+with attention in a ring and once with keys and values gathered, and on one device.
+Steps are timed in pairs in one process.
 
     python scripts/bench_context.py [--sequence 4096] [--pairs 5]
+
+The last line is one JSON object:
+
+    sequence             tokens of the sequence
+    ring_over_allgather  median over pairs of the ratio of step times
+    ring_over_one        the same ratio, of the ring over one device
+    allgather_over_one   the same ratio, of gathered keys over one device
 """
 
 from __future__ import annotations
@@ -31,33 +33,32 @@ from whalejax import jobs, models  # noqa: E402
 
 
 def main() -> None:
-    """Time the pairs and print their ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sequence", type=int, default=4096, help="tokens")
     parser.add_argument("--pairs", type=int, default=5, help="timed pairs")
     arguments = parser.parse_args()
-    whole = {"context": 8}
-    ring = _stepper(arguments.sequence, whole, "ring")
-    gather = _stepper(arguments.sequence, whole, "gather")
-    one = _stepper(arguments.sequence, {}, "gather")
+    mesh = {"context": 8}
+    ring = _stepper(arguments.sequence, mesh, "ring")
+    gather = _stepper(arguments.sequence, mesh, "gather")
+    single = _stepper(arguments.sequence, {}, "gather")
     ratios = {
         "ring_over_allgather": (ring, gather),
-        "ring_over_one": (ring, one),
-        "allgather_over_one": (gather, one),
+        "ring_over_one": (ring, single),
+        "allgather_over_one": (gather, single),
     }
-    found = {}
+    medians = {}
     for name, (first, second) in ratios.items():
         pairs = timed_pairs(first, second, pairs=arguments.pairs, warm=1)
-        found[name] = round(pairs.ratio, 3)
+        medians[name] = round(pairs.ratio, 3)
         print(
             f"{name:20s} {pairs.ratio:.2f}: "
             f"{min(pairs.first_seconds):.2f} s and {min(pairs.second_seconds):.2f} s"
         )
-    print(json.dumps({"sequence": arguments.sequence, **found}))
+    print(json.dumps({"sequence": arguments.sequence, **medians}))
 
 
 def _stepper(sequence: int, mesh: dict[str, int], attention: str) -> Callable[[], Any]:
-    """One training step, ready to be repeated."""
+    """Returns a function that runs one training step."""
     job = models.job(
         "gpt-test",
         annotated=False,

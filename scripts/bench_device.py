@@ -1,8 +1,8 @@
-"""Predicted against measured on one device: step time and peak memory.
+"""Measures the error of predicted step time and peak memory on one device.
 
 Calibrates this machine's first device, then trains GPTs and a ResNet-50 on it for a few
 steps over micro-batches and remat policies, each in a process of its own, because a
-device's peak memory never goes down again. On accelerators the GPTs have 125 million to
+device's recorded peak memory never falls. On accelerators the GPTs have 125 million to
 1.5 billion parameters and compute in bfloat16; on a CPU they are small.
 
     python scripts/bench_device.py [--models gpt-small,resnet50] [--batches 1,4]
@@ -10,16 +10,19 @@ device's peak memory never goes down again. On accelerators the GPTs have 125 mi
                                    [--seconds 480] [--seed 0] [--jobs 3]
     python scripts/bench_device.py --topology h100:1
 
-Cases run in an order drawn with --seed, and none is begun after --seconds; how many
-were left out is said. --jobs of them are imported, planned and traced at a time; what
-uses the device, autotuning included, one alone. With --topology nothing is run and
-nothing timed: the real compiler of hardware that need not be here says what memory it
-needs (``whalejax verify --setup-gpu`` once, or the extra tpu-compile). Memory that was
-measured is what the device says it held at most; where a device does not say, as a CPU,
-what its compiler says. --rows writes down all rows. The last line is one JSON object:
-time_mean, time_max, memory_mean and memory_max (errors relative to what was measured),
-false_fits (predicted to fit, and did not), left_out (cases that --seconds did not
-reach).
+Cases run in an order chosen by --seed, and none begins after --seconds. --jobs of them
+are imported, planned and traced at a time; only one at a time uses the device, also for
+autotuning. With --topology nothing runs: the real compiler of hardware that may be
+absent reports the memory (``whalejax verify --setup-gpu`` once, or the extra
+tpu-compile). Measured memory is the peak that the device reports, or, if it reports
+none, as a CPU, the compiler's figure. --rows writes all rows. The last line is one JSON
+object:
+
+    rows                     number of rows
+    time_mean, time_max      error of the step time relative to the measured time
+    memory_mean, memory_max  error of the peak memory relative to the measured memory
+    false_fits               cases that were predicted to fit, and did not
+    left_out                 cases that --seconds did not reach
 """
 
 from __future__ import annotations
@@ -60,12 +63,12 @@ class Row:
     """One model, micro-batch and remat policy, predicted and measured.
 
     Attributes:
-        device: what it ran on.
-        predicted_seconds, measured_seconds: of a step; measured is None where nothing
-            was run.
-        predicted_bytes, measured_bytes: of peak memory; predicted is 0 where there is
-            no plan, and measured None where it did not fit.
-        note: why a figure is missing.
+        device: Kind of the device, or the topology.
+        predicted_seconds, measured_seconds: Seconds of a step; measured is None if
+            nothing ran.
+        predicted_bytes, measured_bytes: Bytes of peak memory; predicted is 0 without a
+            plan, and measured None if it did not fit.
+        note: Reason for a missing figure.
     """
 
     model: str
@@ -80,13 +83,13 @@ class Row:
 
     @property
     def time_error(self) -> float | None:
-        """Relative to the measured time; above zero the prediction is too slow."""
+        """Error relative to the measured time; positive if it is too slow."""
         seconds = self.measured_seconds
         return None if seconds is None else self.predicted_seconds / seconds - 1.0
 
     @property
     def memory_error(self) -> float | None:
-        """Relative to the measured memory; above zero the prediction is too large."""
+        """Error relative to the measured memory; positive if it is too large."""
         nbytes = self.measured_bytes
         return None if nbytes is None else self.predicted_bytes / nbytes - 1.0
 
@@ -123,7 +126,7 @@ def _share(value: float | None) -> str:
 
 
 def _plan(case: argparse.Namespace, cluster: Any, accelerator: bool) -> tuple[Any, Any]:
-    """The job and its plan for one device."""
+    """Returns the job and its plan for one device."""
     import whalejax as wh
     from whalejax import jobs, models
 
@@ -145,15 +148,15 @@ def _plan(case: argparse.Namespace, cluster: Any, accelerator: bool) -> tuple[An
 
 
 def compiled_row(case: argparse.Namespace) -> Row:
-    """What the compiler of a topology makes of a case."""
+    """Compiles a case for a topology."""
     import whalejax as wh
 
     topology = case.topology
     _, plan = _plan(case, wh.cluster(topology), accelerator=topology != "local")
-    found = plan.verify(topology).document()
-    if found["refused"] or found["failure"]:
-        raise SystemExit(f"{topology}: {found['refused'] or found['failure']}")
-    memory = {one["name"]: one for one in found["memory"]}
+    report = plan.verify(topology).document()
+    if report["refused"] or report["failure"]:
+        raise SystemExit(f"{topology}: {report['refused'] or report['failure']}")
+    memory = {term["name"]: term for term in report["memory"]}
     peak = memory.get("peak", {}).get("compiled")
     return Row(
         model=case.model,
@@ -168,7 +171,7 @@ def compiled_row(case: argparse.Namespace) -> Row:
 
 
 def measured_row(case: argparse.Namespace) -> Row:
-    """A case as it runs on this machine's first device."""
+    """Runs a case on this machine's first device."""
     import jax
 
     import whalejax as wh
@@ -196,8 +199,8 @@ def measured_row(case: argparse.Namespace) -> Row:
     )
     step.lower()
     try:
-        with _alone(case.lock):
-            seconds = _timed(step, job, batch, case.steps)
+        with _device_lock(case.lock):
+            seconds = _median_seconds(step, job, batch, case.steps)
     except jax.errors.JaxRuntimeError as error:
         if FULL_MEMORY not in str(error):
             raise
@@ -210,30 +213,30 @@ def measured_row(case: argparse.Namespace) -> Row:
 
 
 @contextmanager
-def _alone(lock: str) -> Iterator[None]:
-    """While no other case holds the lock, a file's path."""
+def _device_lock(lock: str) -> Iterator[None]:
+    """Holds a lock on a file, so that no other case uses the device."""
     with open(lock or os.devnull, "w", encoding="utf-8") as file:
         if lock:
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _timed(step: Any, job: Any, batch: Any, steps: int) -> float:
-    """Median seconds of a step, the first two left out."""
+def _median_seconds(step: Any, job: Any, batch: Any, steps: int) -> float:
+    """Returns the median seconds of a step, without the first two."""
     import jax
 
     state = step.init(job.make_model, rng=jax.random.key(0))
-    found = []
+    seconds = []
     for _ in range(steps + 2):
         started = time.perf_counter()
         state, metrics = step(state, batch)
         jax.block_until_ready((state.params, metrics))
-        found.append(time.perf_counter() - started)
-    return statistics.median(found[2:])
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[2:])
 
 
-def one(case: argparse.Namespace) -> Row:
-    """A case, in this process."""
+def run_in_process(case: argparse.Namespace) -> Row:
+    """Runs a case in this process."""
     from whalejax import PlanError
 
     try:
@@ -244,42 +247,41 @@ def one(case: argparse.Namespace) -> Row:
 
 
 def cases(arguments: argparse.Namespace) -> list[list[str]]:
-    """The options of every process."""
+    """Returns the options of every process."""
     if arguments.topology:
         accelerator = arguments.topology != "local"
     else:
-        ask = "import jax; print(jax.local_devices()[0].platform)"
-        said = subprocess.run(
-            [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True
+        code = "import jax; print(jax.local_devices()[0].platform)"
+        process = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
         )
-        accelerator = said.stdout.split()[-1] != "cpu"
+        accelerator = process.stdout.split()[-1] != "cpu"
     gpts = TRANSFORMERS if accelerator else SMALL
-    found = []
+    options = []
     for model in arguments.models or (*gpts, IMAGES):
-        usual = (IMAGE_BATCHES if model == IMAGES else BATCHES)[accelerator]
-        for batch in arguments.batches or usual:
+        default_batches = (IMAGE_BATCHES if model == IMAGES else BATCHES)[accelerator]
+        for batch in arguments.batches or default_batches:
             for remat in arguments.remat:
-                found.append(
+                options.append(
                     ["--models", model, "--batches", str(batch), "--remat", remat]
                 )
-    random.Random(arguments.seed).shuffle(found)
-    return found
+    random.Random(arguments.seed).shuffle(options)
+    return options
 
 
 def results(rows: list[Row]) -> dict[str, Any]:
-    """What the last line says."""
-    found: dict[str, Any] = {"rows": len(rows)}
+    """Returns the numbers of the last line."""
+    report: dict[str, Any] = {"rows": len(rows)}
     for name in ("time", "memory"):
         errors = [getattr(row, f"{name}_error") for row in rows]
-        known = [abs(error) for error in errors if error is not None]
-        found[f"{name}_mean"] = round(statistics.fmean(known), 4) if known else None
-        found[f"{name}_max"] = round(max(known), 4) if known else None
-    found["false_fits"] = sum(row.note == "did not fit" for row in rows)
-    return found
+        sizes = [abs(error) for error in errors if error is not None]
+        report[f"{name}_mean"] = round(statistics.fmean(sizes), 4) if sizes else None
+        report[f"{name}_max"] = round(max(sizes), 4) if sizes else None
+    report["false_fits"] = sum(row.note == "did not fit" for row in rows)
+    return report
 
 
 def main() -> None:
-    """Run every case in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=lambda text: text.split(","), default=())
     parser.add_argument(
@@ -301,7 +303,7 @@ def main() -> None:
         (arguments.model,) = arguments.models
         (arguments.batch,) = arguments.batches
         (arguments.remat,) = arguments.remat
-        print(json.dumps(asdict(one(arguments))))
+        print(json.dumps(asdict(run_in_process(arguments))))
         return
     print("\n".join(HEADER))
     started = time.perf_counter()
@@ -312,15 +314,15 @@ def main() -> None:
         # Processes that wait for their turn must leave the device's memory free.
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
-    def done(case: list[str]) -> bool:
-        """Whether there was time for it; its row is printed and kept."""
+    def run_case(case: list[str]) -> bool:
+        """Runs a case, prints and stores its row; returns False if no time was left."""
         if time.perf_counter() - started > arguments.seconds:
             return False
         command = [sys.executable, __file__, "--one", *case, *options]
-        said = subprocess.run(
+        process = subprocess.run(
             command, stdout=subprocess.PIPE, text=True, check=True, env=environment
         )
-        rows.append(Row(**json.loads(said.stdout.splitlines()[-1])))
+        rows.append(Row(**json.loads(process.stdout.splitlines()[-1])))
         print(rows[-1], flush=True)
         if arguments.rows:
             text = json.dumps([asdict(row) for row in rows], indent=1)
@@ -330,7 +332,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options += ["--lock", str(Path(folder) / "device")]
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            left_out = list(pool.map(done, cases(arguments))).count(False)
+            left_out = list(pool.map(run_case, cases(arguments))).count(False)
     print(json.dumps({**results(rows), "left_out": left_out}))
 
 

@@ -1,14 +1,16 @@
-"""Times what a notebook waits for when it first shows a plan, and weighs the HTML.
+"""Times the first display of a plan in a notebook, and counts the bytes of its HTML.
 
 A plan file of Llama-3 405B's shapes, its 126 layers with parameters of their own, is
 read and shown in a fresh process; then one of 10,000 parameters that do not fold, and a
-long pipeline. The last line printed is one JSON object with, for each,
-
-    NAME_seconds     of the first display, its imports included, reading excluded
-    NAME_again       of the next one
-    NAME_kilobytes   of HTML
+long pipeline.
 
     python scripts/bench_display.py [--rounds N]
+
+The last line is one JSON object with, for each plan,
+
+    NAME_seconds     seconds of the first display with its imports, without reading
+    NAME_again       seconds of the second display
+    NAME_kilobytes   kilobytes of HTML
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ print(*shown, len(html.encode()))
 
 
 def plans() -> dict[str, Plan]:
-    """The plans that are shown, by name."""
+    """Returns the plans to show, by name."""
     job = models.job("llama-405b")
-    whole = find_plan(
+    large = find_plan(
         job.loss_fn,
         jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 2048)),
@@ -61,8 +63,8 @@ def plans() -> dict[str, Plan]:
         precision="bf16",
         runnable=False,
     )
-    single = [leaf for leaf in whole.leaves if leaf.path.startswith("blocks.")]
-    others = [leaf for leaf in whole.leaves if leaf not in single]
+    stacked = [leaf for leaf in large.leaves if leaf.path.startswith("blocks.")]
+    others = [leaf for leaf in large.leaves if leaf not in stacked]
     layers = [
         dataclasses.replace(
             leaf,
@@ -80,11 +82,11 @@ def plans() -> dict[str, Plan]:
             },
         )
         for layer in range(126)
-        for leaf in single
+        for leaf in stacked
     ]
     many = [dataclasses.replace(layers[0], path=f"w{i}x") for i in range(10_000)]
     job = models.job("llama-7b")
-    piped = find_plan(
+    pipeline = find_plan(
         job.loss_fn,
         jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 512)),
@@ -95,27 +97,26 @@ def plans() -> dict[str, Plan]:
         num_micro_batches=64,
     )
     return {
-        "llama405b": dataclasses.replace(whole, leaves=(*others, *layers)),
-        "parameters10k": dataclasses.replace(whole, leaves=tuple(many)),
-        "timeline": piped,
+        "llama405b": dataclasses.replace(large, leaves=(*others, *layers)),
+        "parameters10k": dataclasses.replace(large, leaves=tuple(many)),
+        "timeline": pipeline,
     }
 
 
-def shown(path: Path, name: str) -> tuple[float, float, int]:
-    """Seconds of the first display and of the next, and bytes, in a fresh process."""
-    done = subprocess.run(
+def measure_display(path: Path, name: str) -> tuple[float, float, int]:
+    """Returns the seconds of both displays, and the bytes, in a fresh process."""
+    process = subprocess.run(
         [sys.executable, "-c", SHOW, str(path), name],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    first, again, nbytes = done.stdout.split()
-    return float(first), float(again), int(nbytes)
+    first, second, nbytes = process.stdout.split()
+    return float(first), float(second), int(nbytes)
 
 
 def main() -> None:
-    """Print a line for each plan, then all of it as JSON."""
     parser = argparse.ArgumentParser(description="Times displays of plans.")
     parser.add_argument("--rounds", type=int, default=5)
     rounds: int = parser.parse_args().rounds
@@ -124,15 +125,15 @@ def main() -> None:
         for name, plan in plans().items():
             path = Path(folder) / f"{name}.json"
             plan.save(path)
-            runs = [shown(path, name) for _ in range(rounds)]
-            first, again = (statistics.median(r[i] for r in runs) for i in (0, 1))
+            runs = [measure_display(path, name) for _ in range(rounds)]
+            first, second = (statistics.median(r[i] for r in runs) for i in (0, 1))
             results |= {
                 f"{name}_seconds": round(first, 4),
-                f"{name}_again": round(again, 4),
+                f"{name}_again": round(second, 4),
                 f"{name}_kilobytes": runs[0][2] / 1000,
             }
             print(
-                f"{name}: {first:.3f} s at first, then {again:.3f} s, "
+                f"{name}: {first:.3f} s at first, then {second:.3f} s, "
                 f"{runs[0][2] / 1000:.0f} kB, {len(plan.leaves):,} parameters"
             )
     print(json.dumps(results))

@@ -1,30 +1,27 @@
-"""How large the product is, how it hangs together, and what of it a plan enters.
-
-All but the last is counted in its text, and nothing of it is run.
+"""Counts the size of the product, its dependencies, and the code that a plan enters.
 
     python scripts/bench_house.py [--options remat,zero,loss_chunks]
 
-The last line is one JSON object:
+The last line is one JSON object, counted in the text except for the last three:
 
-    lines            of product code in whalejax, planner, meshes and models, without
-                     blank lines, comments and docstrings
-    planner_lines    of them in planner
-    modules          how many there are
-    largest_folder   modules in the folder that holds most, without its __init__.py
-    cycles           modules that import each other in a ring, imports inside functions
-                     and for types counted
-    upward           imports from a folder of whalejax/ to one behind it in the order
-                     of tests/house/imports.py, counted by pairs of modules
-    option_files     for each option of wh.plan that is asked for, product files in
-                     which it occurs
-    twice            public class names that more than one module defines
-    evaluators       modules in which a step's time is computed: those that make its
-                     terms of numbers
+    lines            lines of product code in whalejax, planner, meshes and models,
+                     without blank lines, comments and docstrings
+    planner_lines    those in planner
+    modules          number of modules
+    largest_folder   modules of the largest folder, without its __init__.py
+    cycles           modules that import each other in a ring, with imports inside
+                     functions and for types
+    upward           pairs of modules with an import from a folder of whalejax/ to a
+                     later one in the order of tests/house/imports.py
+    option_files     for each given option of wh.plan, product files that contain it
+    twice            public class names that several modules define
+    names_twice      these names
+    evaluators       modules that compute the terms of a step's time from numbers
     plan_modules     modules of whalejax, planner and meshes that ``wh.plan`` enters for
                      two layers on eight devices
-    plan_functions   functions of theirs that it enters, each once; what stands inside
-                     an expression is none
-    frames_deep      the most of their frames that stand on each other then
+    plan_functions   functions that it enters, each once, without lambdas and
+                     comprehensions
+    frames_deep      largest number of their frames on the stack
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ _SILENT = frozenset(
 
 
 def code_lines(source: str) -> int:
-    """Lines that hold code: no blank ones, comments or docstrings."""
+    """Returns the number of lines without blank ones, comments and docstrings."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _SILENT:
@@ -88,7 +85,7 @@ def code_lines(source: str) -> int:
 
 
 def public_classes(files: list[Path]) -> Counter[str]:
-    """How many modules define a class of each public name."""
+    """Returns how many modules define a class of each public name."""
     return Counter(
         node.name
         for path in files
@@ -98,39 +95,39 @@ def public_classes(files: list[Path]) -> Counter[str]:
 
 
 def modules_on_rings(graph: dict[str, set[str]]) -> int:
-    """How many modules lie on a ring of imports.
+    """Returns the number of modules on a ring of imports.
 
     Args:
-        graph: what each module imports.
+        graph: Imports of each module.
     """
-    # What nothing that is left imports, or imports nothing that is left, is on no ring.
+    # A module without importers or without imports is on no ring.
     while True:
         imported = set().union(*graph.values()) if graph else set()
-        loose = {n for n, out in graph.items() if not out or n not in imported}
-        if not loose:
+        acyclic = {n for n, out in graph.items() if not out or n not in imported}
+        if not acyclic:
             return len(graph)
-        graph = {n: out - loose for n, out in graph.items() if n not in loose}
+        graph = {n: out - acyclic for n, out in graph.items() if n not in acyclic}
 
 
 def makes_time_terms(source: str) -> bool:
-    """Whether a module computes terms of a step's time, which it does not define."""
+    """Returns whether a module makes ``TimeTerms`` that another module defines."""
     nodes = [*ast.walk(ast.parse(source))]
-    made = any(
+    calls = any(
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "TimeTerms"
         for node in nodes
     )
     classes = (node.name for node in nodes if isinstance(node, ast.ClassDef))
-    return made and "TimeTerms" not in classes
+    return calls and "TimeTerms" not in classes
 
 
-class Entered:
+class EnteredFunctions:
     """The product's functions that are entered while a profile function is set.
 
     Attributes:
-        functions: file and qualified name of each.
-        deepest: the most frames of theirs on each other.
+        functions: File and qualified name of each.
+        deepest: Largest number of their frames on the stack.
     """
 
     def __init__(self) -> None:
@@ -142,7 +139,7 @@ class Entered:
         )
 
     def profile(self, frame: FrameType, event: str, _: object) -> None:
-        """Count one call or return; as ``sys.setprofile`` takes it."""
+        """Counts one call or return; a function for ``sys.setprofile``."""
         code = frame.f_code
         if event not in ("call", "return") or not self._counts(code):
             return
@@ -159,8 +156,8 @@ class Entered:
         )
 
 
-def entered_by_plan() -> Entered:
-    """What planning two layers enters, of the product."""
+def entered_by_plan() -> EnteredFunctions:
+    """Plans two layers and returns the functions that this enters."""
 
     def plan(width: int) -> None:
         params = {
@@ -174,19 +171,18 @@ def entered_by_plan() -> Entered:
 
         wh.plan(loss, params, batch, optimizer=optax.sgd(0.1), cluster="h100:8")
 
-    plan(256)  # Imports what it needs; of another width, so that nothing is known.
-    found = Entered()
-    before = sys.getprofile()
-    sys.setprofile(found.profile)
+    plan(256)  # Imports modules; another width, so that no cache serves the second.
+    entered = EnteredFunctions()
+    previous = sys.getprofile()
+    sys.setprofile(entered.profile)
     try:
         plan(512)
     finally:
-        sys.setprofile(before)
-    return found
+        sys.setprofile(previous)
+    return entered
 
 
 def main() -> None:
-    """Count, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--options", default="loss_chunks,sequence_parallel,zero")
     options = parser.parse_args().options.split(",")

@@ -1,17 +1,19 @@
-"""Measures what WhaleJAX costs before the first step: imports and planning.
+"""Measures the time of WhaleJAX before the first step: imports and planning.
 
 Every figure is a median over fresh processes, because a second import is free. They
 read byte code that an unreported process has written, into a folder of this run, as
-users' processes do. The last
-line printed is one JSON object:
-
-    import_s      `import whalejax`, in seconds
-    imports_jax   whether that imported JAX
-    front_end_s   `api.plan` and `runtime.train_step` of it, after `import jax, flax`
-    plan_s        planning the quick-start GPT for 8 described devices, tracing
-                  included, in a process that has imported both
+users' processes do.
 
     python scripts/bench_import.py [--repeats N]
+
+The last line is one JSON object:
+
+    import_s      seconds of `import whalejax`
+    imports_jax   whether that imported JAX
+    front_end_s   seconds of importing `api.plan` and `runtime.train_step`, after
+                  `import jax, flax`
+    plan_s        seconds of planning the quick-start GPT for 8 described devices,
+                  tracing included, in a process that has imported both
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ print(json.dumps({"seconds": stop - start}))
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Variables of the processes: they read and write byte code, in a new folder."""
+    """Returns variables that put byte code of processes in a new folder."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     folder = tempfile.mkdtemp(prefix="whalejax-bytecode-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -89,28 +91,27 @@ def environment() -> dict[str, str]:
 
 def in_fresh_process(code: str) -> dict[str, Any]:
     """Runs code in a new interpreter and returns the object on its last line."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         env=environment(),
         capture_output=True,
         text=True,
     )
-    if done.returncode != 0:
-        sys.exit(f"a measurement failed:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    if process.returncode != 0:
+        sys.exit(f"a measurement failed:\n{process.stderr}")
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def median_seconds(code: str, repeats: int) -> float:
-    """The median of what ``repeats`` fresh processes report, after one unreported."""
+    """Returns the median over ``repeats`` fresh processes, after one unreported."""
     in_fresh_process(code)  # fills the disk cache and writes the byte code
-    measured = [in_fresh_process(code)["seconds"] for _ in range(repeats)]
-    print(f"  {min(measured):.4f} to {max(measured):.4f} s in {repeats} processes")
-    return statistics.median(measured)
+    seconds = [in_fresh_process(code)["seconds"] for _ in range(repeats)]
+    print(f"  {min(seconds):.4f} to {max(seconds):.4f} s in {repeats} processes")
+    return statistics.median(seconds)
 
 
 def main() -> None:
-    """Measures, and prints the figures as one line of JSON."""
     parser = argparse.ArgumentParser(description="Times imports and planning.")
     parser.add_argument("--repeats", type=int, default=5, help="processes per figure")
     repeats = parser.parse_args().repeats

@@ -1,30 +1,26 @@
-"""A scheduler that resizes and plans jobs anew, against others, under a virtual clock.
+"""Compares job schedulers under a virtual clock: static, resizing and replanning ones.
 
-Jobs of four classes arrive at random (a Poisson process). What each does on how many
-devices is planned: its best plan on each number of A100-40, with its own batch and with
-larger ones, and its first plan spread over other numbers. Larger batches make less
-progress a sample, by each class's noise scale of the gradient, which is assumed. The
-same simulator plays every scheduler:
+Jobs of four classes arrive at random (a Poisson process). Each is planned: its best
+plan on each number of A100-40, with its own batch and with larger ones, and its first
+plan spread over other numbers. Larger batches make less progress per sample, by each
+class's noise scale of the gradient, which is assumed. The same simulator plays every
+scheduler:
 
-    static       the devices drawn for a job, log-uniform in its range, first come first
-                 served
-    fixed plan   devices follow the jobs; each keeps the plan for its drawn devices
+    static       a random number of devices for a job, log-uniform in its range, first
+                 come first served
+    fixed plan   devices follow the jobs; each keeps the plan for its first devices
     fixed batch  devices and plans follow the jobs
     free         so do batches
     fairness, sia   as free, with the objectives of Pollux and Sia
 
     python scripts/bench_jobs.py [--seeds 20] [--refresh] [--live TRADES] [--kinds N]
 
-On 32 A100-40 and 32 H100 the same is decided by the integer program, which takes
-minutes a seed: ``--kinds N`` plays N seeds that are not kept yet, and all that are kept
-are printed.
-
-``--live`` also runs real jobs on four processes of this machine, which come at random
-and trade devices while processes are killed, and two traces of ten minutes; what came
-of them is kept in ``live_jobs.json`` and printed from there.
-
-The last line is one JSON object: medians over the seeds at eight and at forty devices,
-at 0.8 of what static serves,
+On 32 A100-40 and 32 H100 an integer program decides, which takes minutes a seed:
+``--kinds N`` plays N new seeds, and the script prints all stored ones. ``--live`` also
+runs real jobs on four processes of this machine, which come at random and trade devices
+while processes are killed, and two traces of ten minutes; ``live_jobs.json`` stores
+their results. The last line is one JSON object: medians over the seeds at eight and at
+forty devices, at 0.8 of the load that static serves,
 
     jct_over_static, jct_over_fixed_plan, jct_over_fixed_batch, makespan_over_static
                      the larger of both clusters; fixed batch over fixed plan, and free
@@ -33,18 +29,18 @@ at 0.8 of what static serves,
                      ends sooner; the larger of both clusters
     jct_noise_free   jct_over_fixed_batch if larger batches cost no progress per sample:
                      no noise scale gives less; the larger of both clusters
-    starved          jobs that waited longer than all ahead of them may take
+    starved          jobs that waited longer than all jobs before them may take
     decide_seconds   processor time of one decision on 1,000 jobs and 1,024 devices
-    decide_gap       by which part the integer program's bound is above it
+    decide_gap       distance of the integer program's bound above it, as a part
     live_trades, live_hangs, live_lost, live_doubled, live_max_rel_loss_diff
                      of live jobs: changes of devices, waits without a step, samples of
                      committed steps that are missing or twice in one, and losses
                      against undisturbed runs
-    sim_over_live    mean completion of the second trace by the simulator, with what
-                     the first has measured, over that which it had
+    sim_over_live    simulated mean completion of the second trace, with measurements
+                     of the first, over the real one
     kinds            the same ratios on two kinds of devices at 0.8, and kinds_seeds
     loads            the same ratios by cluster and load
-    missed           names of the bars that are missed
+    missed           names of the missed bars
 """
 
 from __future__ import annotations
@@ -95,7 +91,7 @@ from whalejax.scheduler.schedule import (  # noqa: E402
 from whalejax.scheduler.simulation import JobSimulation, simulate  # noqa: E402
 
 
-KEPT: Final = ROOT / "scripts" / "jobs.json"
+FILE: Final = ROOT / "scripts" / "jobs.json"
 MACHINE: Final = "a100-40:5x8"
 MIXED: Final = "a100-40:4x8+h100:4x8"
 DEVICES: Final = (8, 40)
@@ -122,12 +118,12 @@ BARS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobClass:
-    """A sort of job.
+    """A class of jobs.
 
     Attributes:
         model: A reference model.
         batch: Samples of its own batch, and of the largest.
-        devices: The fewest and the most.
+        devices: Fewest and most devices.
         noise_scale: Samples of its gradient's noise scale.
     """
 
@@ -148,23 +144,23 @@ CLASSES: Final = (
 # Tables.
 
 
-def class_tables(one: JobClass, machine: Cluster) -> dict[str, Any]:
-    """Options of a class on each number of devices of one kind; plain data."""
-    job = models.job(one.model)
-    most = min(one.devices[1], machine.num_devices)
-    numbers = tried_numbers(one.devices[0], most)
+def class_tables(cls: JobClass, machine: Cluster) -> dict[str, Any]:
+    """Returns a class's options for each number of devices, as plain data."""
+    job = models.job(cls.model)
+    most = min(cls.devices[1], machine.num_devices)
+    numbers = tried_numbers(cls.devices[0], most)
     free = planned_options(
         job,
         machine,
         numbers,
-        batches=larger_batches(*one.batch),
-        noise_scale=one.noise_scale,
+        batches=larger_batches(*cls.batch),
+        noise_scale=cls.noise_scale,
         precision="bf16",
     )
-    plans = plans_by_number(job, machine, numbers, batch=one.batch[0], precision="bf16")
+    plans = plans_by_number(job, machine, numbers, batch=cls.batch[0], precision="bf16")
     fixed = {
         str(number): [
-            _row(o) for o in fixed_plan_options(plan, machine, numbers, one.batch[0])
+            _row(o) for o in fixed_plan_options(plan, machine, numbers, cls.batch[0])
         ]
         for number, plan in plans.items()
     }
@@ -187,23 +183,23 @@ def _option(row: Sequence[Any], kind: str = "") -> JobOption:
 
 
 def tables(
-    kept: dict[str, Any], refresh: bool, machine: str = MACHINE, name: str = "tables"
+    record: dict[str, Any], refresh: bool, machine: str = MACHINE, name: str = "tables"
 ) -> dict[str, Any]:
-    """Tables of all classes; those that are kept unless they are to be planned anew."""
-    found = {} if refresh else dict(kept.get(name, {}))
-    for one in CLASSES:
-        if one.model not in found:
-            print(f"planning {one.model} on {machine} …", flush=True)
-            found[one.model] = class_tables(one, parse_cluster(machine))
-            kept[name] = found
-            KEPT.write_text(json.dumps(kept, indent=1))
-    return found
+    """Returns the tables of all classes, from the file unless ``refresh``."""
+    tables = {} if refresh else dict(record.get(name, {}))
+    for cls in CLASSES:
+        if cls.model not in tables:
+            print(f"planning {cls.model} on {machine} …", flush=True)
+            tables[cls.model] = class_tables(cls, parse_cluster(machine))
+            record[name] = tables
+            FILE.write_text(json.dumps(record, indent=1))
+    return tables
 
 
-def kind_tables(kept: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Tables of all classes on the devices of each kind of the mixed cluster."""
+def kind_tables(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the tables of all classes on each kind of the mixed cluster."""
     return {
-        kind: tables(kept, False, part, f"tables {part}")
+        kind: tables(record, False, part, f"tables {part}")
         for part in MIXED.split("+")
         for kind in (part.partition(":")[0],)
     }
@@ -212,85 +208,85 @@ def kind_tables(kept: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # Jobs.
 
 
-def drawn_jobs(
+def random_jobs(
     seed: int,
-    there: Mapping[str, int],
+    counts: Mapping[str, int],
     load: float,
-    found: Mapping[str, Mapping[str, Any]],
+    by_kind: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, list[ScheduledJob]]:
-    """The same jobs as each scheduler sees them.
+    """Returns the same jobs as each scheduler sees them.
 
     Args:
-        seed: Seed of the draw.
-        there: Number of devices by kind.
-        load: Load over what the static scheduler serves.
-        found: Tables of the classes, by kind.
+        seed: Seed of the jobs.
+        counts: Number of devices by kind.
+        load: Load over that which the static scheduler serves.
+        by_kind: Tables of the classes, by kind.
     """
-    draw, devices = random.Random(seed), sum(there.values())
-    which = ("free", "noise_free", "batch", "plan")
-    jobs: dict[str, list[ScheduledJob]] = {name: [] for name in which}
-    drawn = []
+    rng, devices = random.Random(seed), sum(counts.values())
+    variants = ("free", "noise_free", "batch", "plan")
+    jobs: dict[str, list[ScheduledJob]] = {name: [] for name in variants}
+    choices = []
     for number in range(JOBS):
-        one = draw.choice(CLASSES)
+        cls = rng.choice(CLASSES)
         own = best_options(
             _option(row, kind)
-            for kind, of_kind in found.items()
-            for row in of_kind[one.model]["free"]
-            if row[3] == one.batch[0]
+            for kind, of_kind in by_kind.items()
+            for row in of_kind[cls.model]["free"]
+            if row[3] == cls.batch[0]
         )
-        kind = draw.choice(list(there)) if len(there) > 1 else ""
-        least, most = one.devices[0], min(one.devices[1], there[kind])
-        wanted = math.exp(draw.uniform(math.log(least), math.log(most)))
-        places = [p for p in own if p[0] == kind and p[1] <= there[kind]]
-        asked = min(places, key=lambda p: abs(math.log(p[1] / wanted)))
-        seconds = math.exp(draw.uniform(math.log(300), math.log(7200)))
-        drawn.append((f"{number} {one.model}", one, own, asked, seconds))
-    work = statistics.mean(seconds * asked[1] for _, _, _, asked, seconds in drawn)
+        kind = rng.choice(list(counts)) if len(counts) > 1 else ""
+        least, most = cls.devices[0], min(cls.devices[1], counts[kind])
+        target = math.exp(rng.uniform(math.log(least), math.log(most)))
+        places = [p for p in own if p[0] == kind and p[1] <= counts[kind]]
+        place = min(places, key=lambda p: abs(math.log(p[1] / target)))
+        seconds = math.exp(rng.uniform(math.log(300), math.log(7200)))
+        choices.append((f"{number} {cls.model}", cls, own, place, seconds))
+    work = statistics.mean(seconds * place[1] for _, _, _, place, seconds in choices)
     now = 0.0
-    for name, one, own, asked, seconds in drawn:
-        now += draw.expovariate(load * devices / work)
+    for name, cls, own, place, seconds in choices:
+        now += rng.expovariate(load * devices / work)
         common: dict[str, Any] = {
             "name": name,
-            "samples": seconds * own[asked].progress,
+            "samples": seconds * own[place].progress,
             "arrival": now,
             "resize_seconds": RESIZE,
-            "asked": asked,
+            "asked": place,
         }
-        within = [
+        feasible = [
             _option(row, kind)
-            for kind, of_kind in found.items()
-            for row in of_kind[one.model]["free"]
-            if row[0] <= there[kind]
+            for kind, of_kind in by_kind.items()
+            for row in of_kind[cls.model]["free"]
+            if row[0] <= counts[kind]
         ]
-        spread = found[asked[0]][one.model]["fixed"][str(asked[1])]
-        options = [_option(row, asked[0]) for row in spread]
-        fixed = {o.place: o for o in options if o.place[1] <= there[asked[0]]}
-        jobs["free"].append(ScheduledJob(options=best_options(within), **common))
-        full = best_options(dataclasses.replace(o, efficiency=1.0) for o in within)
+        rows = by_kind[place[0]][cls.model]["fixed"][str(place[1])]
+        options = [_option(row, place[0]) for row in rows]
+        fixed = {o.place: o for o in options if o.place[1] <= counts[place[0]]}
+        jobs["free"].append(ScheduledJob(options=best_options(feasible), **common))
+        full = best_options(dataclasses.replace(o, efficiency=1.0) for o in feasible)
         jobs["noise_free"].append(ScheduledJob(options=full, **common))
-        only = {p: o for p, o in own.items() if p[1] <= there[p[0]]}
-        jobs["batch"].append(ScheduledJob(options=only, **common))
+        fits = {p: o for p, o in own.items() if p[1] <= counts[p[0]]}
+        jobs["batch"].append(ScheduledJob(options=fits, **common))
         jobs["plan"].append(
-            ScheduledJob(options=fixed or {asked: own[asked]}, **common)
+            ScheduledJob(options=fixed or {place: own[place]}, **common)
         )
     return jobs
 
 
-def played(
+def play(
     seed: int,
-    there: Mapping[str, int],
+    counts: Mapping[str, int],
     load: float,
-    found: Mapping[str, Mapping[str, Any]],
+    by_kind: Mapping[str, Mapping[str, Any]],
     names: Sequence[str] = (),
 ) -> dict[str, dict[str, float]]:
-    """Results of every scheduler, or of those named, on the jobs of one seed."""
-    jobs = drawn_jobs(seed, there, load, found)
+    """Returns the results of all or some schedulers on the jobs of one seed."""
+    jobs = random_jobs(seed, counts, load, by_kind)
 
     def follow(objective: Any) -> Decide:
-        return elastic(there, objective, HORIZON)
+        return elastic(counts, objective, HORIZON)
 
-    ways: dict[str, tuple[str, Decide]] = {
-        "static": ("batch", first_come_first_served(there)),
+    schedulers: dict[str, tuple[str, Decide]] = {
+        "static": ("batch", first_come_first_served(counts)),
         "fixed_plan": ("plan", follow("completion")),
         "fixed_batch": ("batch", follow("completion")),
         "free": ("free", follow("completion")),
@@ -300,24 +296,24 @@ def played(
         "sia": ("free", follow("sia")),
     }
     return {
-        name: _summary(simulate(jobs[which], there, decide, every=EVERY))
-        for name, (which, decide) in ways.items()
+        name: _summary(simulate(jobs[variant], counts, decide, every=EVERY))
+        for name, (variant, decide) in schedulers.items()
         if not names or name in names
     }
 
 
-def played_on_kinds(kept: dict[str, Any], more: int) -> dict[str, Any]:
-    """Ratios of the kept seeds on two kinds, after playing some more."""
-    runs: dict[str, Any] = kept.setdefault("kinds", {})
+def play_on_kinds(record: dict[str, Any], more: int) -> dict[str, Any]:
+    """Returns the ratios of all seeds on two kinds, after playing ``more`` seeds."""
+    runs: dict[str, Any] = record.setdefault("kinds", {})
     if more:
-        found = kind_tables(kept)
-        there = {node.kind.name: 0 for node in parse_cluster(MIXED).nodes}
+        by_kind = kind_tables(record)
+        counts = {node.kind.name: 0 for node in parse_cluster(MIXED).nodes}
         for node in parse_cluster(MIXED).nodes:
-            there[node.kind.name] += node.count
+            counts[node.kind.name] += node.count
         names = ("static", "fixed_plan", "fixed_batch", "free")
         for seed in [s for s in range(len(runs) + more) if str(s) not in runs][:more]:
-            runs[str(seed)] = played(seed, there, 0.8, found, names)
-            KEPT.write_text(json.dumps(kept, indent=1))
+            runs[str(seed)] = play(seed, counts, 0.8, by_kind, names)
+            FILE.write_text(json.dumps(record, indent=1))
             print("kinds", seed, runs[str(seed)], flush=True)
     return {
         "kinds": ratios(list(runs.values())) if runs else {},
@@ -325,14 +321,14 @@ def played_on_kinds(kept: dict[str, Any], more: int) -> dict[str, Any]:
     }
 
 
-def _summary(one: JobSimulation) -> dict[str, float]:
+def _summary(simulation: JobSimulation) -> dict[str, float]:
     return {
-        "jct": one.mean_completion,
-        "makespan": one.makespan,
-        "last_arrival": max(record.job.arrival for record in one.records)
-        - min(record.job.arrival for record in one.records),
-        "starved": one.starved,
-        "utilisation": one.utilisation,
+        "jct": simulation.mean_completion,
+        "makespan": simulation.makespan,
+        "last_arrival": max(record.job.arrival for record in simulation.records)
+        - min(record.job.arrival for record in simulation.records),
+        "starved": simulation.starved,
+        "utilisation": simulation.utilisation,
     }
 
 
@@ -340,11 +336,11 @@ def _summary(one: JobSimulation) -> dict[str, float]:
 
 
 def ratios(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """Medians over seeds."""
+    """Returns medians over seeds."""
 
-    def over(name: str, other: str, what: str = "jct") -> float:
-        each = [run[name][what] / run[other][what] for run in runs]
-        return round(statistics.median(each), 4)
+    def over(name: str, other: str, measure: str = "jct") -> float:
+        values = [run[name][measure] / run[other][measure] for run in runs]
+        return round(statistics.median(values), 4)
 
     others = [n for n in ("throughput", "fairness", "sia") if n in runs[0]]
     bounds = {}
@@ -369,41 +365,40 @@ def ratios(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float
 
 
 def decision() -> Iterator[tuple[str, float]]:
-    """One decision on 1,000 jobs and 1,024 devices, and the integer program's bound."""
-    draw = random.Random(0)
+    """Yields the time of a large decision, and its gap to the bound."""
+    rng = random.Random(0)
     values = []
     for _ in range(1000):
-        power, weight = draw.uniform(0.3, 1.0), draw.uniform(0.1, 2.0)
+        power, weight = rng.uniform(0.3, 1.0), rng.uniform(0.1, 2.0)
         values.append({n: weight * n**power for n in range(1, 65)})
     start = time.process_time()
     numbers = most_value(values, 1024)
     yield "decide_seconds", round(time.process_time() - start, 3)
     total = sum(v[n] for v, n in zip(values, numbers, strict=True))
-    worth = np.array([each[n] for each in values for n in each])
-    count = np.array([float(n) for each in values for n in each])
+    objective = np.array([by_number[n] for by_number in values for n in by_number])
+    count = np.array([float(n) for by_number in values for n in by_number])
     job = np.repeat(np.arange(1000), 64)
-    index = np.arange(len(worth))
-    rows = np.concatenate([job, np.full(len(worth), 1000)])
-    entries = np.concatenate([np.ones(len(worth)), count])
+    index = np.arange(len(objective))
+    rows = np.concatenate([job, np.full(len(objective), 1000)])
+    entries = np.concatenate([np.ones(len(objective)), count])
     matrix = csr_array((entries, (rows, np.concatenate([index, index]))))
     least = np.concatenate([np.ones(1000), [0.0]])
     most = np.concatenate([np.ones(1000), [1024.0]])
-    solved = milp(
-        -worth,
+    solution = milp(
+        -objective,
         constraints=LinearConstraint(matrix, least, most),
-        integrality=np.zeros(len(worth)),
+        integrality=np.zeros(len(objective)),
         bounds=Bounds(0, 1),
     )
-    yield "decide_gap", round(-float(solved.fun) / total - 1, 6)
+    yield "decide_gap", round(-float(solution.fun) / total - 1, 6)
 
 
 def main() -> None:
-    """Play all settings, those of kept seeds not again, and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20, help="how many, from 0")
+    parser.add_argument("--seeds", type=int, default=20, help="number of seeds, from 0")
     parser.add_argument("--refresh", action="store_true", help="plan and play anew")
     parser.add_argument(
-        "--live", type=int, metavar="TRADES", help="run live jobs first, and keep that"
+        "--live", type=int, metavar="TRADES", help="run live jobs first, and store that"
     )
     parser.add_argument("--trace-seconds", type=float, default=600.0)
     parser.add_argument(
@@ -412,30 +407,30 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.live:
         live_trades.refreshed(arguments.live, arguments.trace_seconds)
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    found = tables(kept, arguments.refresh)
+    record = json.loads(FILE.read_text()) if FILE.exists() else {}
+    class_options = tables(record, arguments.refresh)
     loads: dict[str, dict[str, float]] = {}
     for devices in DEVICES:
         for load in LOADS:
             runs = [
-                played(s, {"": devices}, load, {"": found})
+                play(s, {"": devices}, load, {"": class_options})
                 for s in range(arguments.seeds)
             ]
             loads[f"{devices} devices, {load}"] = ratios(runs)
             print(devices, load, loads[f"{devices} devices, {load}"], flush=True)
     main_load = [loads[f"{devices} devices, 0.8"] for devices in DEVICES]
     result: dict[str, Any] = {
-        name: max(one[name] for one in main_load)
+        name: max(row[name] for row in main_load)
         for name in BARS
         if name in main_load[0]
     }
     for name in ("makespan_bound", "jct_noise_free"):
-        result[name] = max(one[name] for one in main_load)
-    result["starved"] = max(int(one["starved"]) for one in loads.values())
+        result[name] = max(row[name] for row in main_load)
+    result["starved"] = max(int(row["starved"]) for row in loads.values())
     result.update(decision())
     result.update(live_trades.results())
-    result.update(played_on_kinds(kept, arguments.kinds))
-    missed = {n: result[n] for n, most in BARS.items() if result.get(n, 0) > most}
+    result.update(play_on_kinds(record, arguments.kinds))
+    missed = {n: result[n] for n, bar in BARS.items() if result.get(n, 0) > bar}
     if not 0.9 <= result.get("sim_over_live", 1.0) <= 1.1:
         missed["sim_over_live"] = result["sim_over_live"]
     print(json.dumps({**result, "loads": loads, "missed": missed}))

@@ -1,17 +1,18 @@
-"""Ratios of kinds of devices: predicted against measured layers.
+"""Compares predicted and measured ratios of layer times between kinds of devices.
 
 Reads the tables of a directory for single layers that were timed on several kinds at
-equal shape, type and micro-batch, predicts each kind without its own layers where
-another kind of its generation was timed in that type, else from the other half of the
-shapes, and compares the ratio of any two kinds. Micro-batches of at least 4,096 tokens
-count; smaller ones are shown beside them.
+equal shape, type and micro-batch, predicts each kind without its own layers if another
+kind of its generation was timed in that type, else from the other half of the shapes,
+and compares the ratio of any two kinds. Micro-batches of at least 4,096 tokens count.
 
     python scripts/bench_kinds.py --tables DIR [--fit meshes/fitted.toml]
 
---fit writes the efficiencies fitted to all layers beside those of training steps. The
-last line is one JSON object: median_error (over every shape of every two kinds),
-worst_pair (the largest median over the shapes of two kinds) and whose it is,
-small_median_error (of the smaller micro-batches), pairs and shapes.
+--fit writes the efficiencies fitted to all layers. The last line is one JSON object:
+
+    median_error             median over every shape of every two kinds
+    worst_pair, worst_kinds  largest median over the shapes of two kinds; these kinds
+    all_sizes_median_error   median_error with the smaller micro-batches
+    pairs, shapes            numbers of pairs of kinds, and of their shapes
 """
 
 from __future__ import annotations
@@ -34,61 +35,59 @@ from whalejax.meshes.fitted_constants import constants, write  # noqa: E402
 
 
 SHOWN = 12
-"""Pairs that are printed, the worst first."""
+"""Number of printed pairs, the worst first."""
 
 
-def errors(found: tuple[Pair, ...]) -> list[float]:
-    """Of every shape of every pair."""
-    return [abs(ratio - 1.0) for pair in found for ratio in pair.ratios]
+def errors(pairs: tuple[Pair, ...]) -> list[float]:
+    """Returns the error of every shape of every pair."""
+    return [abs(ratio - 1.0) for pair in pairs for ratio in pair.ratios]
 
 
-def refit(found: Profiles, path: Path) -> None:
-    """Write the constants with the efficiencies of all layers."""
+def refit(profiles: Profiles, path: Path) -> None:
+    """Writes the constants with the efficiencies of all layers."""
     known = constants()
-    write(layer_profiles.fit_kinds(found, known), path, known.sources)
+    write(layer_profiles.fit_kinds(profiles, known), path, known.sources)
 
 
 def main() -> int:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", type=Path, required=True, metavar="DIR")
     parser.add_argument("--fit", type=Path, metavar="FILE.toml")
     arguments = parser.parse_args()
     try:
-        found = layer_profiles.load(arguments.tables)
+        profiles = layer_profiles.load(arguments.tables)
     except WhaleError as error:
         print(error, file=sys.stderr)
         return 2
-    kinds = len(set(found.devices))
-    print(f"{len(found.runs)} layers on {kinds} kinds")
+    kinds = len(set(profiles.devices))
+    print(f"{len(profiles.runs)} layers on {kinds} kinds")
     if arguments.fit:
-        refit(found, arguments.fit)
+        refit(profiles, arguments.fit)
         print(f"constants written to {arguments.fit}")
-    predicted = layer_profiles.held_out(found, constants())
-    large = layer_profiles.pairs(found, predicted)
-    every = layer_profiles.pairs(found, predicted, least_tokens=1)
+    predicted = layer_profiles.held_out(profiles, constants())
+    large = layer_profiles.pairs(profiles, predicted)
+    all_sizes = layer_profiles.pairs(profiles, predicted, least_tokens=1)
     if not large:
         print(f"{arguments.tables}: no two kinds at one shape", file=sys.stderr)
         return 2
     print("| kinds | shapes | predicted over measured | median error |")
     print("|---|---:|---:|---:|")
     for pair in large[:SHOWN]:
-        middle = statistics.median(pair.ratios)
+        median = statistics.median(pair.ratios)
         print(
-            f"| {' : '.join(pair.kinds)} | {len(pair.ratios)} | {middle:.2f} | "
+            f"| {' : '.join(pair.kinds)} | {len(pair.ratios)} | {median:.2f} | "
             f"{100 * pair.error:.0f} % |"
         )
-    print(json.dumps(results(large, every)))
+    print(json.dumps(results(large, all_sizes)))
     return 0
 
 
-def results(large: tuple[Pair, ...], every: tuple[Pair, ...]) -> dict[str, object]:
-    """What the last line says."""
+def results(large: tuple[Pair, ...], all_sizes: tuple[Pair, ...]) -> dict[str, object]:
     return {
         "median_error": round(statistics.median(errors(large)), 4),
         "worst_pair": round(large[0].error, 4),
         "worst_kinds": " : ".join(large[0].kinds),
-        "all_sizes_median_error": round(statistics.median(errors(every)), 4),
+        "all_sizes_median_error": round(statistics.median(errors(all_sizes)), 4),
         "pairs": len(large),
         "shapes": sum(len(pair.ratios) for pair in large),
     }

@@ -1,26 +1,27 @@
-"""What computing again and host memory save, by the real compilers.
+"""Measures the memory that remat and host memory save, by the real compilers.
 
 For each topology a training step is compiled with and without, by the TPU compiler,
 which needs no TPU (extra ``whalejax[tpu-compile]``), and on eight virtual CPU devices.
-Every line says what was predicted beside what was compiled. The last line is one JSON
-object; keys of the TPU are the worst of its topologies, those of the CPU end in _cpu:
+Every line has the predicted and the compiled value.
+
+    python scripts/bench_memory.py [--only TOPOLOGY]
+
+The last line is one JSON object; keys of the TPU are the worst of its topologies, those
+of the CPU end in _cpu, and each but the last has its prediction under NAME_predicted:
 
     remat_memory_ratio   temporaries under remat full over those without: at most 0.25
     context_memory_ratio temporaries of a GPT at 32,768 tokens over context 8, over
-                         those of a whole sequence on each device: at most 0.16
-    logits_ratio         chunks of logits that are held at once, in pairs, by how the
-                         peak falls where chunks are halved: at most 1.1
+                         those of the full sequence on each device: at most 0.16
+    logits_ratio         chunks of logits in memory at once, in pairs, by the fall of
+                         the peak when chunks are halved: at most 1.1
     offload_freed        bytes of peak that optimizer state in host memory frees, over
-                         the bytes that are moved: at least 0.95
-    params_offload_freed the same of parameters, whose casts go with them
+                         the moved bytes: at least 0.95
+    params_offload_freed the same ratio for parameters with their casts
     activations_offload_freed
-                         the same of activations that wait in host memory: at least 0.95
-    memory_error         the largest relative error of a predicted peak: at most 0.10
+                         the same ratio for activations in host memory: at least 0.95
+    memory_error         largest relative error of a predicted peak: at most 0.10
 
-Beside each but the last stands what was predicted for it, under its name with
-_predicted. On a CPU host memory is the device's own, and nothing is offloaded.
-
-    python scripts/bench_memory.py [--only TOPOLOGY]
+On a CPU host memory is the device's own, and nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -63,71 +64,70 @@ class Compiled:
     """Bytes on one device, as predicted and as compiled.
 
     Attributes:
-        plan: what was compiled.
-        quantities: by name, as ``whalejax verify --json`` has them.
+        plan: Compiled plan.
+        quantities: Quantities by name, as in ``whalejax verify --json``.
     """
 
     plan: wh.Plan
     quantities: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def peak(self, kind: str = COMPILED) -> int:
-        """The fullest moment."""
+        """Returns the peak bytes."""
         return int(self.quantities["peak"][kind])
 
     def temporaries(self, kind: str) -> int:
-        """What a step takes beside what lies there all the time."""
+        """Returns the peak bytes without the arguments."""
         return self.peak(kind) - int(self.quantities["arguments"][kind])
 
     @property
     def error(self) -> float:
-        """Of the predicted peak, relative to the compiled one."""
+        """Error of the predicted peak, relative to the compiled one."""
         return self.peak(PREDICTED) / self.peak() - 1.0
 
 
 def main() -> None:
-    """Compile everything and print it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="a topology")
     only = parser.parse_args().only
-    found: dict[str, Pair] = {}
+    results: dict[str, Pair] = {}
     for topology in TOPOLOGIES:
         if only in topology:
-            for key, pair in _measured(topology).items():
+            for key, pair in _measure(topology).items():
                 name = f"{key}_cpu" if topology == "local" else key
                 worst = min if key.endswith("offload_freed") else max
-                found[name] = worst(found.get(name, pair), pair)
-    keys = {name: compiled for name, (compiled, _) in found.items()}
-    for name, (_, predicted) in found.items():
+                results[name] = worst(results.get(name, pair), pair)
+    keys = {name: compiled for name, (compiled, _) in results.items()}
+    for name, (_, predicted) in results.items():
         if not name.startswith("memory_error"):
             keys[f"{name}_predicted"] = predicted
     print(json.dumps({key: round(value, 4) for key, value in keys.items()}))
 
 
 Pair = tuple[float, float]
-"""As compiled and as predicted."""
+"""Compiled and predicted value."""
 
-Found = tuple[dict[str, Pair], list[Compiled]]
-"""Keys, and everything that was compiled for them."""
+Measurement = tuple[dict[str, Pair], list[Compiled]]
+"""Keys, and all steps that were compiled for them."""
 
 
-def _measured(topology: str) -> dict[str, Pair]:
+def _measure(topology: str) -> dict[str, Pair]:
     parts = [_layers, _context, _vocabulary]
-    if topology != "local":  # There host memory is the device's own.
+    if topology != "local":
         parts.append(_host)
-    found: dict[str, Pair] = {}
+    results: dict[str, Pair] = {}
     errors = []
     for part in parts:
         keys, steps = part(topology)
         for key, (compiled, predicted) in keys.items():
             text = f"{key} {compiled:.3f}, predicted {predicted:.3f}"
             print(f"{topology:10s} {text}", flush=True)
-        found.update(keys)
+        results.update(keys)
         errors += [abs(step.error) for step in steps]
-    return {**found, "memory_error": (max(errors), 0.0)}
+    return {**results, "memory_error": (max(errors), 0.0)}
 
 
 def _ratio(step: Compiled, base: Compiled) -> Pair:
-    """Temporaries of one step over another's."""
+    """Returns the temporaries of one step over another's."""
     compiled, predicted = (
         step.temporaries(kind) / base.temporaries(kind)
         for kind in (COMPILED, PREDICTED)
@@ -135,49 +135,50 @@ def _ratio(step: Compiled, base: Compiled) -> Pair:
     return compiled, predicted
 
 
-def _layers(topology: str) -> Found:
-    """Computing again, and sequence parallelism."""
+def _layers(topology: str) -> Measurement:
+    """Measures remat, and compiles sequence parallelism."""
     size = 8 if topology == "local" else 16
     shared = {"mesh": {"fsdp": size}, "remat": "none"}
-    none = _compiled(topology, **shared)
-    full = _compiled(topology, **{**shared, "remat": "full"})
+    none = _compile(topology, **shared)
+    full = _compile(topology, **{**shared, "remat": "full"})
     mesh = {"data": size // 4, "tensor": 4}
     others = [
-        _compiled(topology, mesh=mesh, remat="none", sequence_parallel=flag)
+        _compile(topology, mesh=mesh, remat="none", sequence_parallel=flag)
         for flag in (False, True)
     ]
     return {"remat_memory_ratio": _ratio(full, none)}, [none, full, *others]
 
 
-def _host(topology: str) -> Found:
-    """Optimizer state, parameters and activations in host memory."""
-    # Replicated: the state is large beside what the step works with.
+def _host(topology: str) -> Measurement:
+    """Measures optimizer state, parameters and activations in host memory."""
+    # Replicated, so that the state is larger than the temporaries.
     state = {"mesh": {"data": 16}, "zero": 0, "remat": "full"}
-    lies, moved, stored = (
-        _compiled(topology, **state, offload=offload)
+    base, moved, stored = (
+        _compile(topology, **state, offload=offload)
         for offload in ((), "optimizer", "params")
     )
-    # Many samples: what is kept of each layer is large beside its parameters.
+    # Many samples, so that saved values are larger than parameters.
     deep = models.job("llama-test", **{**LLAMA, "layers": 48})
-    many = {"job": deep, "mesh": {"fsdp": 16}, "remat": "dots", "batch": 64}
-    kept, waiting = (
-        _compiled(topology, **many, offload=offload) for offload in ((), "activations")
+    settings = {"job": deep, "mesh": {"fsdp": 16}, "remat": "dots", "batch": 64}
+    saved, saved_on_host = (
+        _compile(topology, **settings, offload=offload)
+        for offload in ((), "activations")
     )
-    found = {
-        "offload_freed": _freed(lies, moved),
-        "params_offload_freed": _freed(lies, stored),
-        "activations_offload_freed": _freed(kept, waiting),
+    results = {
+        "offload_freed": _freed(base, moved),
+        "params_offload_freed": _freed(base, stored),
+        "activations_offload_freed": _freed(saved, saved_on_host),
     }
-    return found, [lies, moved, stored, kept, waiting]
+    return results, [base, moved, stored, saved, saved_on_host]
 
 
-def _context(topology: str) -> Found:
-    """A whole sequence on each device, and an eighth of it, in blocks both times."""
+def _context(topology: str) -> Measurement:
+    """Measures the full sequence on each device against an eighth, both in blocks."""
     cpu = topology == "local"
     size = 8 if cpu else 16
     sizes = {**(SMALL_GPT if cpu else GPT), "vocab": 512, "annotated": False}
-    whole, shared = (
-        _compiled(
+    full, shared = (
+        _compile(
             topology,
             job=models.job("gpt-test", **sizes),
             batch=size // context,
@@ -187,16 +188,16 @@ def _context(topology: str) -> Found:
         )
         for context in (1, 8)
     )
-    return {"context_memory_ratio": _ratio(shared, whole)}, [whole, shared]
+    return {"context_memory_ratio": _ratio(shared, full)}, [full, shared]
 
 
-def _vocabulary(topology: str) -> Found:
-    """Logits in chunks, and in chunks of half that size."""
+def _vocabulary(topology: str) -> Measurement:
+    """Measures logits in chunks, and in chunks of half that size."""
     cpu = topology == "local"
     size = 8 if cpu else 16
     sizes = SMALL_WIDE if cpu else WIDE
     larger, smaller = (
-        _compiled(
+        _compile(
             topology,
             job=models.job("llama-test", **sizes),
             batch=size,
@@ -215,9 +216,9 @@ def _vocabulary(topology: str) -> Found:
     return {"logits_ratio": (compiled, predicted)}, [larger, smaller]
 
 
-def _freed(lies: Compiled, moved: Compiled) -> Pair:
-    """Bytes of peak that host memory frees, over the bytes that are moved there."""
-    plans, nbytes = (lies.plan, moved.plan), moved.plan.memory.host_bytes
+def _freed(base: Compiled, moved: Compiled) -> Pair:
+    """Returns the freed bytes of peak over the bytes that moved to host memory."""
+    plans, nbytes = (base.plan, moved.plan), moved.plan.memory.host_bytes
     before, after = (plan.memory.total_bytes for plan in plans)
     print(
         f"{'':10s} {' and '.join(moved.plan.offload)} in host memory: "
@@ -225,10 +226,10 @@ def _freed(lies: Compiled, moved: Compiled) -> Pair:
         "compiled",
         flush=True,
     )
-    return (lies.peak() - moved.peak()) / nbytes, (before - after) / nbytes
+    return (base.peak() - moved.peak()) / nbytes, (before - after) / nbytes
 
 
-def _compiled(
+def _compile(
     topology: str, *, job: wh.Job | None = None, batch: int = 16, **options: Any
 ) -> Compiled:
     cpu = topology == "local"

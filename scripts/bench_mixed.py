@@ -1,54 +1,57 @@
-"""Two processes of unlike speed: even shares against those that a run finds itself.
+"""Compares even and adaptive shares on two processes of different speed.
 
 A small GPT is trained by two processes, each bound to a core of its own, the second
-under a CPU quota. A run first measures and finds its shares; then steps with even
-shares and with these are timed in turn. The last line is one JSON object, for each
-quota N in percent:
-
-    speedup_N                even step over the one with found shares (median of pairs)
-    speedup_N_low, _high     quartiles of the pairs
-    of_integer_ideal_N       the shortest step that whole micro-batches allow, over the
-                             found one's: their measured seconds, and a step without any
-    shares_N                 what was found
-    curve_f32, curve_f64     largest distance of 20 steps' losses from one device's
-    compilations             of the program of a micro-batch, over all of it
-
-With ``--disturb`` an outside load comes and goes by a seeded plan and the quota changes
-sides in the middle, once with shares that follow and once with even ones:
-
-    windows_worst            steps of a window of 30 s over even's, the worst window
-    recovered_steps          after the change of sides, steps until the mean of five
-                             reaches 0.93 of the speed to which the run settles
-    followed_steps           the same against what whole micro-batches allow at the
-                             speeds that these five measured, so that loads count too
-    of_ideal                 the shortest time that whole micro-batches allow, step by
-                             step, over what all steps took
-
-With ``--several 70,50,30,20`` as many processes share the cores under these quotas and
-find their shares of 256 micro-batches in 20 steps:
-
-    shares, proportions      what was found, and each one's part of the speeds that are
-                             measured between the run's last steps, all computing alike
-    shares_off               the largest distance between them, relative
-    shares_off_of_believed   the same from the speeds that the run itself measured
-    shares_off_of_whole      the same of the whole micro-batches of the shortest step
-
-With ``--pipeline`` the two processes are the stages of a pipeline, the second under a
-quota of 50 percent. Each times a micro-batch of the model; the planner chooses stages,
-micro-batches and schedule from that, and the same with stages cut as for devices alike
-is run in turn. For gpt and bert:
-
-    pipeline_NAME            equal layers' step over the chosen one's (median of pairs)
-    pipeline_NAME_low, _high quartiles of the pairs
-    pipeline_NAME_ratio      of the two speeds, as timed
-    pipeline_NAME_count      micro-batches that the planner chose
-    pipeline_NAME_compilations
-                             in the steps behind the first: none
+under a CPU quota. A run first measures and adapts its shares; then steps with even
+shares and with these are timed in turn.
 
     python scripts/bench_mixed.py [--quotas 50,33,25] [--rounds 9]
     python scripts/bench_mixed.py --disturb [--seconds 120]
     python scripts/bench_mixed.py --several 70,50,30,20
     python scripts/bench_mixed.py --pipeline [--rounds 9]
+
+The last line is one JSON object, for each quota N in percent:
+
+    speedup_N                even step over the one with adaptive shares (median of
+                             pairs)
+    speedup_N_low, _high     quartiles of the pairs
+    of_integer_ideal_N       shortest step that whole micro-batches allow, from their
+                             measured seconds and a step without any, over the
+                             adaptive one's
+    shares_N                 adaptive shares
+    curve_f32, curve_f64     largest distance of 20 steps' losses from one device's
+    compilations             compilations of the program of a micro-batch, in all
+
+With ``--disturb`` an outside load comes and goes by a seeded plan and the quota changes
+sides in the middle, once with adaptive shares and once with even ones:
+
+    windows_worst            steps of a window of 30 s over even's, the worst window
+    recovered_steps          after the change of sides, steps until the mean of five
+                             reaches 0.93 of the speed to which the run settles
+    followed_steps           the same against the speed that whole micro-batches allow
+                             with the measurements of these five, so that loads count
+    of_ideal                 shortest time that whole micro-batches allow, step by step,
+                             over the time of all steps
+
+With ``--several 70,50,30,20`` as many processes share the cores under these quotas and
+adapt their shares of 256 micro-batches in 20 steps:
+
+    shares, proportions      adaptive shares, and each process's part of the speeds,
+                             measured between the last steps while all compute alike
+    shares_off               largest relative distance between them
+    shares_off_of_believed   the same from the speeds that the run itself measured
+    shares_off_of_whole      the same of the whole micro-batches of the shortest step
+
+With ``--pipeline`` the two processes are the stages of a pipeline, the second under a
+quota of 50 percent. Each times a micro-batch of the model; the planner chooses stages,
+micro-batches and schedule from that, and runs in turn with stages that are cut for
+equal devices. For gpt and bert:
+
+    pipeline_NAME            equal layers' step over the chosen one's (median of pairs)
+    pipeline_NAME_low, _high quartiles of the pairs
+    pipeline_NAME_ratio      ratio of the two speeds, as timed
+    pipeline_NAME_count      micro-batches that the planner chose
+    pipeline_NAME_compilations
+                             compilations after the first step: none
 """
 
 from __future__ import annotations
@@ -76,20 +79,20 @@ SIZES = {
     "vocab": 512,
 }
 SHORT = {**SIZES, "embed": 128, "mlp": 512}
-"""Of --disturb: a window holds many steps."""
+"""Sizes for --disturb, whose window has many steps."""
 
 SMALL = {"layers": 2, "embed": 32, "heads": 2, "mlp": 64, "sequence": 16, "vocab": 64}
 COUNT = 32
 """Micro-batches of a step."""
 
 SAMPLES = 2
-"""Of a micro-batch."""
+"""Samples of a micro-batch."""
 
-SETTLES = 24
-"""Steps in which a run finds its shares."""
+SETTLING_STEPS = 24
+"""Steps in which a run adapts its shares."""
 
 MANY = 256
-"""Micro-batches of a step of --several: it lasts many periods of a quota."""
+"""Micro-batches of a step of --several, which lasts many periods of a quota."""
 
 SEVERAL_STEPS = 20
 
@@ -98,14 +101,13 @@ CURVE = 20
 
 
 def main() -> None:
-    """Start both processes, or be one of them."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quotas", default="50,33,25", help="percent, several")
+    parser.add_argument("--quotas", default="50,33,25", help="quotas in percent")
     parser.add_argument("--rounds", type=int, default=9, help="timed pairs")
-    parser.add_argument("--disturb", action="store_true", help="load comes and goes")
+    parser.add_argument("--disturb", action="store_true", help="with outside load")
     parser.add_argument("--several", default="", help="quotas of as many processes")
     parser.add_argument("--pipeline", action="store_true", help="stages, not replicas")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of --disturb")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for --disturb")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -134,7 +136,7 @@ def main() -> None:
 
 
 def _work(arguments: argparse.Namespace) -> None:
-    """One of the processes."""
+    """Runs one of the processes."""
     core = _core(arguments)
     os.sched_setaffinity(0, {core})
     import jax
@@ -149,52 +151,52 @@ def _work(arguments: argparse.Namespace) -> None:
         arguments.process,
         initialization_timeout=120,
     )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with Quota(100) as quota:
         quota.add(os.getpid())
         if arguments.disturb:
-            found.update(_disturbed(arguments, quota, core))
+            results.update(_disturb(arguments, quota, core))
         elif arguments.several:
             quota.set(_quotas(arguments)[arguments.process])
-            found.update(_several())
+            results.update(_several())
         elif arguments.pipeline:
             deep = {**SHORT, "layers": 4}
             for name in ("gpt", "bert"):
-                found.update(piped(name, deep, arguments, quota))
+                results.update(piped(name, deep, arguments, quota))
         else:
             run = _Run(SIZES)
             for percent in map(int, arguments.quotas.split(",")):
                 quota.set(percent if arguments.process else 100)
-                found.update(_compared(run, percent, arguments.rounds))
+                results.update(_compare(run, percent, arguments.rounds))
             quota.set(100)
-            found["compilations"] = run.compilations
-            found["curve_f32"] = _curve("float32")
+            results["compilations"] = run.compilations
+            results["curve_f32"] = _curve("float32")
             jax.config.update("jax_enable_x64", True)
-            found["curve_f64"] = _curve("float64")
+            results["curve_f64"] = _curve("float64")
         if arguments.process == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(results), flush=True)
         together("end")
     jax.distributed.shutdown()
 
 
 def _quotas(arguments: argparse.Namespace) -> list[float]:
-    """Of each process, as it begins."""
+    """Returns the quota of each process at its start."""
     return [float(q) for q in (arguments.several or "100,100").split(",")]
 
 
 def _core(arguments: argparse.Namespace) -> int:
-    """The core of this process: each in turn goes where least is taken."""
-    taken = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0.0)
-    chosen = []
+    """Returns the core of this process: each in turn gets the least loaded one."""
+    loads = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0.0)
+    cores = []
     for quota in _quotas(arguments):
-        core = min(taken, key=lambda c: taken[c])
-        taken[core] += quota
-        chosen.append(core)
-    return chosen[arguments.process]
+        core = min(loads, key=lambda c: loads[c])
+        loads[core] += quota
+        cores.append(core)
+    return cores[arguments.process]
 
 
 def _several() -> dict[str, Any]:
-    """Shares that many processes find, and speeds measured between their last steps."""
+    """Adapts many processes' shares, and measures their speeds at the end."""
     import numpy as np
     from jax.experimental import multihost_utils
 
@@ -205,33 +207,35 @@ def _several() -> dict[str, Any]:
     run.trained.rebalances = False
     run.step()
     run.trained.rebalances = True
-    alone = []
+    singles = []
     for _ in range(SEVERAL_STEPS):
         run.step()
         together("alone")
-        alone.append(run.alone(run.trained.shares[run.runner._mine[0]]))
-    # What the run believes is as old: the machine's speed moves by more in a minute.
-    alone = alone[-WINDOW:]
-    found, believed = np.array(run.trained.shares), np.array(run.runner.seconds)
-    mine = np.array([statistics.median(alone)], np.float32)
-    speeds = 1.0 / multihost_utils.process_allgather(mine).ravel()
+        singles.append(run.alone(run.trained.shares[run.runner._mine[0]]))
+    # The run's own estimate is as old; the machine's speed changes within a minute.
+    singles = singles[-WINDOW:]
+    adapted, believed = np.array(run.trained.shares), np.array(run.runner.seconds)
+    median_seconds = np.array([statistics.median(singles)], np.float32)
+    speeds = 1.0 / multihost_utils.process_allgather(median_seconds).ravel()
     parts = speeds / speeds.sum()
-    followed = 1.0 / believed / (1.0 / believed).sum()
+    believed_part = 1.0 / believed / (1.0 / believed).sum()
     return {
-        "shares": found.tolist(),
+        "shares": adapted.tolist(),
         "proportions": [round(float(p), 4) for p in parts],
-        "shares_off": _off(found / MANY, parts),
-        "shares_off_of_believed": _off(found / MANY, followed),
-        "shares_off_of_whole": _off(np.array(shares(MANY, 1.0 / speeds)) / MANY, parts),
+        "shares_off": _error(adapted / MANY, parts),
+        "shares_off_of_believed": _error(adapted / MANY, believed_part),
+        "shares_off_of_whole": _error(
+            np.array(shares(MANY, 1.0 / speeds)) / MANY, parts
+        ),
     }
 
 
-def _off(found: Any, wanted: Any) -> float:
-    return round(float((abs(found - wanted) / wanted).max()), 4)
+def _error(actual: Any, target: Any) -> float:
+    return round(float((abs(actual - target) / target).max()), 4)
 
 
 class _Run:
-    """A training run over both processes, or on this one's device alone."""
+    """A training run over both processes, or on this process's device alone."""
 
     def __init__(
         self, sizes: dict[str, Any], *, alone: bool = False, count: int = COUNT
@@ -267,51 +271,51 @@ class _Run:
     @property
     def compilations(self) -> int:
         (replica,) = self.runner._replicas.values()
-        found: int = replica.add._cache_size()
-        return found
+        count: int = replica.add._cache_size()
+        return count
 
     def step(self, index: int = 0) -> float:
-        """Seconds of one step, to the last of it."""
+        """Returns the seconds of one step, until its metrics are ready."""
         start = time.perf_counter()
         self.state, metrics = self.trained(self.state, self.batch_at(index))
         self.losses.append(float(metrics["loss"].addressable_shards[0].data))
         return time.perf_counter() - start
 
     def nothing(self) -> float:
-        """Seconds of a step without any micro-batch: the exchange and the update."""
+        """Returns the seconds of a step without any micro-batch."""
         import jax
 
         from whalejax.planner.balance.measured_shares import Rebalance
 
-        kept, self.runner._balance = self.runner._balance, Rebalance([0, 0])
+        balance, self.runner._balance = self.runner._balance, Rebalance([0, 0])
         spare = jax.tree.map(lambda x: x.copy(), self.state)
         start = time.perf_counter()
         _, metrics = self.runner.advance(spare, {})
         jax.block_until_ready(metrics)
         seconds = time.perf_counter() - start
-        self.runner._balance, self.runner._told = kept, None
+        self.runner._balance, self.runner._told = balance, None
         return seconds
 
     def alone(self, count: int) -> float:
-        """Seconds of a micro-batch of this process, without the other."""
+        """Returns the seconds of a micro-batch of this process, without the other."""
         import jax
 
         from whalejax.planner.balance.measured_shares import Rebalance
 
-        several = [count] * len(self.runner.shares)
-        kept, self.runner._balance = self.runner._balance, Rebalance(several)
+        shares = [count] * len(self.runner.shares)
+        balance, self.runner._balance = self.runner._balance, Rebalance(shares)
         batch = self.trained._layout.place(self.batch_at(0))
         mine = self.runner._mine
-        seen = {r: self.runner._local_view(self.state, r) for r in mine}
+        views = {r: self.runner._local_view(self.state, r) for r in mine}
         start = time.perf_counter()
-        jax.block_until_ready(self.runner._ran(seen, batch))
+        jax.block_until_ready(self.runner._ran(views, batch))
         seconds = time.perf_counter() - start
-        self.runner._balance = kept
+        self.runner._balance = balance
         return seconds / count
 
 
-def _compared(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
-    """Even shares against those that are found, under one quota."""
+def _compare(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
+    """Compares even with adaptive shares under one quota."""
     import numpy as np
     from jax.experimental import multihost_utils
 
@@ -319,64 +323,66 @@ def _compared(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
 
     run.trained.rebalances = True
     run.trained.shares = [COUNT // 2] * 2
-    for _ in range(SETTLES):
+    for _ in range(SETTLING_STEPS):
         run.step()
     run.trained.rebalances = False
-    found: tuple[int, ...] = tuple(run.trained.shares)
+    adapted: tuple[int, ...] = tuple(run.trained.shares)
     even = (COUNT // 2,) * 2
-    seconds: dict[tuple[int, ...], list[float]] = {found: [], even: []}
-    zero, alone = [], []
+    seconds: dict[tuple[int, ...], list[float]] = {adapted: [], even: []}
+    empties, singles = [], []
     for _ in range(rounds):
-        for chosen in (even, found):
-            run.trained.shares = chosen
+        for tried in (even, adapted):
+            run.trained.shares = tried
             together("step")
-            seconds[chosen].append(run.step())
+            seconds[tried].append(run.step())
         together("nothing")
-        zero.append(run.nothing())
-        alone.append(run.alone(COUNT // 2))
-    mine = np.array([statistics.median(alone), statistics.median(zero)], np.float32)
-    every = multihost_utils.process_allgather(mine)
-    speeds = [float(s) for s in every[:, 0]]
+        empties.append(run.nothing())
+        singles.append(run.alone(COUNT // 2))
+    medians = np.array(
+        [statistics.median(singles), statistics.median(empties)], np.float32
+    )
+    rows = multihost_utils.process_allgather(medians)
+    speeds = [float(s) for s in rows[:, 0]]
     best = shares(COUNT, speeds)
-    ideal = max(k * s for k, s in zip(best, speeds, strict=True)) + float(every[0, 1])
-    ratios = [a / b for a, b in zip(seconds[even], seconds[found], strict=True)]
+    ideal = max(k * s for k, s in zip(best, speeds, strict=True)) + float(rows[0, 1])
+    ratios = [a / b for a, b in zip(seconds[even], seconds[adapted], strict=True)]
     low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
     if run.runner._mine == [0]:
         print(
             f"{percent} %: micro-batch {speeds[0] * 1e3:.1f} and {speeds[1] * 1e3:.1f} "
-            f"ms, shares {found} (best {best}), step {median(seconds[even])} even, "
-            f"{median(seconds[found])} found, {ideal * 1e3:.0f} ms ideal",
+            f"ms, shares {adapted} (best {best}), step {median(seconds[even])} even, "
+            f"{median(seconds[adapted])} adapted, {ideal * 1e3:.0f} ms ideal",
             flush=True,
         )
-    step = statistics.median(seconds[found])
+    step = statistics.median(seconds[adapted])
     return {
         f"speedup_{percent}": round(float(middle), 4),
         f"speedup_{percent}_low": round(float(low), 4),
         f"speedup_{percent}_high": round(float(high), 4),
         f"of_integer_ideal_{percent}": round(ideal / step, 4),
-        f"shares_{percent}": list(found),
+        f"shares_{percent}": list(adapted),
     }
 
 
 def _curve(dtype: str) -> float:
-    """How far losses of uneven steps are from those of one device."""
+    """Returns the distance of losses of uneven steps from those of one device."""
     import jax
 
     sizes = {**SMALL, "param_dtype": dtype}
-    both, alone = _Run(sizes), _Run(sizes, alone=True)
+    both, single = _Run(sizes), _Run(sizes, alone=True)
     both.trained.shares = [21, 11]
     for index in range(CURVE):
         if index == CURVE // 2:
             both.trained.rebalances = False
             both.trained.shares = [5, 27]
         both.step(index)
-        alone.step(index)
+        single.step(index)
     jax.block_until_ready(both.state)
-    return max(abs(a - b) for a, b in zip(both.losses, alone.losses, strict=True))
+    return max(abs(a - b) for a, b in zip(both.losses, single.losses, strict=True))
 
 
-def _disturbed(arguments: argparse.Namespace, quota: Any, core: int) -> dict[str, Any]:
-    """The same disturbances with shares that follow, and with even ones."""
+def _disturb(arguments: argparse.Namespace, quota: Any, core: int) -> dict[str, Any]:
+    """Runs the same disturbances with adaptive shares, and with even ones."""
     run = _Run(SHORT)
     run.step()
     traces = {}
@@ -392,8 +398,8 @@ def _disturbed(arguments: argparse.Namespace, quota: Any, core: int) -> dict[str
         for follows, trace in traces.items()
     }
     worst = min(a / b for a, b in zip(counts[True], counts[False], strict=True))
-    took, ideal = traces[True].times()
-    settled = statistics.median(took[-len(took) // 4 :])
+    spans, ideal = traces[True].times()
+    settled = statistics.median(spans[-len(spans) // 4 :])
     change = next(
         i for i, end in enumerate(traces[True].ends[1:]) if end > arguments.seconds / 2
     )
@@ -401,43 +407,45 @@ def _disturbed(arguments: argparse.Namespace, quota: Any, core: int) -> dict[str
         print(f"steps in windows: follows {counts[True]}, even {counts[False]}")
     return {
         "windows_worst": round(worst, 4),
-        "recovered_steps": _recovered(took[change:], [settled] * len(took[change:])),
-        "followed_steps": _recovered(took[change:], ideal[change:]),
-        "of_ideal": round(sum(ideal) / sum(took), 4),
+        "recovered_steps": _recovery_steps(
+            spans[change:], [settled] * len(spans[change:])
+        ),
+        "followed_steps": _recovery_steps(spans[change:], ideal[change:]),
+        "of_ideal": round(sum(ideal) / sum(spans), 4),
     }
 
 
 @dataclasses.dataclass
 class _Trace:
-    """What was seen of steps: when each ended, its shares, what each measured."""
+    """End time, shares and measured micro-batch seconds of each step."""
 
     ends: list[float] = dataclasses.field(default_factory=list)
     shares: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     seconds: list[list[float]] = dataclasses.field(default_factory=list)
 
     def times(self) -> tuple[list[float], list[float]]:
-        """Seconds of the steps behind the first, and the least possible of each."""
+        """Returns the seconds of steps after the first, and the least ones."""
         from whalejax.planner.balance.shares import makespan, shares
 
-        took = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
-        seen = list(zip(took, self.shares[1:], self.seconds[1:], strict=True))
-        rest = statistics.median(s - makespan(k, t) for s, k, t in seen)
-        best = [makespan(shares(COUNT, t), t) for _, _, t in seen]
-        return took, [seconds + rest for seconds in best]
+        spans = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
+        rows = list(zip(spans, self.shares[1:], self.seconds[1:], strict=True))
+        rest = statistics.median(s - makespan(k, t) for s, k, t in rows)
+        best = [makespan(shares(COUNT, t), t) for _, _, t in rows]
+        return spans, [seconds + rest for seconds in best]
 
 
 def _steps(run: _Run, arguments: argparse.Namespace, quota: Any, core: int) -> _Trace:
-    """Steps while load comes and goes and the quota changes sides."""
+    """Runs steps while load comes and goes and the quota changes sides."""
     import numpy as np
     from jax.experimental import multihost_utils
 
-    chance = random.Random(7 + arguments.process)
+    rng = random.Random(7 + arguments.process)
     loads: list[tuple[float, float]] = []
-    when = 0.0
-    while when < arguments.seconds:
-        when += chance.uniform(15, 30)
-        loads.append((when, when + chance.uniform(2, 8)))
-        when = loads[-1][1]
+    moment = 0.0
+    while moment < arguments.seconds:
+        moment += rng.uniform(15, 30)
+        loads.append((moment, moment + rng.uniform(2, 8)))
+        moment = loads[-1][1]
     busy: subprocess.Popen[bytes] | None = None
     trace = _Trace()
     (stopwatch,) = run.runner._stopwatches.values()
@@ -445,23 +453,23 @@ def _steps(run: _Run, arguments: argparse.Namespace, quota: Any, core: int) -> _
     start = time.perf_counter()
     while True:
         now = time.perf_counter() - start
-        first = now < arguments.seconds / 2
-        slow = arguments.process == (1 if first else 0)
-        quota.set(33 if slow else 100)
-        loaded = any(begin <= now < end for begin, end in loads)
-        if loaded and busy is None:
+        is_first_half = now < arguments.seconds / 2
+        is_slow = arguments.process == (1 if is_first_half else 0)
+        quota.set(33 if is_slow else 100)
+        is_loaded = any(begin <= now < end for begin, end in loads)
+        if is_loaded and busy is None:
             busy = subprocess.Popen(["taskset", "-c", str(core), "yes"], stdout=-3)
-        if not loaded and busy is not None:
+        if not is_loaded and busy is not None:
             busy.kill()
             busy = None
         trace.shares.append(tuple(run.trained.shares))
         run.step()
         trace.ends.append(time.perf_counter() - start)
         done = float(trace.ends[-1] > arguments.seconds)
-        told = np.array([done, stopwatch.seconds], np.float32)
-        every = multihost_utils.process_allgather(told)
-        trace.seconds.append(every[:, 1].tolist())
-        if every[:, 0].any():
+        report = np.array([done, stopwatch.seconds], np.float32)
+        by_process = multihost_utils.process_allgather(report)
+        trace.seconds.append(by_process[:, 1].tolist())
+        if by_process[:, 0].any():
             break
     if busy is not None:
         busy.kill()
@@ -469,13 +477,13 @@ def _steps(run: _Run, arguments: argparse.Namespace, quota: Any, core: int) -> _
     return trace
 
 
-def _recovered(took: list[float], ideal: list[float]) -> int:
-    """Steps until five take no longer than 0.93 of the ideal speed allows."""
-    for number in range(len(took) - 5):
+def _recovery_steps(spans: list[float], ideal: list[float]) -> int:
+    """Returns the steps until five take at most the ideal time over 0.93."""
+    for number in range(len(spans) - 5):
         five = slice(number, number + 5)
-        if sum(took[five]) <= sum(ideal[five]) / 0.93:
+        if sum(spans[five]) <= sum(ideal[five]) / 0.93:
             return number
-    return len(took)
+    return len(spans)
 
 
 if __name__ == "__main__":

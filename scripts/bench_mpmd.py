@@ -1,21 +1,22 @@
-"""Stages with programs of their own, against stages in lockstep and one device.
+"""Times stage programs against stages in lockstep and one device.
 
 One small GPT is trained with the same micro-batches in two stages with programs of
 their own, in two stages of one program (its layers in one scan), and on one device, in
-turn on two virtual CPU devices. The last line is one JSON object:
-
-    mpmd_over_best  median over rounds of its step time over the better of the two
-                    others: at most 1.05
-    mpmd_over_one, mpmd_over_spmd
-                    the same over each of them
-    mpmd_over_one_cpu
-                    the same in seconds of the processor
-
-The C library keeps what the three free (``paired.KEPT_MEMORY``). Otherwise CPU programs
-that run once for every micro-batch have the kernel clear their temporary memory as
-often, which no other device does: ``--default-malloc`` measures that too.
+turn on two virtual CPU devices.
 
     python scripts/bench_mpmd.py [--rounds 7] [--micro-batches 16] [--default-malloc]
+
+The last line is one JSON object:
+
+    mpmd_over_best     median over rounds of its step time over the better of the two
+                       others: at most 1.05
+    mpmd_over_one, mpmd_over_spmd
+                       the same over each of them
+    mpmd_over_one_cpu  the same in seconds of the processor
+
+The C library keeps freed memory (``paired.KEPT_MEMORY``). Otherwise CPU programs that
+run once for every micro-batch make the kernel clear their temporary memory as often,
+which no other device does: ``--default-malloc`` measures that too.
 """
 
 from __future__ import annotations
@@ -54,10 +55,9 @@ SAMPLES = 8
 
 
 def main() -> None:
-    """Time the three in turn and print their ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds")
-    parser.add_argument("--micro-batches", type=int, default=16, help="of a step")
+    parser.add_argument("--micro-batches", type=int, default=16, help="per step")
     parser.add_argument("--default-malloc", action="store_true", help="see above")
     arguments = parser.parse_args()
     count = arguments.micro_batches
@@ -76,13 +76,13 @@ def main() -> None:
                 wall[name].append(time.perf_counter() - start)
                 cpu[name].append(time.process_time() - work)
     best = [min(pair) for pair in zip(wall["spmd"], wall["one"], strict=True)]
-    found = {
+    ratios = {
         "mpmd_over_best": _ratio(wall["mpmd"], best),
         "mpmd_over_one": _ratio(wall["mpmd"], wall["one"]),
         "mpmd_over_spmd": _ratio(wall["mpmd"], wall["spmd"]),
         "mpmd_over_one_cpu": _ratio(cpu["mpmd"], cpu["one"]),
     }
-    print(json.dumps({key: round(value, 4) for key, value in found.items()}))
+    print(json.dumps({key: round(value, 4) for key, value in ratios.items()}))
 
 
 def _ratio(first: list[float], second: list[float]) -> float:
@@ -90,7 +90,7 @@ def _ratio(first: list[float], second: list[float]) -> float:
 
 
 def _stepper(count: int, devices: int, *, scanned: bool) -> Callable[[], Any]:
-    """What runs one step and waits for it."""
+    """Returns a function that runs one step and waits for it."""
     job = models.job("gpt-test", annotated=False, scan_layers=scanned, **SIZES)
     batch, optimizer = job.batch_at(0, count * SAMPLES), optax.sgd(0.01)
     plan = wh.plan(
@@ -110,11 +110,11 @@ def _stepper(count: int, devices: int, *, scanned: bool) -> Callable[[], Any]:
         optimizer=optimizer,
         devices=jax.devices()[:devices],
     )
-    held = [step.init(job.make_model, rng=jax.random.key(0))]
+    states = [step.init(job.make_model, rng=jax.random.key(0))]
 
     def run() -> None:
-        held[0], metrics = step(held[0], batch)
-        jax.block_until_ready((held[0].params, metrics))
+        states[0], metrics = step(states[0], batch)
+        jax.block_until_ready((states[0].params, metrics))
 
     return run
 

@@ -1,14 +1,14 @@
-"""What is said of one layout, by whichever way it is asked for.
+"""Compares the predictions for one layout, by all functions that make them.
 
-Layouts are drawn: a program, devices, sizes of the mesh axes (stages and unlike kinds
-among them), ZeRO, what is computed again, how attention runs and micro-batches. Each is
-planned with all of that fixed (``alone``), and its time and memory, term by term, are
-compared with what is said of the same layout
+The script samples layouts: a program, devices, sizes of the mesh axes (stages and mixed
+kinds among them), ZeRO, remat, attention and micro-batches. Each is planned with all of
+that fixed (``alone``), and its time and memory are compared, term by term, with the
+predictions for the same layout
 
-    row        beside the plan for which the mesh is left open
+    row        among the candidates of a plan with a free mesh
     what_if    by ``plan.what_if`` of a plan on another mesh
     together   by the evaluator, in an array of every layout of its program
-    paper      where what no executor runs may be planned, too (``runnable=False``)
+    paper      as an estimate (``runnable=False``)
 
 A term may differ by rounding: disagreement is the largest difference of a term, as a
 part of the step or of all memory.
@@ -16,14 +16,17 @@ part of the step or of all memory.
     python scripts/bench_one_evaluator.py [--refresh] [--fresh N] [--seed N]
         [--seconds N] [--verbose]
 
-What was found is kept in ``one_evaluator.json`` beside this script, with commit,
-versions and seed; without options a fresh sample, drawn by today's date or by
-``--seed``, is compared beside it, within seven minutes. ``--refresh`` compares those of
-the kept draws that are not in the file yet, and goes on where it was interrupted. The
-last line is one JSON object: layouts (drawn and planned), refused (drawn, and served by
-no executor), max_disagreement (of all ways), disagreement (of each way), compared
-(layouts of which each way says something), worst, fresh, fresh_max_disagreement and
-commits.
+``one_evaluator.json`` beside this script has the results, with commit, versions and
+seed. Without options a fresh sample, chosen by today's date or by ``--seed``, is
+compared within seven minutes. ``--refresh`` compares the draws that the file lacks, and
+continues where it was interrupted. The last line is one JSON object:
+
+    layouts, refused          layouts that were planned; those without an executor
+    max_disagreement          largest disagreement
+    disagreement, compared    largest disagreement and number of layouts, by function
+    worst                     layout with the largest disagreement
+    seed, fresh, fresh_max_disagreement  seed, size and disagreement of the fresh sample
+    commits                   commits of the stored results
 """
 
 from __future__ import annotations
@@ -52,12 +55,12 @@ from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import divisors
 
 
-KEPT: Final = Path(__file__).with_name("one_evaluator.json")
+FILE: Final = Path(__file__).with_name("one_evaluator.json")
 SEED: Final = 20261129
 DRAWS: Final = 300
 FRESH: Final = 24
 SECONDS: Final = 420.0
-WAYS: Final = ("row", "what_if", "together", "paper")
+SOURCES: Final = ("row", "what_if", "together", "paper")
 
 SMALL: Final[dict[str, Any]] = {
     "layers": 4,
@@ -86,13 +89,13 @@ AXES: Final = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Drawn:
+class LayoutSample:
     """A layout.
 
     Attributes:
-        program, cluster: what is planned, and for what.
-        batch: samples of the global batch.
-        options: of ``wh.plan``, the mesh among them.
+        program, cluster: Program to plan, and its cluster.
+        batch: Samples of the global batch.
+        options: Options of ``wh.plan`` with the mesh.
     """
 
     program: str
@@ -101,44 +104,44 @@ class Drawn:
     options: dict[str, Any]
 
 
-def drawn(number: int, seed: int) -> Drawn:
-    """One layout of a seed."""
-    chance = random.Random(f"{seed} {number}")
-    program = chance.choice([*PROGRAMS])
-    cluster = chance.choice(CLUSTERS)
-    left = wh.cluster(cluster).num_devices
+def random_layout(number: int, seed: int) -> LayoutSample:
+    """Returns one layout of a seed."""
+    rng = random.Random(f"{seed} {number}")
+    program = rng.choice([*PROGRAMS])
+    cluster = rng.choice(CLUSTERS)
+    devices_left = wh.cluster(cluster).num_devices
     mesh = dict.fromkeys(AXES, 1)
     names = ["data", "fsdp", "tensor"]
     if program != "images":
         names += ["context"]
     if program in ("scanned", "llama"):
-        names += ["stage"] * (chance.random() < 0.4)
+        names += ["stage"] * (rng.random() < 0.4)
     names += ["expert"] * (program == "experts")
-    chance.shuffle(names)
+    rng.shuffle(names)
     for name in names[:-1]:
-        mesh[name] = chance.choice(divisors(left))
-        left //= mesh[name]
-    mesh[names[-1]] = left
-    alike = "+" not in cluster
+        mesh[name] = rng.choice(divisors(devices_left))
+        devices_left //= mesh[name]
+    mesh[names[-1]] = devices_left
+    is_one_kind = "+" not in cluster
     parts = (1,) if program in ("images", "experts") else (1, 1, 2, 4)
-    if mesh["stage"] > 1 or not alike:
+    if mesh["stage"] > 1 or not is_one_kind:
         parts = tuple(max(n, 4) for n in parts)
     options: dict[str, Any] = {
         "mesh": {a: n for a, n in mesh.items() if n > 1 or a != "stage"},
-        "num_micro_batches": chance.choice(parts),
-        "remat": chance.choice(("none", "none", "dots", "full")),
+        "num_micro_batches": rng.choice(parts),
+        "remat": rng.choice(("none", "none", "dots", "full")),
     }
-    if mesh["stage"] == 1 and mesh["data"] > 1 and alike:
-        options["zero"] = chance.choice((0, 0, 1, 2))
+    if mesh["stage"] == 1 and mesh["data"] > 1 and is_one_kind:
+        options["zero"] = rng.choice((0, 0, 1, 2))
     if mesh["stage"] == 1 and program != "images":
-        options["attention"] = chance.choice(("gather", "gather", "ring"))
-        options["loss_chunks"] = chance.choice((1, 1, 4))
-    return Drawn(program=program, cluster=cluster, batch=64, options=options)
+        options["attention"] = rng.choice(("gather", "gather", "ring"))
+        options["loss_chunks"] = rng.choice((1, 1, 4))
+    return LayoutSample(program=program, cluster=cluster, batch=64, options=options)
 
 
 @functools.cache
 def planner(program: str, cluster: str, batch: int) -> Callable[..., Any]:
-    """What plans a program on a cluster under options."""
+    """Returns the function that plans a program on a cluster under options."""
     model, sizes = PROGRAMS[program]
     job = models.job(model, **sizes)
     return functools.partial(
@@ -152,83 +155,91 @@ def planner(program: str, cluster: str, batch: int) -> Callable[..., Any]:
     )
 
 
-def terms(one: Any) -> dict[str, float]:
-    """Seconds and bytes of a plan or of a row, by term."""
-    return {**dataclasses.asdict(one.time), **dataclasses.asdict(one.memory)}
+def terms(prediction: Any) -> dict[str, float]:
+    """Returns the seconds and bytes of a plan or of a row, by term."""
+    return {
+        **dataclasses.asdict(prediction.time),
+        **dataclasses.asdict(prediction.memory),
+    }
 
 
-def difference(one: Any, other: dict[str, float]) -> float:
-    """The largest difference of a term, as a part of the step or of all memory."""
-    wholes = {"_seconds": one.time.step_seconds, "_bytes": one.memory.total_bytes}
+def difference(prediction: Any, other: dict[str, float]) -> float:
+    """Returns the largest difference of a term, as a part of its total."""
+    totals = {
+        "_seconds": prediction.time.step_seconds,
+        "_bytes": prediction.memory.total_bytes,
+    }
     return max(
-        abs(value - other[name]) / whole
-        for name, value in terms(one).items()
-        for ending, whole in wholes.items()
+        abs(value - other[name]) / total
+        for name, value in terms(prediction).items()
+        for ending, total in totals.items()
         if name.endswith(ending)
     )
 
 
-def said(one: Drawn) -> tuple[Any, Iterator[tuple[str, dict[str, float]]]]:
-    """The plan of a layout, and what else is said of it, in each way that there is.
+def predictions(
+    layout: LayoutSample,
+) -> tuple[Any, Iterator[tuple[str, dict[str, float]]]]:
+    """Returns the plan of a layout, and an iterator over its other predictions.
 
     Raises:
-        PlanError: no executor serves it, or nothing fits.
+        PlanError: No executor runs it, or nothing fits.
     """
-    plan = planner(one.program, one.cluster, one.batch)
+    plan = planner(layout.program, layout.cluster, layout.batch)
     searches: list[Search] = []
-    searched = spmd_search.searches
+    original = spmd_search.searches
 
-    def kept(*arguments: Any, **options: Any) -> Any:
-        found = searched(*arguments, **options)
-        searches.extend(search for _, search in found.found)
-        return found
+    def recording(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        searches.extend(search for _, search in result.found)
+        return result
 
-    spmd_search.searches = kept
+    spmd_search.searches = recording
     try:
-        alone = plan(**one.options, offload=())
+        alone = plan(**layout.options, offload=())
     finally:
-        spmd_search.searches = searched
-    return alone, _others(one, plan, alone, searches)
+        spmd_search.searches = original
+    return alone, _other_predictions(layout, plan, alone, searches)
 
 
-def _others(
-    one: Drawn, plan: Callable[..., Any], alone: Any, searches: list[Search]
+def _other_predictions(
+    sample: LayoutSample, plan: Callable[..., Any], alone: Any, searches: list[Search]
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    others = {k: v for k, v in one.options.items() if k != "mesh"}
+    others = {k: v for k, v in sample.options.items() if k != "mesh"}
     layout = alone.candidates[0].layout
-    stages = one.options["mesh"].get("stage", 1)
-    left = {"mesh": {"stage": stages}} if stages > 1 else {}
-    free = _planned(plan, **others, **left, offload=())
+    stages = sample.options["mesh"].get("stage", 1)
+    fixed_mesh = {"mesh": {"stage": stages}} if stages > 1 else {}
+    free = _plan_or_none(plan, **others, **fixed_mesh, offload=())
     rows = [] if free is None else [c for c in free.candidates if c.layout == layout]
     for row in rows[:1]:
         yield "row", terms(row)
-    changed = _planned(plan, offload=()) if free is None else free
+    changed = _plan_or_none(plan, offload=()) if free is None else free
     if changed is not None:
-        yield "what_if", terms(changed.what_if(**one.options))
-    # Of stages in lockstep, only estimates have attention in blocks or logits in parts.
-    kept = {"attention": "gather", "loss_chunks": 1, **one.options}
-    paper = _planned(plan, **kept, offload=(), runnable=False)
+        yield "what_if", terms(changed.what_if(**sample.options))
+    # For stages in lockstep, only estimates have ring attention or chunks of logits.
+    settings = {"attention": "gather", "loss_chunks": 1, **sample.options}
+    paper = _plan_or_none(plan, **settings, offload=(), runnable=False)
     if paper is not None:
         yield "paper", terms(paper)
-    chosen = _chosen(alone, searches) if stages == 1 else None
-    if chosen is not None:
-        search, scored = chosen
-        found = _together(search, scored)
-        if found is not None:
-            yield "together", found
+    candidate = _find_candidate(alone, searches) if stages == 1 else None
+    if candidate is not None:
+        search, scored = candidate
+        predicted = _predict_in_array(search, scored)
+        if predicted is not None:
+            yield "together", predicted
 
 
-def _planned(plan: Callable[..., Any], **options: Any) -> Any:
+def _plan_or_none(plan: Callable[..., Any], **options: Any) -> Any:
     try:
         return plan(**options)
     except wh.PlanError:
         return None
 
 
-def _chosen(
+def _find_candidate(
     alone: Any, searches: list[Search]
 ) -> tuple[Search, LayoutCandidate] | None:
-    """The search that found a plan, and what it found."""
+    """Returns the search that found a plan, and its candidate."""
     for search in searches:
         for scored in search.scored:
             if scored.time == alone.time and scored.memory == alone.memory:
@@ -236,9 +247,11 @@ def _chosen(
     return None
 
 
-def _together(search: Search, scored: LayoutCandidate) -> dict[str, float] | None:
-    """The layout in an array of every layout of its program."""
-    every = Search(
+def _predict_in_array(
+    search: Search, scored: LayoutCandidate
+) -> dict[str, float] | None:
+    """Evaluates the layout in an array of every layout of its program."""
+    all_layouts = Search(
         search.graph,
         search.dims,
         search.cluster,
@@ -247,93 +260,99 @@ def _together(search: Search, scored: LayoutCandidate) -> dict[str, float] | Non
         split=search.split,
         program=search.program,
     )
-    layouts = every._layouts(every.meshes(scored.mesh["context"]))
+    layouts = all_layouts._layouts(all_layouts.meshes(scored.mesh["context"]))
     number = len(layouts.cases)
     cases = layouts.cases.with_count(np.full(number, scored.num_micro_batches))
     for index, row in enumerate(cases.row.tolist()):
-        same = layouts.meshes[row] == scored.mesh
-        same = same and cases.tables_at(index) == scored.tables
-        if same and int(cases.zero[index]) == scored.zero:
-            times = every.evaluator.times(cases).at(index)
-            memory = every.evaluator.memory(cases, ()).at(index)
+        is_equal = layouts.meshes[row] == scored.mesh
+        is_equal = is_equal and cases.tables_at(index) == scored.tables
+        if is_equal and int(cases.zero[index]) == scored.zero:
+            times = all_layouts.evaluator.times(cases).at(index)
+            memory = all_layouts.evaluator.memory(cases, ()).at(index)
             fresh = search.cluster.slowest.fresh_seconds(memory.temporary_bytes)
             times = dataclasses.replace(times, allocation_seconds=fresh)
             return {**dataclasses.asdict(times), **dataclasses.asdict(memory)}
     return None
 
 
-def compared(one: Drawn) -> dict[str, Any]:
-    """A layout, and by how much each way disagrees of it."""
+def compare_layout(layout: LayoutSample) -> dict[str, Any]:
+    """Returns the record of a layout with the disagreement of each function."""
     row: dict[str, Any] = {
-        "cluster": one.cluster,
+        "cluster": layout.cluster,
         "commit": checkout.commit(),
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
-        "options": one.options,
-        "program": one.program,
+        "options": layout.options,
+        "program": layout.program,
     }
     try:
-        alone, others = said(one)
+        alone, others = predictions(layout)
     except wh.WhaleError as error:
         return {**row, "refused": str(error)[:120]}
     row["layout"] = alone.candidates[0].layout
-    row["off"] = {way: difference(alone, found) for way, found in others}
+    row["off"] = {source: difference(alone, predicted) for source, predicted in others}
     return row
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of some layouts."""
+    """Returns the numbers of some layouts."""
     planned = [row for row in rows if "off" in row]
-    off = {
-        way: [row["off"][way] for row in planned if way in row["off"]] for way in WAYS
+    gaps = {
+        source: [row["off"][source] for row in planned if source in row["off"]]
+        for source in SOURCES
     }
     worst = max(
         planned,
-        key=lambda row: max((row["off"].get(way, 0.0) for way in WAYS), default=0.0),
+        key=lambda row: max(
+            (row["off"].get(source, 0.0) for source in SOURCES), default=0.0
+        ),
         default=None,
     )
     return {
         "layouts": len(planned),
         "refused": len(rows) - len(planned),
-        "max_disagreement": max((max(off[w], default=0.0) for w in WAYS), default=None),
-        "disagreement": {way: max(found, default=None) for way, found in off.items()},
-        "compared": {way: len(found) for way, found in off.items()},
+        "max_disagreement": max(
+            (max(gaps[w], default=0.0) for w in SOURCES), default=None
+        ),
+        "disagreement": {
+            source: max(values, default=None) for source, values in gaps.items()
+        },
+        "compared": {source: len(values) for source, values in gaps.items()},
         "worst": worst and f"{worst['program']} {worst['cluster']}: {worst['layout']}",
     }
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--fresh", type=int, default=FRESH)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--verbose", action="store_true")
-    given = parser.parse_args()
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    args = parser.parse_args()
+    stored = json.loads(FILE.read_text()) if FILE.exists() else {}
     today = int(datetime.date.today().strftime("%Y%m%d"))
-    seed = today if given.seed is None else given.seed
-    until = time.monotonic() + given.seconds
+    seed = today if args.seed is None else args.seed
+    until = time.monotonic() + args.seconds
     fresh: list[dict[str, Any]] = []
-    for number in range(DRAWS if given.refresh else given.fresh):
-        if given.refresh and str(number) in kept:
+    for number in range(DRAWS if args.refresh else args.fresh):
+        if args.refresh and str(number) in stored:
             continue
-        if not given.refresh and time.monotonic() > until:
+        if not args.refresh and time.monotonic() > until:
             break
-        row = compared(drawn(number, SEED if given.refresh else seed))
-        if given.verbose:
+        row = compare_layout(random_layout(number, SEED if args.refresh else seed))
+        if args.verbose:
             print(json.dumps(row), flush=True)
-        if given.refresh:
-            kept[str(number)] = row
-            KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+        if args.refresh:
+            stored[str(number)] = row
+            FILE.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
         else:
             fresh.append(row)
-    rows = [*kept.values()]
-    found = {**summary(rows), "seed": seed, "fresh": len(fresh)}
-    found["fresh_max_disagreement"] = summary(fresh)["max_disagreement"]
-    found["commits"] = sorted({row["commit"] for row in rows})
-    print(json.dumps(found))
+    rows = [*stored.values()]
+    report = {**summary(rows), "seed": seed, "fresh": len(fresh)}
+    report["fresh_max_disagreement"] = summary(fresh)["max_disagreement"]
+    report["commits"] = sorted({row["commit"] for row in rows})
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,29 @@
-"""The plan without options beside the same planner with one option given.
+"""Compares the plan without options with plans that have one option fixed.
 
-Workloads are drawn: decoders, mixtures of experts and encoders, of many sizes, lengths
-from 512 to a million tokens, batches from one sample, on 8 to 8,192 devices, some of
-them unlike. Each is planned without options, and once with every single one: every
-mesh of up to 64 devices (of more, forty that are drawn), and every value of remat,
-attention, num_micro_batches, zero and offload. A plan without options that is slower
-than one with is regretted, by so much as it is.
+The script samples workloads: decoders, mixtures of experts and encoders, of many sizes,
+lengths from 512 to a million tokens, batches from one sample, on 8 to 8,192 devices,
+some of mixed kinds. Each is planned without options, and once with every single one:
+every mesh of up to 64 devices (of more, a sample of forty), and every value of remat,
+attention, num_micro_batches, zero and offload. The regret of a plan without options is
+the part by which it is slower than the best with one.
 
     python scripts/bench_options.py [--refresh] [--only TEXT] [--fresh N] [--seed N]
         [--seconds N] [--verbose]
 
-What was found is kept in ``options.json`` beside this script, with commit, versions
-and seed; without options a fresh sample, drawn by today's date or by ``--seed``, is
-planned beside it, within eight minutes. ``--refresh`` plans all of the kept draws that
-are not in the file yet (or those whose name holds TEXT); it takes hours, and goes on
-where it was interrupted. The last line is one JSON object: workloads (with a plan),
-unplanned (which no layout serves, with or without options),
-planned_with_an_option_alone, plans, option_regret (the
-largest), regretted (workloads whose regret is above 1 %), worst (that workload, and the
-option), fresh, fresh_regret and commits.
+``options.json`` beside this script has the results, with commit, versions and seed.
+Without options a fresh sample, chosen by today's date or by ``--seed``, is planned
+within eight minutes. ``--refresh`` plans the draws that the file lacks (or those whose
+name contains TEXT); it takes hours, and continues where it was interrupted. The last
+line is one JSON object:
+
+    workloads                workloads with a plan
+    unplanned                those without a plan, with or without options
+    planned_with_an_option_alone  those with a plan only if an option is fixed
+    plans                    number of plans
+    option_regret, worst     largest regret; its workload and option
+    regretted                workloads whose regret is above 1 %
+    seed, fresh, fresh_regret     seed, size and largest regret of the fresh sample
+    commits                  commits of the stored results
 """
 
 from __future__ import annotations
@@ -44,15 +49,15 @@ from whalejax import jobs, models
 from whalejax.planner.sharding.layout import divisors
 
 
-KEPT: Final = Path(__file__).with_name("options.json")
+FILE: Final = Path(__file__).with_name("options.json")
 SEED: Final = 20261128
 DRAWS: Final = 60
 FRESH: Final = 3
 SECONDS: Final = 420.0
-MANY: Final = 64
-"""Devices up to which every mesh is an option."""
+MOST_MESHED: Final = 64
+"""Largest number of devices for which every mesh is an option."""
 
-DRAWN_MESHES: Final = 40
+SAMPLED_MESHES: Final = 40
 AXES: Final = ("data", "fsdp", "expert", "context", "tensor")
 
 CLUSTERS: Final = (
@@ -65,18 +70,18 @@ CLUSTERS: Final = (
 WIDTHS: Final = ((1024, 16, 4), (2048, 16, 8), (3072, 24, 8), (4096, 32, 8))
 LENGTHS: Final = (512, 2048, 8192, 32_768, 131_072, 1_048_576)
 TOKENS: Final = (2**17, 2**20, 2**22)
-"""Of a global batch, as far as one sample has not more."""
+"""Tokens of a global batch, unless one sample has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is planned.
+    """A model with its batch and cluster.
 
     Attributes:
-        name: unlike every other.
-        model, options: of ``whalejax.models``.
-        batch: samples of the global batch.
-        cluster: as text.
+        name: Unique name.
+        model, options: Arguments of ``whalejax.models.job``.
+        batch: Samples of the global batch.
+        cluster: Cluster as text.
     """
 
     name: str
@@ -86,14 +91,14 @@ class Workload:
     cluster: str
 
 
-def drawn(number: int, seed: int) -> Workload:
-    """One workload of a seed."""
-    chance = random.Random(f"{seed} {number}")
-    kind = chance.choice(("dense", "dense", "dense", "experts", "encoder"))
-    width, heads, kv_heads = chance.choice(WIDTHS)
-    layers = chance.choice((4, 12, 24, 32))
-    length = chance.choice(LENGTHS if kind == "dense" else LENGTHS[:3])
-    batch = max(1, chance.choice(TOKENS) // length)
+def random_workload(number: int, seed: int) -> Workload:
+    """Returns one workload of a seed."""
+    rng = random.Random(f"{seed} {number}")
+    kind = rng.choice(("dense", "dense", "dense", "experts", "encoder"))
+    width, heads, kv_heads = rng.choice(WIDTHS)
+    layers = rng.choice((4, 12, 24, 32))
+    length = rng.choice(LENGTHS if kind == "dense" else LENGTHS[:3])
+    batch = max(1, rng.choice(TOKENS) // length)
     sizes: dict[str, Any] = {"layers": layers, "sequence": length, "vocab": 32_768}
     sizes |= {"embed": width, "heads": heads, "mlp": 4 * width, "scan_layers": True}
     model = "llama-test"
@@ -101,15 +106,15 @@ def drawn(number: int, seed: int) -> Workload:
         sizes |= {"kv_heads": kv_heads}
     elif kind == "experts":
         model = "moe"
-        sizes |= {"experts": chance.choice((8, 32)), "annotated": False}
+        sizes |= {"experts": rng.choice((8, 32)), "annotated": False}
     else:
         model = "bert-base"
         del sizes["scan_layers"]
         sizes["layers"] = min(4, layers)
-    cluster = chance.choice(CLUSTERS)
-    words = f"{kind} {width}x{layers} {batch}x{length} {cluster}"
+    cluster = rng.choice(CLUSTERS)
+    text = f"{kind} {width}x{layers} {batch}x{length} {cluster}"
     return Workload(
-        name=f"{words} {number} {seed}",
+        name=f"{text} {number} {seed}",
         model=model,
         options=sizes,
         batch=batch,
@@ -118,20 +123,20 @@ def drawn(number: int, seed: int) -> Workload:
 
 
 def options_of(work: Workload, devices: int) -> Iterator[dict[str, Any]]:
-    """Every single option, and of many devices some of the meshes."""
-    every = [
+    """Yields every single option, and of many devices a sample of the meshes."""
+    meshes = [
         sizes
         for sizes in itertools.product(divisors(devices), repeat=len(AXES))
         if math.prod(sizes) == devices
         and (sizes[2] == 1 or work.model == "moe")
         and work.options["sequence"] % sizes[3] == 0
     ]
-    if devices > MANY and len(every) > DRAWN_MESHES:
-        every = random.Random(work.name).sample(every, DRAWN_MESHES)
-    yield from ({"mesh": dict(zip(AXES, sizes, strict=True))} for sizes in every)
+    if devices > MOST_MESHED and len(meshes) > SAMPLED_MESHES:
+        meshes = random.Random(work.name).sample(meshes, SAMPLED_MESHES)
+    yield from ({"mesh": dict(zip(AXES, sizes, strict=True))} for sizes in meshes)
     for remat in ("none", "dots", "full"):
         yield {"remat": remat}
-    yield from ({"attention": way} for way in ("ring", "gather"))
+    yield from ({"attention": attention} for attention in ("ring", "gather"))
     for count in divisors(work.batch):
         if count <= 64:
             yield {"num_micro_batches": count}
@@ -140,8 +145,8 @@ def options_of(work: Workload, devices: int) -> Iterator[dict[str, Any]]:
         yield {"offload": offload}
 
 
-def asked(work: Workload) -> Any:
-    """What plans a workload under options; gives seconds of a step, or None."""
+def planner(work: Workload) -> Any:
+    """Returns a function from options to seconds of a step, or None."""
     job = models.job(work.model, **work.options)
     model = jobs.abstract_model(job)
     batch = jax.eval_shape(lambda: job.batch_at(0, work.batch))
@@ -149,7 +154,7 @@ def asked(work: Workload) -> Any:
 
     def plan(**options: Any) -> float | None:
         try:
-            found = wh.plan(
+            plan = wh.plan(
                 job.loss_fn,
                 model,
                 batch,
@@ -160,23 +165,23 @@ def asked(work: Workload) -> Any:
             )
         except wh.WhaleError:
             return None
-        return float(found.time.step_seconds)
+        return float(plan.time.step_seconds)
 
     return plan
 
 
 def regret_of(work: Workload, until: float, verbose: bool) -> dict[str, Any] | None:
-    """One workload under every option; None where time is over before its end."""
-    plan, start = asked(work), time.process_time()
+    """Plans one workload under every option; None if time runs out."""
+    plan, start = planner(work), time.process_time()
     free = plan()
     best, option, plans = free, {}, 1
-    for one in options_of(work, wh.cluster(work.cluster).num_devices):
+    for settings in options_of(work, wh.cluster(work.cluster).num_devices):
         if time.monotonic() > until:
             return None
-        found = plan(**one)
+        seconds = plan(**settings)
         plans += 1
-        if found is not None and (best is None or found < best):
-            best, option = found, one
+        if seconds is not None and (best is None or seconds < best):
+            best, option = seconds, settings
     regret = None
     if best is not None:
         regret = None if free is None else round(free / best - 1, 5)
@@ -198,15 +203,15 @@ def regret_of(work: Workload, until: float, verbose: bool) -> dict[str, Any] | N
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of some workloads."""
+    """Returns the numbers of some workloads."""
     planned = [r for r in rows if r["regret"] is not None]
-    # What is planned with an option alone is regretted without end.
-    lost = [r for r in rows if r["free_seconds"] is None and r["best_seconds"]]
+    # Without a plan, regret is infinite.
+    unplanned = [r for r in rows if r["free_seconds"] is None and r["best_seconds"]]
     worst = max(planned, key=lambda r: r["regret"], default=None)
     return {
         "workloads": len(planned),
-        "unplanned": len(rows) - len(planned) - len(lost),
-        "planned_with_an_option_alone": len(lost),
+        "unplanned": len(rows) - len(planned) - len(unplanned),
+        "planned_with_an_option_alone": len(unplanned),
         "plans": sum(r["plans"] for r in rows),
         "option_regret": worst["regret"] if worst else None,
         "regretted": sum(r["regret"] > 0.01 for r in planned),
@@ -215,7 +220,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--only", default="")
@@ -223,31 +227,31 @@ def main() -> None:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--verbose", action="store_true")
-    given = parser.parse_args()
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    args = parser.parse_args()
+    stored = json.loads(FILE.read_text()) if FILE.exists() else {}
     today = int(datetime.date.today().strftime("%Y%m%d"))
-    seed = today if given.seed is None else given.seed
+    seed = today if args.seed is None else args.seed
     fresh: list[dict[str, Any]] = []
-    if given.refresh:
+    if args.refresh:
         for number in range(DRAWS):
-            work = drawn(number, SEED)
-            again = given.only and given.only in work.name
-            if again or (work.name not in kept and not given.only):
-                row = regret_of(work, math.inf, given.verbose)
-                kept[work.name] = row
-                KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            work = random_workload(number, SEED)
+            redo = args.only and args.only in work.name
+            if redo or (work.name not in stored and not args.only):
+                row = regret_of(work, math.inf, args.verbose)
+                stored[work.name] = row
+                FILE.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
     else:
-        until = time.monotonic() + given.seconds
-        for number in range(given.fresh):
-            row = regret_of(drawn(number, seed), until, given.verbose)
+        until = time.monotonic() + args.seconds
+        for number in range(args.fresh):
+            row = regret_of(random_workload(number, seed), until, args.verbose)
             if row is None:
                 break
             fresh.append(row)
-    rows = [row for row in kept.values() if given.only in row["name"]]
-    found = {**summary(rows), "seed": seed, "fresh": len(fresh)}
-    found["fresh_regret"] = summary(fresh)["option_regret"]
-    found["commits"] = sorted({row["commit"] for row in rows})
-    print(json.dumps(found))
+    rows = [row for row in stored.values() if args.only in row["name"]]
+    report = {**summary(rows), "seed": seed, "fresh": len(fresh)}
+    report["fresh_regret"] = summary(fresh)["option_regret"]
+    report["commits"] = sorted({row["commit"] for row in rows})
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

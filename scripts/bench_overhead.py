@@ -1,10 +1,12 @@
-"""Our step against a hand-written ``jax.jit`` step with the same PartitionSpecs.
+"""Times our step against a hand-written ``jax.jit`` step with the same PartitionSpecs.
 
 Both train the same model from the same values on eight devices, data-parallel with the
-plan's own layout; they run in turn, and the last line is one JSON object with the
-median ratio of each model's pairs, ours over the other.
+plan's own layout, in turn.
 
     python scripts/bench_overhead.py [--pairs 30] [--only gpt]
+
+The last line is one JSON object: for each model, ``ratio_NAME`` is the median ratio of
+its pairs, ours over the other.
 """
 
 from __future__ import annotations
@@ -30,8 +32,7 @@ from whalejax.adapters.base import adapt  # noqa: E402
 from whalejax.meshes.jax_mesh import partition_spec  # noqa: E402
 
 
-# Sizes at which a step takes some tenths of a second on two cores: large enough that
-# the compute is real, small enough that a cost per step would show.
+# A step takes some tenths of a second on two cores, so that a cost per step would show.
 JOBS: dict[str, Callable[[], wh.Job]] = {
     "gpt": lambda: models.job("gpt", batch_size=16, annotated=False),
     "bert": lambda: models.job("bert-test", batch_size=64),
@@ -43,7 +44,7 @@ JOBS: dict[str, Callable[[], wh.Job]] = {
 
 
 def hand_written(job: wh.Job, plan: wh.Plan, model: Any, key: Any) -> Any:
-    """A training step as one writes it by hand, and its first state."""
+    """Returns a hand-written step, its first state, and how to place batches."""
     adapter = adapt(model, job.loss_fn)
     mesh = plan.mesh(jax.devices())
     params, rest = adapter.take_apart(model)
@@ -51,8 +52,8 @@ def hand_written(job: wh.Job, plan: wh.Plan, model: Any, key: Any) -> Any:
     specs = plan.partition_specs()
     layouts = [NamedSharding(mesh, specs[path]) for path in adapter.param_paths]
     params = jax.device_put(params, tree.unflatten(layouts))
-    whole = NamedSharding(mesh, PartitionSpec())
-    rest = jax.device_put(rest, whole)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    rest = jax.device_put(rest, replicated)
     opt_state = jax.jit(job.optimizer.init)(params)
     batch_layouts = [
         NamedSharding(mesh, partition_spec(leaf.spec)) for leaf in plan.batch
@@ -87,7 +88,7 @@ def hand_written(job: wh.Job, plan: wh.Plan, model: Any, key: Any) -> Any:
 
 
 def compare(name: str, pairs: int) -> dict[str, float]:
-    """Time one model both ways."""
+    """Times both steps of one model."""
     job = JOBS[name]()
     key = jax.random.key(0)
     model = job.make_model(key)
@@ -117,11 +118,11 @@ def compare(name: str, pairs: int) -> dict[str, float]:
         theirs, loss = run(theirs, place(batch))
         jax.block_until_ready((theirs, loss))
 
-    found = timed_pairs(our_step, their_step, pairs=pairs)
-    ratio = found.ratio
+    times = timed_pairs(our_step, their_step, pairs=pairs)
+    ratio = times.ratio
     print(
-        f"{name:10} ours {statistics.median(found.first_seconds) * 1e3:8.1f} ms   "
-        f"by hand {statistics.median(found.second_seconds) * 1e3:8.1f} ms   "
+        f"{name:10} ours {statistics.median(times.first_seconds) * 1e3:8.1f} ms   "
+        f"by hand {statistics.median(times.second_seconds) * 1e3:8.1f} ms   "
         f"ratio {ratio:.3f}   mesh {dict(plan.axes)}",
         flush=True,
     )
@@ -129,7 +130,6 @@ def compare(name: str, pairs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the comparison and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=30, help="timed pairs a model")
     parser.add_argument("--only", choices=sorted(JOBS), help="one model")

@@ -1,22 +1,26 @@
-"""Stages in lockstep: against GPipe by autodiff, in memory, in compile time, on TPUs.
+"""Measures stages in lockstep: time and memory against GPipe, compile time, TPU memory.
 
-GPipe by autodiff is written in ``by_hand.py`` as one writes it: a forward loop over
-turns inside ``shard_map``, which ``jax.grad`` turns round. It keeps all that its layers
-keep, of every micro-batch, and computes nothing again; the plan keeps the products of
-those in flight, or, as plans with ``remat="none"`` do, what its stages were given. Both
-train one small scanned GPT on the same micro-batches, head and loss on the last stage
-alone, and their gradients are compared before anything is timed. The last line is one
-JSON object:
+``by_hand.py`` has a hand-written GPipe by autodiff: a forward loop over turns inside
+``shard_map``, which ``jax.grad`` reverses. It saves all values of its layers, of every
+micro-batch, and recomputes nothing; the plan saves the products of micro-batches in
+flight, or, with ``remat="none"``, the inputs of its stages. Both train one small
+scanned GPT on the same micro-batches, head and loss on the last stage alone, and their
+gradients are compared before anything is timed.
+
+    python scripts/bench_pipeline.py [--pairs 9] [--compiles 2] [--only steps] [--tpu]
+
+The last line is one JSON object; the keys of the TPU need ``--tpu`` and the extra
+tpu-compile:
 
     time_1f1b_over_gpipe     median over pairs of the step times, stage 2, 32
                              micro-batches, on two virtual CPU devices: at most 0.78
-    time_inputs_over_gpipe   the same where stages keep what they were given
+    time_inputs_over_gpipe   the same where stages save their inputs
     memory_m32_over_m8       temporaries of the 1F1B step with 32 micro-batches over
                              those with 8 of the same size: at most 1.02
     memory_1f1b_over_gpipe   the same with 32, over those of GPipe by autodiff
-    uneven_over_masked       the first of stages of six and two layers, over GPipe by
-                             autodiff whose stages both take six turns, of which the
-                             last four of the second are masked away: at most 0.6
+    uneven_over_masked       stages of six and two layers, over GPipe by autodiff whose
+                             stages both take six turns, of which the last four of the
+                             second are masked: at most 0.6
                              (scripts/bench_uneven.py also masks within 1F1B)
     compile_stage8_over_plain
                              median over pairs of the seconds to trace, lower and
@@ -29,10 +33,6 @@ JSON object:
                              of v5p:2x2x4: from 0.9 to 1.1
     tpu_m64_over_m16         the same peak with 64 micro-batches over that with 16, as
                              compiled: at most 1.02
-
-    python scripts/bench_pipeline.py [--pairs 9] [--compiles 2] [--only steps] [--tpu]
-
-The keys of the TPU come with ``--tpu``, which takes the extra tpu-compile.
 """
 
 from __future__ import annotations
@@ -76,14 +76,13 @@ BERT_LARGE = {
     "sequence": 128,
     "vocab": 30_522,
 }
-ROOMY = 2**43
-"""Bytes of a device on which everything can be planned."""
+LARGE_MEMORY = 2**43
+"""Bytes of a device on which everything fits."""
 SGD = optax.sgd(1.0)
-"""A step of it shows its gradients."""
+"""A step with it subtracts the gradients."""
 
 
 def main() -> None:
-    """Measure everything and print it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=9, help="timed pairs of steps")
     parser.add_argument("--compiles", type=int, default=2, help="pairs of compilations")
@@ -95,13 +94,13 @@ def main() -> None:
         "uneven": lambda: _uneven(arguments.pairs),
         "compiles": lambda: _compiles(arguments.compiles),
     }
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for name, run in parts.items():
         if arguments.only in (None, name):
-            found.update(run())
+            results.update(run())
     if arguments.tpu:
-        found.update(_tpu())
-    print(json.dumps({key: round(value, 4) for key, value in found.items()}))
+        results.update(_tpu())
+    print(json.dumps({key: round(value, 4) for key, value in results.items()}))
 
 
 def _job(sizes: Mapping[str, int]) -> wh.Job:
@@ -109,12 +108,12 @@ def _job(sizes: Mapping[str, int]) -> wh.Job:
 
 
 def _plan(job: wh.Job, batch: int, cluster: str, **options: Any) -> wh.Plan:
-    """As the model is written: nothing is sharded or moved beside."""
+    """Plans a model without further sharding, remat or offload."""
     plan = wh.plan(
         job.loss_fn,
         jobs.abstract_model(job),
         job.batch_at(0, batch),
-        cluster=wh.cluster(cluster).with_memory(ROOMY),
+        cluster=wh.cluster(cluster).with_memory(LARGE_MEMORY),
         zero=0,
         offload=(),
         attention="gather",
@@ -126,13 +125,13 @@ def _plan(job: wh.Job, batch: int, cluster: str, **options: Any) -> wh.Plan:
 
 
 def _steps(pairs: int) -> dict[str, float]:
-    """Step times and temporaries of 1F1B and of GPipe by autodiff."""
+    """Measures step times and temporaries of 1F1B and of GPipe by autodiff."""
     job = _job(SMALL)
-    few, many = (_staged(job, count) for count in (FEW, MANY))
+    few, many = (_staged_step(job, count) for count in (FEW, MANY))
     memory = [_temporaries(step.lower().compile()) for step in (few, many)]
     time, gpipe = _against_gpipe(job, many, pairs)
     memory.append(gpipe)
-    inputs, _ = _against_gpipe(job, _staged(job, MANY, remat="none"), pairs)
+    inputs, _ = _against_gpipe(job, _staged_step(job, MANY, remat="none"), pairs)
     return {
         "time_1f1b_over_gpipe": time,
         "time_inputs_over_gpipe": inputs,
@@ -142,23 +141,16 @@ def _steps(pairs: int) -> dict[str, float]:
 
 
 def _uneven(pairs: int) -> dict[str, float]:
-    """The step time of stages with unlike numbers of layers, over masking."""
+    """Measures the step time of uneven stages, over masking."""
     job = _job(SMALL)
-    time, _ = _against_gpipe(job, _staged(job, MANY, UNEVEN), pairs, UNEVEN)
+    time, _ = _against_gpipe(job, _staged_step(job, MANY, UNEVEN), pairs, UNEVEN)
     return {"uneven_over_masked": time}
 
 
-def _staged(
+def _staged_step(
     job: wh.Job, count: int, layers: tuple[int, ...] = (), **options: Any
 ) -> wh.TrainStep:
-    """The step of a plan in stages.
-
-    Args:
-        job: what is trained.
-        count: micro-batches.
-        layers: of each stage; as many in each if left out.
-        **options: of its plan.
-    """
+    """Returns the step of a plan with ``layers`` in each stage, or equally many."""
     plan = _plan(
         job,
         count * SAMPLES,
@@ -180,14 +172,7 @@ def _staged(
 def _against_gpipe(
     job: wh.Job, many: wh.TrainStep, pairs: int, layers: tuple[int, ...] = ()
 ) -> tuple[float, int]:
-    """The ratio of step times, and the temporaries of GPipe by autodiff.
-
-    Args:
-        job: what is trained.
-        many: the step of 1F1B.
-        pairs: timed pairs.
-        layers: of each stage, where they are unlike.
-    """
+    """Returns the ratio of step times, and the temporaries of GPipe by autodiff."""
     model, batch = job.make_model(jax.random.key(0)), job.batch_at(0, MANY * SAMPLES)
     state = many.init_from(model)
     before = [np.asarray(x) for x in jax.tree.leaves(state.params)]
@@ -219,27 +204,27 @@ def _temporaries(compiled: Any) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-def _check_equal(before: list[Any], one: Any, other: Any) -> None:
-    """Gradients, by what a step of ``SGD`` takes from each parameter.
+def _check_equal(before: list[Any], first: Any, second: Any) -> None:
+    """Compares gradients: the differences of parameters after a step of ``SGD``.
 
     Some are zero but for rounding, so the norm of all counts too.
     """
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    found = [
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    gradients = [
         (old - np.asarray(a), old - np.asarray(b))
         for old, (a, b) in zip(before, pairs, strict=True)
     ]
-    whole = np.sqrt(sum(np.sum(b**2) for _, b in found))
-    for a, b in found:
+    norm = np.sqrt(sum(np.sum(b**2) for _, b in gradients))
+    for a, b in gradients:
         error = np.linalg.norm(a - b)
-        if error > 1e-3 * np.linalg.norm(b) + 1e-5 * whole:
-            raise SystemExit(f"gradients differ: {error} of {whole}, in {b.shape}")
+        if error > 1e-3 * np.linalg.norm(b) + 1e-5 * norm:
+            raise SystemExit(f"gradients differ: {error} of {norm}, in {b.shape}")
 
 
 def _compiles(pairs: int) -> dict[str, float]:
-    """Compile times of eight stages and of none."""
+    """Measures compile times of eight stages and of none."""
     job = _job(BERT_LARGE)
-    staged, plain = (_compiling(job, mesh) for mesh in ({"stage": 8}, {"data": 8}))
+    staged, plain = (_compiler(job, mesh) for mesh in ({"stage": 8}, {"data": 8}))
     times = timed_pairs(staged, plain, pairs=pairs, warm=1)
     print(
         f"compiled: stage 8 in {min(times.first_seconds):.1f} s, data 8 in "
@@ -248,8 +233,8 @@ def _compiles(pairs: int) -> dict[str, float]:
     return {"compile_stage8_over_plain": times.ratio}
 
 
-def _compiling(job: wh.Job, mesh: dict[str, int]) -> Callable[[], Any]:
-    """Traces, lowers and compiles a step of 16 micro-batches."""
+def _compiler(job: wh.Job, mesh: dict[str, int]) -> Callable[[], Any]:
+    """Returns a function that traces, lowers and compiles a step."""
     optimizer = job.optimizer
     plan = _plan(
         job, 128, "cpu:8", mesh=mesh, optimizer=optimizer, num_micro_batches=16
@@ -265,7 +250,7 @@ def _compiling(job: wh.Job, mesh: dict[str, int]) -> Callable[[], Any]:
 
 
 def _tpu() -> dict[str, float]:
-    """Peaks by the TPU's compiler, with few and with many micro-batches."""
+    """Measures peaks by the TPU's compiler, with few and many micro-batches."""
     topology = "v5p:2x2x4"
     job = models.job("gpt-medium", annotated=False, scan_layers=True)
     peaks = []

@@ -1,21 +1,22 @@
-"""Two processes, a core each: schedules of a pipeline, measured and simulated.
+"""Compares measured and simulated steps of pipeline schedules on two processes.
 
 A small GPT is trained in two stages with programs of their own, each in a process of
-its own that is bound to one core. Both measure what their parts take, all at once and
-in the order of the schedule, and what a hand-over takes: the processor's time of each
-side, which a core that computes as well spends between its rows, and what is left of
-the time from side to side. The simulator makes a step of it. The schedules' steps are
-timed in turn. The last line is one JSON object:
-
-    1f1b_over_simulated         measured step over the simulated one: at most 1.10
-    interleaved_over_1f1b       measured steps, and the same of the simulator; the
-    interleaved_over_1f1b_simulated   first is at most 1.05 times the second
-    zb_h1_over_1f1b, zb_h1_over_1f1b_simulated    the same
-
-The C library keeps what they free (``paired.KEPT_MEMORY``) unless ``--default-malloc``:
-parts that are run again to be measured have other page faults than in a step.
+its own that is bound to one core. Both measure their parts, all at once and in the
+order of the schedule, and a transfer: the processor's time of each side, which a core
+that also computes spends between its rows, and the rest of the time from side to side.
+The simulator makes a step of these. The schedules' steps are timed in turn.
 
     python scripts/bench_processes.py [--rounds 7] [--micro-batches 4]
+
+The last line is one JSON object:
+
+    1f1b_over_simulated         measured step over the simulated one: at most 1.10
+    interleaved_over_1f1b       ratio of measured steps, and of simulated ones; the
+    interleaved_over_1f1b_simulated   first is at most 1.05 times the second
+    zb_h1_over_1f1b, zb_h1_over_1f1b_simulated    the same for zb-h1
+
+The C library keeps freed memory (``paired.KEPT_MEMORY``) unless ``--default-malloc``:
+parts that are repeated for measurement have other page faults than in a step.
 """
 
 from __future__ import annotations
@@ -45,17 +46,16 @@ SIZES = {
     "vocab": 512,
 }
 SAMPLES = 8
-"""Of a micro-batch."""
+"""Samples of a micro-batch."""
 
 REPEATS = 3
-"""Times that a stage's rows are run to be measured."""
+"""Measured repetitions of a stage's rows."""
 
 
 def main() -> None:
-    """Start both processes, or be one of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds")
-    parser.add_argument("--micro-batches", type=int, default=4, help="of a step")
+    parser.add_argument("--micro-batches", type=int, default=4, help="per step")
     parser.add_argument("--default-malloc", action="store_true", help="see above")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _work(arguments: argparse.Namespace) -> None:
-    """One of the processes."""
+    """Runs one of the processes."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[arguments.process % len(cores)]})
     import jax
@@ -98,14 +98,14 @@ def _work(arguments: argparse.Namespace) -> None:
     simulated: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(arguments.rounds + 1):
         for name, run in runs.items():
-            seconds, predicted = run.step(), run.simulated()
+            seconds, predicted = run.step(), run.simulated_seconds()
             if index:
                 measured[name].append(seconds)
                 simulated[name].append(predicted)
     if arguments.process == 0:
         for name in runs:
-            step, said = map(statistics.median, (measured[name], simulated[name]))
-            print(f"{name}: {step * 1e3:.1f} ms, simulated {said * 1e3:.1f} ms")
+            step, model = map(statistics.median, (measured[name], simulated[name]))
+            print(f"{name}: {step * 1e3:.1f} ms, simulated {model * 1e3:.1f} ms")
         print(json.dumps(_report(measured, simulated)), flush=True)
     jax.distributed.shutdown()
 
@@ -113,13 +113,13 @@ def _work(arguments: argparse.Namespace) -> None:
 def _report(
     measured: dict[str, list[float]], simulated: dict[str, list[float]]
 ) -> dict[str, float]:
-    first = "1f1b"
-    found = {"1f1b_over_simulated": _ratio(measured[first], simulated[first])}
+    base = "1f1b"
+    ratios = {"1f1b_over_simulated": _ratio(measured[base], simulated[base])}
     for name in SCHEDULES[1:]:
         key = f"{name.replace('-', '_')}_over_1f1b"
-        found[key] = _ratio(measured[name], measured[first])
-        found[f"{key}_simulated"] = _ratio(simulated[name], simulated[first])
-    return {key: round(value, 4) for key, value in found.items()}
+        ratios[key] = _ratio(measured[name], measured[base])
+        ratios[f"{key}_simulated"] = _ratio(simulated[name], simulated[base])
+    return {key: round(value, 4) for key, value in ratios.items()}
 
 
 def _ratio(first: list[float], second: list[float]) -> float:
@@ -127,7 +127,7 @@ def _ratio(first: list[float], second: list[float]) -> float:
 
 
 class _Run:
-    """A schedule at work, and what its parts take."""
+    """A training run with one schedule."""
 
     def __init__(self, schedule: str, count: int) -> None:
         import jax
@@ -165,14 +165,14 @@ class _Run:
             trained.init(job.make_model, rng=jax.random.key(0)) for _ in range(2)
         )
         self.step()
-        self.given = self._recorded()
+        self.inputs = self._record_inputs()
 
     def step(self) -> float:
-        """Seconds of one step, which both begin together."""
-        self.state, seconds = self._advanced(self.state)
+        """Returns the seconds of one step, which both processes begin together."""
+        self.state, seconds = self._timed_step(self.state)
         return seconds
 
-    def _advanced(self, state: Any) -> tuple[Any, float]:
+    def _timed_step(self, state: Any) -> tuple[Any, float]:
         import jax
         from jax.experimental import multihost_utils
 
@@ -183,24 +183,24 @@ class _Run:
         jax.block_until_ready((own, metrics))
         return state, time.perf_counter() - start
 
-    def _recorded(self) -> dict[tuple[int, str], list[Any]]:
-        """What each program of this process is given in a step, of a micro-batch."""
+    def _record_inputs(self) -> dict[tuple[int, str], list[Any]]:
+        """Returns the inputs of each program of this process for one micro-batch."""
         import jax
 
-        found: dict[tuple[int, str], list[Any]] = {}
+        inputs: dict[tuple[int, str], list[Any]] = {}
         sites = list(self.runner.sites)
 
         def recording(site: Any, action: str) -> Any:
-            piece = getattr(site, action)
-            if piece is None:
+            part = getattr(site, action)
+            if part is None:
                 return None
 
             def run(values: Any, added: Any) -> Any:
                 # The end of the step reuses the memory of the parameters.
-                found[site.number, action] = [jax.numpy.copy(x) for x in values]
-                return piece.run(values, added)
+                inputs[site.number, action] = [jax.numpy.copy(x) for x in values]
+                return part.run(values, added)
 
-            return SimpleNamespace(reads=piece.reads, gives=piece.gives, run=run)
+            return SimpleNamespace(reads=part.reads, gives=part.gives, run=run)
 
         self.runner.sites[:] = [
             dataclasses.replace(
@@ -211,10 +211,10 @@ class _Run:
         ]
         self.step()
         self.runner.sites[:] = sites
-        return found
+        return inputs
 
-    def simulated(self) -> float:
-        """A step out of what its parts take, measured in both processes at once."""
+    def simulated_seconds(self) -> float:
+        """Returns a step's seconds, simulated from parts of both processes."""
         import numpy as np
         from jax.experimental import multihost_utils
 
@@ -224,106 +224,106 @@ class _Run:
         actions = table.actions
         own = np.zeros((len(actions), table.num_places))
         multihost_utils.sync_global_devices("parts")
-        for (place, action), seconds in self._parts().items():
+        for (place, action), seconds in self._part_seconds().items():
             own[actions.index(action), place] = seconds
-        local = np.array([*self._handing(), self._once()], np.float32)
-        every = multihost_utils.process_allgather(own.astype(np.float32)).sum(axis=0)
-        both = multihost_utils.process_allgather(local).mean(axis=0)
-        handing, busy, once = map(float, both)
-        every += busy * np.array([self._handings(action) for action in actions])
-        by_action = dict(zip(actions, every.tolist(), strict=True))
+        local = np.array([*self._transfer_seconds(), self._fixed_seconds()], np.float32)
+        total = multihost_utils.process_allgather(own.astype(np.float32)).sum(axis=0)
+        means = multihost_utils.process_allgather(local).mean(axis=0)
+        transfer, busy, once = map(float, means)
+        total += busy * np.array([self._transfer_counts(action) for action in actions])
+        by_action = dict(zip(actions, total.tolist(), strict=True))
         line = simulate(
             table,
             by_action["forward"],
             by_action["backward"],
-            max(0.0, handing - 2 * busy),
+            max(0.0, transfer - 2 * busy),
             weight_seconds=by_action.get("weight"),
         )
         return line.step_seconds + once
 
-    def _handings(self, action: str) -> list[int]:
-        """For each place, the hand-overs of a micro-batch that its stage takes part in.
+    def _transfer_counts(self, action: str) -> list[int]:
+        """Returns for each virtual stage the transfers of a micro-batch with its stage.
 
-        Those that it makes count with what it makes, and those that it is handed with
-        what reads them.
+        Transfers count with the action that makes the values, and with the one that
+        reads them.
         """
         table = self.runner.table
-        found = [0] * table.num_places
+        counts = [0] * table.num_places
         targets = self.runner.moves.targets.get(action, [])
-        for source, several in enumerate(targets):
-            for target in several:
+        for source, target_stages in enumerate(targets):
+            for target in target_stages:
                 if (target - source) % table.num_stages:
-                    found[source] += 1
-                    found[target] += 1
-        return found
+                    counts[source] += 1
+                    counts[target] += 1
+        return counts
 
-    def _parts(self) -> dict[tuple[int, str], float]:
-        """Seconds of each program here, in the order of the schedule and by itself."""
-        own = [s.stage for s in self.runner.sites if self.runner.here[s.stage]][0]
-        rows = self.runner.table.of_stage(own)
+    def _part_seconds(self) -> dict[tuple[int, str], float]:
+        """Returns each program's seconds, scaled to the schedule's order."""
+        stage = [s.stage for s in self.runner.sites if self.runner.here[s.stage]][0]
+        rows = self.runner.table.of_stage(stage)
         stages = self.runner.table.num_stages
         keys = [(row.chunk * stages + row.stage, row.action) for row in rows]
-        alone = {
-            key: self._timed([k for k in keys if k == key]) / keys.count(key)
+        alone_seconds = {
+            key: self._median_seconds([k for k in keys if k == key]) / keys.count(key)
             for key in dict.fromkeys(keys)
         }
-        together = self._timed(keys)
-        share = together / sum(alone[key] for key in keys)
-        return {key: seconds * share for key, seconds in alone.items()}
+        total = self._median_seconds(keys)
+        share = total / sum(alone_seconds[key] for key in keys)
+        return {key: seconds * share for key, seconds in alone_seconds.items()}
 
-    def _timed(self, keys: Sequence[tuple[int, str]]) -> float:
-        """Seconds of programs, issued one after the other."""
+    def _median_seconds(self, keys: Sequence[tuple[int, str]]) -> float:
+        """Returns the seconds of programs, issued one after the other."""
         import jax
 
         runs: list[float] = []
         for _ in range(REPEATS):
-            held = [(sums(), more()) for sums, more in self.runner.zeros]
-            sums = {n: list(pair) for n, pair in enumerate(held)}
-            jax.block_until_ready(held)
+            buffers = [(sums(), more()) for sums, more in self.runner.zeros]
+            sums = {n: list(pair) for n, pair in enumerate(buffers)}
+            jax.block_until_ready(buffers)
             last: dict[int, Any] = {}
             start = time.perf_counter()
             for place, action in keys:
-                piece = getattr(self.runner.sites[place], action)
-                split = action == "backward" and self.runner.table.splits_backward
-                which = 0 if action == "forward" else 1
-                added = [] if split else sums[place][which]
-                last[place], added = piece.run(self.given[place, action], added)
-                if not split:
-                    sums[place][which] = added
+                part = getattr(self.runner.sites[place], action)
+                is_split = action == "backward" and self.runner.table.splits_backward
+                index = 0 if action == "forward" else 1
+                added = [] if is_split else sums[place][index]
+                last[place], added = part.run(self.inputs[place, action], added)
+                if not is_split:
+                    sums[place][index] = added
             jax.block_until_ready((last, sums))
             runs.append(time.perf_counter() - start)
         return statistics.median(runs)
 
-    def _handing(self) -> tuple[float, float]:
-        """Seconds of a hand-over from stage to stage, and of this side's processor."""
+    def _transfer_seconds(self) -> tuple[float, float]:
+        """Returns the seconds of a transfer, and of this side's processor."""
         import jax
 
         from whalejax.planner.pipeline.transfer_order import ScheduledTransfer
 
         moves = self.runner.moves
-        there = ScheduledTransfer(micro_batch=0, source=0, target=1, action="forward")
+        forth = ScheduledTransfer(micro_batch=0, source=0, target=1, action="forward")
         back = ScheduledTransfer(micro_batch=0, source=1, target=0, action="backward")
-        aval = [self.runner.avals[v] for v in moves.values_of(there)]
-        first = self.runner.here[0]
-        arrays = [jax.numpy.zeros(a.shape, a.dtype) for a in aval] if first else None
+        aval = [self.runner.avals[v] for v in moves.values_of(forth)]
+        is_first = self.runner.here[0]
+        arrays = [jax.numpy.zeros(a.shape, a.dtype) for a in aval] if is_first else None
         rounds = 10
         start = busy = 0.0
         for index in range(rounds + 1):
             if index == 1:
                 start, busy = time.perf_counter(), time.process_time()
-            found = moves.transfer(there, arrays if first else None)()
-            arrays = moves.transfer(back, None if first else found)()
-            if first:
+            received = moves.transfer(forth, arrays if is_first else None)()
+            arrays = moves.transfer(back, None if is_first else received)()
+            if is_first:
                 jax.block_until_ready(arrays)
         seconds = time.perf_counter() - start, time.process_time() - busy
         return seconds[0] / rounds / 2, seconds[1] / rounds / 2
 
-    def _once(self) -> float:
-        """Seconds of what is done once in a step, beside the rows."""
+    def _fixed_seconds(self) -> float:
+        """Returns the seconds of a step without its rows."""
         order, self.runner.moves.order = self.runner.moves.order, ()
         seconds = []
         for _ in range(REPEATS):
-            self.spare, once = self._advanced(self.spare)
+            self.spare, once = self._timed_step(self.spare)
             seconds.append(once)
         self.runner.moves.order = order
         return statistics.median(seconds)

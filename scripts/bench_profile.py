@@ -1,14 +1,18 @@
-"""What profiles of steps explain, and whether a collective that is put in is found.
+"""Checks that profiles explain steps and find a collective that the plan lacks.
 
-Steps of reference models are traced on virtual CPU devices, under drawn meshes. Then a
-shuffle of the batch is put into a loss that was planned without it: the profile has to
-name the all-gather that it makes, and the line.
+Steps of reference models are traced on virtual CPU devices, under random meshes. Then
+the loss of a plan gets a shuffle of the batch that the plan lacks: the profile has to
+name its all-gather, and the line.
 
     python scripts/bench_profile.py [--seed N]
 
-The last line is JSON: ``unexplained`` (the largest part of a step that no term has),
-``other_groups`` (collectives whose mesh axes are not known), ``injected`` (how many of
-those put in), ``found`` (by kind and line), and seconds of each part.
+The last line is one JSON object:
+
+    seed, profiled  seed; number of profiled steps
+    unexplained     largest part of a step that belongs to no term
+    other_groups    collectives on unknown mesh axes
+    injected        number of injected collectives
+    found           those that were found, by kind and line
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ MESHES = ({"data": 4}, {"data": 2, "tensor": 2}, {"fsdp": 4}, {"fsdp": 2, "tenso
 
 
 def profile(name: str, mesh: dict[str, int]) -> Any:
-    """The profile of a reference model's step on a mesh; None where none serves it."""
+    """Returns the profile of a reference model on a mesh; None without a plan."""
     job = models.job(name, batch_size=16)
     model = job.make_model(jax.random.key(0))
     try:
@@ -59,17 +63,16 @@ def profile(name: str, mesh: dict[str, int]) -> Any:
 
 
 def plain(h: Any) -> Any:
-    """What the plan is made for."""
     return h
 
 
 def shuffled(h: Any) -> Any:
-    """A hidden layer with one whose samples are in another order added."""
+    """Adds the same hidden layer with its samples in another order."""
     return h + jnp.take(h, jnp.argsort(jax.lax.stop_gradient(h[:, 0])), axis=0)
 
 
-def injected(rng: random.Random) -> bool:
-    """Whether an all-gather that the plan lacks is found, with its line."""
+def finds_injected(rng: random.Random) -> bool:
+    """Returns whether an all-gather that the plan lacks is found, with its line."""
     width, batch = 64 * rng.randint(1, 6), 32 * rng.randint(1, 6)
     net = {"a": np.ones((64, width), np.float32), "b": np.ones((width, 8), np.float32)}
     x = np.random.default_rng(rng.randrange(2**32)).normal(size=(batch, 64))
@@ -83,22 +86,17 @@ def injected(rng: random.Random) -> bool:
         loss(plain), net, x, optimizer=optimizer, cluster="cpu:4", mesh={"data": 4}
     )
     step = wh.compile(plan, loss(shuffled), net, optimizer=optimizer)
-    found = step.profile(step.init_from(net), x, steps=2)[1]
+    profile = step.profile(step.init_from(net), x, steps=2)[1]
     line = inspect.getsourcelines(shuffled)[1] + 2
     return any(
-        one.what.startswith("all-gather over data")
-        and one.nbytes == batch * width * 4
-        and one.place.endswith(f"bench_profile.py:{line}")
-        for one in found.unplanned
+        traffic.what.startswith("all-gather over data")
+        and traffic.nbytes == batch * width * 4
+        and traffic.place.endswith(f"bench_profile.py:{line}")
+        for traffic in profile.unplanned
     )
 
 
 def main() -> int:
-    """Run the bench.
-
-    Returns:
-        0.
-    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(10**6)
@@ -108,23 +106,23 @@ def main() -> int:
     worst, others, profiled = 0.0, 0, 0
     for name in MODELS:
         for mesh in rng.sample(MESHES, 2):
-            found = profile(name, mesh)
-            if found is None:
+            report = profile(name, mesh)
+            if report is None:
                 continue
             profiled += 1
-            worst = max(worst, found.unexplained)
-            others += sum("other groups" in term.name for term in found.terms)
-            print(f"{name} on {mesh}: {found.unexplained:.1e} unexplained", flush=True)
-    wanted = [injected(rng) for _ in range(3)]
-    said = {
+            worst = max(worst, report.unexplained)
+            others += sum("other groups" in term.name for term in report.terms)
+            print(f"{name} on {mesh}: {report.unexplained:.1e} unexplained", flush=True)
+    results = [finds_injected(rng) for _ in range(3)]
+    summary = {
         "seed": seed,
         "profiled": profiled,
         "unexplained": worst,
         "other_groups": others,
-        "injected": len(wanted),
-        "found": sum(wanted),
+        "injected": len(results),
+        "found": sum(results),
     }
-    print(json.dumps(said))
+    print(json.dumps(summary))
     return 0
 
 

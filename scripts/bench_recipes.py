@@ -1,14 +1,17 @@
-"""How many lines of an ordinary loop change where it is planned, over the recipes.
+"""Counts the lines of ordinary loops that change when they are planned.
 
 Every page of ``docs/recipes`` has a block titled "one device" and one titled "planned".
-All blocks of each page are run, in an empty folder, with eight virtual devices; those
-that need a library that is not installed are left out and named. Lines that differ are
-the larger number of those that only one of the two blocks has; empty lines and lines of
-pages outside of the two blocks do not count.
+All blocks of each page run in an empty folder, with eight virtual devices; those that
+need a missing library are left out and named. The number of changed lines is the larger
+number of lines that only one of the two blocks has, without empty lines.
 
     python scripts/bench_recipes.py
 
-The last line is JSON: ``recipes``, ``run``, ``median_lines``, and each page's lines.
+The last line is one JSON object:
+
+    recipes, run              number of pages, and of those that ran
+    median_lines, most_lines  median and largest number of changed lines
+    lines                     changed lines of each page
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Block:
 
     Attributes:
         title: Title of the block, or empty.
-        requires: Modules of others that it needs.
+        requires: Third-party modules that it needs.
         text: Its lines.
     """
 
@@ -55,12 +58,11 @@ class Block:
 
     @property
     def can_run(self) -> bool:
-        """Whether everything that it needs is installed."""
         return all(importlib.util.find_spec(name) for name in self.requires)
 
 
 def blocks_of(text: str) -> Iterator[Block]:
-    """The blocks of Python of a page, in order."""
+    """Yields the blocks of Python of a page, in order."""
     for attributes, body in FENCE.findall(text):
         title = re.search(r'title="([^"]*)"', attributes)
         requires = re.findall(r"requires=(\S+)", attributes)
@@ -68,7 +70,7 @@ def blocks_of(text: str) -> Iterator[Block]:
 
 
 def lines_that_differ(before: str, after: str) -> int:
-    """The larger number of lines that only one of two texts has.
+    """Returns the larger number of lines that only one of two texts has.
 
     >>> lines_that_differ("a\\nb\\nc\\n", "a\\n\\nd\\nc\\ne\\n")
     2
@@ -81,11 +83,11 @@ def lines_that_differ(before: str, after: str) -> int:
 
 
 def run(name: str, blocks: list[Block]) -> bool:
-    """Run the blocks of a page one after the other; whether all ended well."""
+    """Runs the blocks of a page in turn; returns whether all succeeded."""
     flags = "--xla_force_host_platform_device_count=8"
     env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", RUN, name],
             input=json.dumps([block.text for block in blocks]),
             env={**os.environ, **env},
@@ -94,17 +96,12 @@ def run(name: str, blocks: list[Block]) -> bool:
             text=True,
             timeout=500,
         )
-    if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-    return done.returncode == 0
+    if process.returncode:
+        print(process.stderr[-2000:], file=sys.stderr)
+    return process.returncode == 0
 
 
 def main() -> int:
-    """Run all pages and print what was counted.
-
-    Returns:
-        0 where every page ran, else 1.
-    """
     argparse.ArgumentParser(description=__doc__).parse_args()
     differ: dict[str, int] = {}
     ran: dict[str, bool] = {}
@@ -119,16 +116,16 @@ def main() -> int:
         left_out = sorted({r for b in blocks if not b.can_run for r in b.requires})
         ran[path.stem] = run(path.name, [block for block in blocks if block.can_run])
         note = f" (without {', '.join(left_out)})" if left_out else ""
-        said = "ran" if ran[path.stem] else "FAILED"
-        print(f"{path.stem:12} {differ[path.stem]:3} lines differ, {said}{note}")
-    found = {
+        verdict = "ran" if ran[path.stem] else "FAILED"
+        print(f"{path.stem:12} {differ[path.stem]:3} lines differ, {verdict}{note}")
+    report = {
         "recipes": len(differ),
         "run": sum(ran.values()),
         "median_lines": statistics.median(differ.values()),
         "most_lines": max(differ.values()),
         "lines": differ,
     }
-    print(json.dumps(found))
+    print(json.dumps(report))
     return 0 if all(ran.values()) else 1
 
 

@@ -1,24 +1,24 @@
-"""A sparse section on CPUs beside a dense section: what both reach together.
+"""Measures a sparse section on CPUs together with a dense section.
 
     python scripts/bench_recommender.py [--kills N] [--anew] [--auc]
 
-Two processes hold tables, each under a CPU quota on the first core; the dense section
-computes under a quota as large as both on the last core. What each section takes alone,
-what messages take, the pipeline of both, and the whole step in one process under either
-quota are measured by turns. Kills of drawn processes at drawn moments are kept in
-``recommender_kills.json`` beside this script, a case of ten each, so that a run goes on
-where the last one stopped; ``--anew`` forgets them. Three cases kill the process with
-the dense part, which is started again and goes on from what is kept every ten steps.
+Two processes have the tables, each under a CPU quota on the first core; the dense
+section computes under a quota as large as both on the last core. Measured in turn are
+each section alone, the messages, the pipeline of both, and the full step in one process
+under either quota. ``recommender_kills.json`` beside this script stores kills of random
+processes at random moments, in cases of ten, so that a run continues where the last one
+stopped; ``--anew`` forgets them. Three cases kill the process with the dense part,
+which is started again and continues from its snapshot of every ten steps.
 The last line is one JSON object:
 
     of_sections          steps a second over 1 / max(t_sparse / n, t_wire, t_dense)
     over_single          steps a second over those of the better process alone
     staleness_over_bound lookups of 10,000 steps whose rows lacked more than s updates
-    synchronous_equal    1 where losses and rows with s = 0 are one device's to the bit
+    synchronous_equal    1 if losses and rows with s = 0 are one device's to the bit
     kills                kills of a process; hangs, lost and doubled are the cases that
-                         did not end, and updates of rows that were lost and applied
-                         twice in them; wrong the cases whose losses were other ones
-    dense_kills          those of them that were of the process with the dense part
+                         did not end, and the row updates that were lost or applied
+                         twice in them; wrong the cases with other losses
+    dense_kills          kills of the process with the dense part
 """
 
 from __future__ import annotations
@@ -67,27 +67,26 @@ from whalejax.runtime.sections_step import SectionsStep  # noqa: E402
 CURVE: Final = Path(__file__).with_name("recommender_auc.json")
 FILE: Final = Path(__file__).with_name("recommender_kills.json")
 PERCENT: Final = 35.0
-"""Quota of each process of the sparse section, of a core; the dense one's is twice."""
+"""Percent of a core of each process of the sparse section; the dense one has twice."""
 
 STALENESS: Final = 4
 LATE_STEPS: Final = 10_000
 CASE_KILLS: Final = 10
-KEPT_CASES: Final = 10
+STORED_CASES: Final = 10
 CASE_SECONDS: Final = 180.0
 DENSE_CASES: Final = 3
 DENSE_STEPS: Final = 300
 KEEP_EVERY: Final = 10
-ALIKE: Final = SectionTimes(sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.0)
+EVEN: Final = SectionTimes(sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.0)
 BUSY: Final = SectionTimes(sparse_seconds=1.0, wire_seconds=0.01, dense_seconds=0.01)
 
 
-# A recommender whose sections weigh alike.
+# A recommender whose sections take equally long.
 
 TABLES, ROWS, WIDTH, BAG, SAMPLES = 8, 20_000, 32, 32, 512
 
 
 def loss(net: Any, batch: Any) -> jax.Array:
-    """Bags of all tables through a network of some layers."""
     bags = [net[f"t{i}"][batch["ids"][:, i]].sum(1) for i in range(TABLES)]
     x = jnp.concatenate(bags, axis=1)
     for layer in net["layers"]:
@@ -119,9 +118,9 @@ OPTIMIZER: Final = optax.sgd(0.01)
 
 def plan_of(loss_fn: Any, net: Any, batch: Any, cluster: str, **options: Any) -> Any:
     rows = options.pop("rows", wh.sparse_optimizer("adagrad", 0.01))
-    given = loss_fn, net, batch
+    arguments = loss_fn, net, batch
     options["optimizer"] = OPTIMIZER
-    return wh.plan_tables(*given, rows=rows, cluster=cluster, **options)
+    return wh.plan_tables(*arguments, rows=rows, cluster=cluster, **options)
 
 
 def sections_step(
@@ -131,7 +130,7 @@ def sections_step(
     plan = plan_of(
         *(loss, net, make_batch(0), "cpu:2+cpu:1"),
         staleness=staleness,
-        times=ALIKE,
+        times=EVEN,
         pins=pins,
         in_processes=list(pins),
     )
@@ -140,7 +139,7 @@ def sections_step(
 
 
 class IdleDense(SectionsStep):
-    """The sparse section alone: the dense one gives the same gradients at once."""
+    """A sparse section alone: the dense one returns the same gradients at once."""
 
     gradients: np.ndarray | None = None
 
@@ -152,10 +151,10 @@ class IdleDense(SectionsStep):
 
 
 @contextlib.contextmanager
-def under(percent: float, cores: list[int], pids: list[int]) -> Iterator[None]:
-    """Processes under one quota on some cores."""
+def limit(percent: float, cores: list[int], pids: list[int]) -> Iterator[None]:
+    """Puts processes under one quota on some cores."""
     with Quota(percent) as quota:
-        quota.weigh(30.0)  # Whatever else runs on this machine.
+        quota.weigh(30.0)  # Other programs may run on this machine.
         for pid in pids:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 with contextlib.suppress(ProcessLookupError):
@@ -165,28 +164,28 @@ def under(percent: float, cores: list[int], pids: list[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def apart(step: SectionsStep) -> Iterator[None]:
-    """Each process of the sparse section under its quota on the first core."""
+def limits(step: SectionsStep) -> Iterator[None]:
+    """Puts each process of the sparse section under its quota on the first core."""
     with contextlib.ExitStack() as stack:
         for pid in step.pipeline.section.pids.values():
-            stack.enter_context(under(PERCENT, CORES[:1], [pid]))
+            stack.enter_context(limit(PERCENT, CORES[:1], [pid]))
         yield
 
 
 def seconds_of(
     run: Callable[[int], Any], settle: Callable[[], Any], least: float
 ) -> float:
-    """Seconds of a call, over so many that they take a while."""
-    count, begun = 0, time.perf_counter()
-    while time.perf_counter() - begun < least:
+    """Returns the seconds of a call, over at least ``least`` seconds of calls."""
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < least:
         run(count)
         count += 1
     settle()
-    return (time.perf_counter() - begun) / count
+    return (time.perf_counter() - start) / count
 
 
 class Runs:
-    """What is measured by turns, each compiled already."""
+    """Compiled steps that are measured in turn."""
 
     def __init__(self, layers: int) -> None:
         self.net = make_net(layers)
@@ -219,15 +218,15 @@ class Runs:
         )
 
     def dense_seconds(self, least: float) -> float:
-        """The dense section alone, on vectors that are there."""
+        """Returns the seconds of the dense section alone, on present vectors."""
         step, batch = self.whole, self.batches[0]
         self.settle(step)
-        held = step.settled(self.states[id(step)])
+        settled = step.settled(self.states[id(step)])
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
         layout = step.programs.layout
         shape = SAMPLES, layout.vector_elements
         vectors = [np.zeros(shape, np.float32)] * layout.ranks
-        state = jax.tree.map(jnp.copy, held)
+        state = jax.tree.map(jnp.copy, settled)
 
         def run(_: int) -> None:
             nonlocal state
@@ -238,7 +237,7 @@ class Runs:
         return seconds_of(run, lambda: None, least)
 
     def wire_seconds(self, least: float) -> float:
-        """Messages of a step's size to both processes, which compute nothing."""
+        """Returns the seconds of a step's messages to idle processes."""
         step = self.alone
         layout, pipeline = step.programs.layout, step.pipeline
         width = next(iter(layout.widths)).width
@@ -246,11 +245,11 @@ class Runs:
 
         def ask(rank: int) -> None:
             ids = SAMPLES * layout.id_columns // width
-            there = np.zeros((rows + ids, width), np.float32)
-            pipeline.put_rows(rank, width, "sum_of_squares", 0, there)
+            rows_to_write = np.zeros((rows + ids, width), np.float32)
+            pipeline.put_rows(rank, width, "sum_of_squares", 0, rows_to_write)
             pipeline.get_rows(rank, width, "sum_of_squares", rows, 4 * width)
 
-        def both(_: int) -> None:
+        def ask_both(_: int) -> None:
             threads = [threading.Thread(target=ask, args=(r,)) for r in range(2)]
             for thread in threads:
                 thread.start()
@@ -258,31 +257,31 @@ class Runs:
                 thread.join()
 
         step.settled(self.states[id(step)])
-        return seconds_of(both, lambda: None, least)
+        return seconds_of(ask_both, lambda: None, least)
 
     def round(self, least: float) -> dict[str, float]:
-        """Every run once under the quotas."""
-        here, found = [os.getpid()], {}
-        with under(2 * PERCENT, CORES[-1:], here):
-            with apart(self.alone):
-                found["sparse"] = self.seconds(self.alone, least)
-                found["wire"] = self.wire_seconds(least / 2)
-            found["dense"] = self.dense_seconds(least)
-            with apart(self.whole):
-                found["both"] = self.seconds(self.whole, least)
-            found["single"] = self.seconds(self.single, least)
-        with under(2 * PERCENT, CORES[:1], here):
-            found["single_sparse"] = self.seconds(self.single, least)
+        """Measures every run once under the quotas."""
+        pids, seconds = [os.getpid()], {}
+        with limit(2 * PERCENT, CORES[-1:], pids):
+            with limits(self.alone):
+                seconds["sparse"] = self.seconds(self.alone, least)
+                seconds["wire"] = self.wire_seconds(least / 2)
+            seconds["dense"] = self.dense_seconds(least)
+            with limits(self.whole):
+                seconds["both"] = self.seconds(self.whole, least)
+            seconds["single"] = self.seconds(self.single, least)
+        with limit(2 * PERCENT, CORES[:1], pids):
+            seconds["single_sparse"] = self.seconds(self.single, least)
         os.sched_setaffinity(0, CORES[-1:])
-        return found
+        return seconds
 
     def close(self) -> None:
         self.whole.close()
         self.alone.close()
 
 
-def balanced() -> Runs:
-    """A network as heavy as the tables, under the quotas."""
+def even_runs() -> Runs:
+    """Returns runs whose network takes as long as the tables, under the quotas."""
     layers = 8
     for _ in range(3):
         runs = Runs(layers)
@@ -297,14 +296,14 @@ def balanced() -> Runs:
 
 
 def sections(rounds: int) -> dict[str, float]:
-    runs, of_sections, over_single = balanced(), [], []
+    runs, of_sections, over_single = even_runs(), [], []
     for _ in range(rounds):
-        found = runs.round(4.0)
-        bound = max(found["sparse"], found["wire"], found["dense"])
-        of_sections.append(bound / found["both"])
-        single = min(found["single"], found["single_sparse"])
-        over_single.append(single / found["both"])
-        print(", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in found.items()))
+        seconds = runs.round(4.0)
+        bound = max(seconds["sparse"], seconds["wire"], seconds["dense"])
+        of_sections.append(bound / seconds["both"])
+        single = min(seconds["single"], seconds["single_sparse"])
+        over_single.append(single / seconds["both"])
+        print(", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in seconds.items()))
     runs.close()
     return {
         "of_sections": round(statistics.median(of_sections), 3),
@@ -319,7 +318,7 @@ COUNT_SAMPLES: Final = 64
 
 
 def counted_loss(net: Any, batch: Any) -> jax.Array:
-    """Of which every row that is looked up has the gradient 1 / samples."""
+    """Returns a loss in which every looked-up row has the gradient 1 / samples."""
     rows = [net[name][batch[name]].sum((1, 2)) for name in COUNTED]
     return jnp.mean(sum(rows)) + jnp.mean((batch["x"] @ net["w"] - 1) ** 2)
 
@@ -349,136 +348,139 @@ def counted_step(staleness: int, **settings: Any) -> SectionsStep:
         in_processes=list(COUNTED),
     )
     adapter = adapt(net, counted_loss).without_values()
-    given = plan, adapter, OPTIMIZER, "error", jax.devices()[:1]
-    return SectionsStep(*given, **settings)
+    arguments = plan, adapter, OPTIMIZER, "error", jax.devices()[:1]
+    return SectionsStep(*arguments, **settings)
 
 
-def case(number: int) -> dict[str, int]:
-    """Ten kills at drawn moments of one run; every third run is synchronous."""
-    drawn = random.Random(number)
+def kill_case(number: int) -> dict[str, int]:
+    """Kills processes of a run ten times; every third run is synchronous."""
+    rng = random.Random(number)
     staleness = (0, 1, STALENESS)[number % 3]
     losses: list[Any] = []
-    dead: set[int] = set()
+    killed_pids: set[int] = set()
     with counted_step(staleness, log_bytes=100_000) as step:
         section, state, killed, steps = step.pipeline.section, None, 0, 0
         state = step.init_from(counted_net())
-        next_kill, pause = drawn.randrange(3, 20), 0.0
+        next_kill, pause = rng.randrange(3, 20), 0.0
         while killed < CASE_KILLS or section.replaced < killed or steps < next_kill:
             state, metrics = step(state, counted_batch(steps))
             losses.append(metrics)
             steps += 1
-            alive = [pid for pid in section.pids.values() if pid not in dead]
-            if killed < CASE_KILLS and steps >= next_kill and len(alive) == 2:
+            live_pids = [pid for pid in section.pids.values() if pid not in killed_pids]
+            if killed < CASE_KILLS and steps >= next_kill and len(live_pids) == 2:
                 time.sleep(pause)
-                victim = alive[drawn.randrange(2)]
-                dead.add(victim)
+                victim = live_pids[rng.randrange(2)]
+                killed_pids.add(victim)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
                     killed += 1
-                next_kill = steps + drawn.randrange(1, 30)
-                pause = drawn.random() * 0.05
+                next_kill = steps + rng.randrange(1, 30)
+                pause = rng.random() * 0.05
         rows, report = step.table_values(state), step.report()
-        found = [float(metrics["loss"]) for metrics in losses]
+        losses_read = [float(metrics["loss"]) for metrics in losses]
     lost, doubled = lost_and_doubled(rows, steps)
     with counted_step(staleness) as step:
         state, expected = step.init_from(counted_net()), []
         for n in range(steps):
             state, metrics = step(state, counted_batch(n))
             expected.append(metrics)
-        wrong = found != [float(metrics["loss"]) for metrics in expected]
+        is_wrong = losses_read != [float(metrics["loss"]) for metrics in expected]
     return {
         "kills": killed,
         "lost": lost,
         "doubled": doubled,
         "over_bound": report.over_bound,
-        "wrong": int(wrong),
+        "wrong": int(is_wrong),
         "steps": steps,
     }
 
 
 def dense_process(folder: Path, staleness: int) -> None:
-    """The process with the dense part, which goes on where the last one was killed."""
+    """Runs the process with the dense part, which continues after a kill."""
     run = wh.SectionRun(folder=folder / "kept", keep_every=KEEP_EVERY)
     with (
         counted_step(staleness, run=run, log_bytes=100_000) as step,
         (folder / "losses").open("a") as file,
     ):
         state = step.resume() or step.init_from(counted_net())
-        waiting: list[tuple[int, Any]] = []
+        pending: list[tuple[int, Any]] = []
         for number in range(int(state.step), DENSE_STEPS):
             state, metrics = step(state, counted_batch(number))
-            waiting.append((number, metrics))
-            if len(waiting) > staleness or number + 1 == DENSE_STEPS:
-                for done, found in waiting:
-                    file.write(f"{done} {float(found['loss'])!r}\n")
+            pending.append((number, metrics))
+            if len(pending) > staleness or number + 1 == DENSE_STEPS:
+                for step_number, metrics_then in pending:
+                    file.write(f"{step_number} {float(metrics_then['loss'])!r}\n")
                 file.flush()
-                waiting = []
-        over = step.report().over_bound
-        np.savez(folder / "rows.npz", over=over, **step.table_values(state))
+                pending = []
+        over_bound = step.report().over_bound
+        np.savez(folder / "rows.npz", over=over_bound, **step.table_values(state))
 
 
 def dense_case(number: int) -> dict[str, int]:
-    """Ten kills of the process with the dense part, at drawn moments."""
-    drawn, staleness = random.Random(number), (0, 1, STALENESS)[number % 3]
-    with tempfile.TemporaryDirectory() as made:
-        killed, alone = Path(made) / "killed", Path(made) / "alone"
+    """Kills the process with the dense part ten times, at random moments."""
+    rng, staleness = random.Random(number), (0, 1, STALENESS)[number % 3]
+    with tempfile.TemporaryDirectory() as folder:
+        killed, quiet = Path(folder) / "killed", Path(folder) / "alone"
         kills_done = 0
         while not (killed / "rows.npz").exists():
             process = start_dense(killed, staleness)
             if kills_done < CASE_KILLS:
-                begun = done_of(killed)
-                wanted = begun + drawn.randrange(1, DENSE_STEPS // CASE_KILLS)
-                while process.poll() is None and done_of(killed) < wanted:
+                start = last_step(killed)
+                kill_step = start + rng.randrange(1, DENSE_STEPS // CASE_KILLS)
+                while process.poll() is None and last_step(killed) < kill_step:
                     time.sleep(0.01)
-                time.sleep(drawn.random() * 0.05)
+                time.sleep(rng.random() * 0.05)
                 if process.poll() is None:
                     process.kill()
                     kills_done += 1
             process.wait()
-        start_dense(alone, staleness).wait()
-        with np.load(killed / "rows.npz") as rows, np.load(alone / "rows.npz") as one:
-            same = all(np.array_equal(rows[name], one[name]) for name in COUNTED)
-            missing, over = {name: rows[name] for name in COUNTED}, int(rows["over"])
-        lost, doubled = lost_and_doubled(missing, DENSE_STEPS)
-        # The last loss before a kill may not be written, and its step not done again.
-        found, expected = losses_of(killed), losses_of(alone)
-        wrong = not same or any(
-            set(each) != set(expected[n]) for n, each in found.items()
+        start_dense(quiet, staleness).wait()
+        with np.load(killed / "rows.npz") as rows, np.load(quiet / "rows.npz") as other:
+            equal = all(np.array_equal(rows[name], other[name]) for name in COUNTED)
+            tables, over_bound = (
+                {name: rows[name] for name in COUNTED},
+                int(rows["over"]),
+            )
+        lost, doubled = lost_and_doubled(tables, DENSE_STEPS)
+        # The last loss before a kill may be missing, and its step not repeated.
+        losses, expected = losses_of(killed), losses_of(quiet)
+        is_wrong = not equal or any(
+            set(values) != set(expected[n]) for n, values in losses.items()
         )
     return {
         "kills": kills_done,
         "lost": lost,
         "doubled": doubled,
-        "over_bound": over,
-        "wrong": int(wrong),
+        "over_bound": over_bound,
+        "wrong": int(is_wrong),
         "steps": DENSE_STEPS,
     }
 
 
 def start_dense(folder: Path, staleness: int) -> subprocess.Popen[bytes]:
     folder.mkdir(exist_ok=True)
-    words = ["--dense-process", str(folder), "--staleness", str(staleness)]
-    return subprocess.Popen([sys.executable, __file__, *words])
+    options = ["--dense-process", str(folder), "--staleness", str(staleness)]
+    return subprocess.Popen([sys.executable, __file__, *options])
 
 
 def losses_of(folder: Path) -> dict[int, list[str]]:
-    """Losses of each step, as often as it was done; a half line counts for none."""
-    found: dict[int, list[str]] = {}
+    """Returns the losses of each step, as often as it was done, without half lines."""
+    losses: dict[int, list[str]] = {}
     path = folder / "losses"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     for line in lines:
         words = line.split()
         if line.endswith("\n") and len(words) == 2:
-            found.setdefault(int(words[0]), []).append(words[1])
-    return found
+            losses.setdefault(int(words[0]), []).append(words[1])
+    return losses
 
 
-def done_of(folder: Path) -> int:
+def last_step(folder: Path) -> int:
     return max(losses_of(folder), default=-1)
 
 
 def lost_and_doubled(rows: Any, steps: int) -> tuple[int, int]:
-    """Updates of rows that are missing, and that were applied twice."""
+    """Returns the numbers of missing and of repeated updates of rows."""
     lost = doubled = 0
     for name, size in COUNTED.items():
         ids = np.concatenate([counted_batch(n)[name].ravel() for n in range(steps)])
@@ -488,78 +490,78 @@ def lost_and_doubled(rows: Any, steps: int) -> tuple[int, int]:
     return lost, doubled
 
 
-def case_apart(number: int, name: str = "--case") -> dict[str, int]:
-    """A case in a process of its own, which may hang."""
+def run_case(number: int, name: str = "--case") -> dict[str, int]:
+    """Runs a case in a process of its own, which may hang."""
     command = [sys.executable, __file__, name, str(number)]
     limit = CASE_SECONDS * (1 if name == "--case" else 4)
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired:
         return {"hangs": 1}
-    if done.returncode:
-        print(done.stderr[-2000:])
+    if process.returncode:
+        print(process.stderr[-2000:])
         return {"failed": 1}
-    return {"hangs": 0, **json.loads(done.stdout.splitlines()[-1])}
+    return {"hangs": 0, **json.loads(process.stdout.splitlines()[-1])}
 
 
-def kills(wanted: int, *, anew: bool) -> dict[str, int]:
-    """Kept cases, and those that are missing."""
-    known = {} if anew or not FILE.exists() else json.loads(FILE.read_text())
-    for number in range(-(-wanted // CASE_KILLS)):
-        if str(number) not in known:
-            known[str(number)] = case_apart(number)
-            print(f"case {number}: {known[str(number)]}")
-            FILE.write_text(json.dumps(known, indent=1) + "\n")
+def kills(count: int, *, anew: bool) -> dict[str, int]:
+    """Runs the missing cases and returns the totals of all."""
+    records = {} if anew or not FILE.exists() else json.loads(FILE.read_text())
+    for number in range(-(-count // CASE_KILLS)):
+        if str(number) not in records:
+            records[str(number)] = run_case(number)
+            print(f"case {number}: {records[str(number)]}")
+            FILE.write_text(json.dumps(records, indent=1) + "\n")
     for number in range(DENSE_CASES):
-        if (key := f"dense-{number}") not in known:
-            known[key] = case_apart(number, "--dense-case")
-            print(f"case {key}: {known[key]}")
-            FILE.write_text(json.dumps(known, indent=1) + "\n")
-    fresh = case_apart(1000 + int(time.time()) % 1000)
-    print(f"one more: {fresh}")
-    cases = [*known.values(), fresh]
+        if (key := f"dense-{number}") not in records:
+            records[key] = run_case(number, "--dense-case")
+            print(f"case {key}: {records[key]}")
+            FILE.write_text(json.dumps(records, indent=1) + "\n")
+    fresh = run_case(1000 + int(time.time()) % 1000)
+    print(f"fresh case: {fresh}")
+    cases = [*records.values(), fresh]
     keys = "kills", "hangs", "failed", "lost", "doubled", "wrong", "over_bound"
-    dense = [each for key, each in known.items() if key.startswith("dense-")]
-    total = {key: sum(each.get(key, 0) for each in cases) for key in keys}
-    return total | {"dense_kills": sum(each.get("kills", 0) for each in dense)}
+    dense = [record for key, record in records.items() if key.startswith("dense-")]
+    total = {key: sum(record.get(key, 0) for record in cases) for key in keys}
+    return total | {"dense_kills": sum(record.get("kills", 0) for record in dense)}
 
 
-def late_steps() -> int:
-    """Lookups that lacked more updates than they may, in many steps."""
+def count_late_lookups() -> int:
+    """Returns the lookups that lacked more updates than allowed, in many steps."""
     with counted_step(STALENESS) as step:
         state, metrics = step.init_from(counted_net()), {"loss": 0.0}
-        batches, begun = [counted_batch(n) for n in range(64)], time.perf_counter()
+        batches, start = [counted_batch(n) for n in range(64)], time.perf_counter()
         for number in range(LATE_STEPS):
             state, metrics = step(state, batches[number % 64])
         float(metrics["loss"])
         report = step.report()
-        print(f"{LATE_STEPS} steps in {time.perf_counter() - begun:.0f} s: {report}")
+        print(f"{LATE_STEPS} steps in {time.perf_counter() - start:.0f} s: {report}")
         return report.over_bound
 
 
 def synchronous_equal() -> int:
     net = make_net(2)
     plan = plan_of(loss, net, make_batch(0), "cpu:1")
-    one = wh.compile_tables(
+    single = wh.compile_tables(
         plan, loss, net, optimizer=OPTIMIZER, devices=jax.devices()[:1]
     )
-    found = []
+    results = []
     with sections_step(net, 0) as step:
-        for each in (one, step):
-            state, losses = each.init_from(net), []
+        for trained in (single, step):
+            state, losses = trained.init_from(net), []
             for number in range(30):
-                state, metrics = each(state, make_batch(number))
+                state, metrics = trained(state, make_batch(number))
                 losses.append(float(metrics["loss"]))
-            found.append((losses, each.table_values(state)))
-    (losses, rows), (others, other_rows) = found
-    same = all(np.array_equal(rows[name], other_rows[name]) for name in rows)
-    return int(losses == others and same)
+            results.append((losses, trained.table_values(state)))
+    (losses, rows), (others, other_rows) = results
+    are_equal = all(np.array_equal(rows[name], other_rows[name]) for name in rows)
+    return int(losses == others and are_equal)
 
 
-def late_flights(staleness: int) -> float:
-    """AUC on the last flights of a year after one pass over those before."""
+def flights_auc(staleness: int) -> float:
+    """Returns the AUC on the last flights of a year after one pass over the others."""
     data = flights()
     count = len(data.rows)
     config = dlrm.DLRMConfig(
@@ -583,27 +585,27 @@ def late_flights(staleness: int) -> float:
         state = step.init_from(model)
         for number in range(last // size):
             state, _ = step(state, data.batch(number, size))
-        later = data.window(last, data.size)
-        scores = np.asarray(step.model(state)(later))
-        late = step.report().lags
-    print(f"staleness {staleness}: {late}")
-    return area_under_curve(later["label"], scores)
+        window = data.window(last, data.size)
+        scores = np.asarray(step.model(state)(window))
+        lags = step.report().lags
+    print(f"staleness {staleness}: {lags}")
+    return area_under_curve(window["label"], scores)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=CASE_KILLS * KEPT_CASES)
-    parser.add_argument("--anew", action="store_true", help="forget the kept cases")
+    parser.add_argument("--kills", type=int, default=CASE_KILLS * STORED_CASES)
+    parser.add_argument("--anew", action="store_true", help="forget the stored cases")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--case", type=int, help="one case of kills, and nothing else")
-    parser.add_argument("--dense-case", type=int, help="the same of the dense part's")
+    parser.add_argument("--case", type=int, help="run this case alone")
+    parser.add_argument("--dense-case", type=int, help="this dense case alone")
     parser.add_argument("--dense-process", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--staleness", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--auc", action="store_true", help="of s = 0, 1, 4, 16 alone")
+    parser.add_argument("--auc", action="store_true", help="for s = 0, 1, 4, 16")
     options = parser.parse_args()
     if options.auc:
         os.sched_setaffinity(0, CORES)
-        curve = {s: round(late_flights(s), 4) for s in (0, 1, 4, 16)}
+        curve = {s: round(flights_auc(s), 4) for s in (0, 1, 4, 16)}
         CURVE.write_text(json.dumps(curve, indent=1) + "\n")
         print(json.dumps(curve))
         return
@@ -617,14 +619,14 @@ def main() -> None:
         return
     if options.case is not None:
         os.sched_setaffinity(0, CORES)
-        print(json.dumps(case(options.case)))
+        print(json.dumps(kill_case(options.case)))
         return
-    found: dict[str, Any] = sections(options.rounds)
+    report: dict[str, Any] = sections(options.rounds)
     os.sched_setaffinity(0, CORES)
-    found["synchronous_equal"] = synchronous_equal()
-    found["staleness_over_bound"] = late_steps()
-    found |= kills(options.kills, anew=options.anew)
-    print(json.dumps(found))
+    report["synchronous_equal"] = synchronous_equal()
+    report["staleness_over_bound"] = count_late_lookups()
+    report |= kills(options.kills, anew=options.anew)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""The chosen plan beside every layout that could have been chosen, measured.
+"""Measures the regret of chosen plans: every possible layout runs on this machine.
 
 Calibrates this machine's eight virtual devices, then trains gpt, bert, resnet50 and moe
-for a few steps under every mesh and ZeRO level that is feasible, all of them in turn,
-round by round. Layouts that compile to one program are one layout of several names.
-Printed for each are the predicted and the measured step time and how far its fastest
-and slowest steps lie apart; per model the regret (the chosen plan's time over the best
-one's, less one), Kendall's tau of the two orders and, as ``tau_of_rounds``, that of the
-first and the last round's: how far the order can be measured; null with one round.
+for a few steps under every feasible mesh and ZeRO level, in turns, round by round.
+Layouts that compile to one program count once. Each layout's predicted and measured
+step time and the spread of its steps are printed.
 
     python scripts/bench_regret.py [--models gpt,moe] [--steps 3] [--rounds 2]
 
-The last line is one JSON object.
+The last line is one JSON object, for each model:
+
+    regret_NAME         the chosen plan's time over the best one's, less one
+    tau_NAME            Kendall's tau of predicted and measured order
+    tau_of_rounds_NAME  the same of the first and the last round, which shows how well
+                        the order can be measured; null with one round
+    layouts_NAME        number of layouts
 """
 
 from __future__ import annotations
@@ -43,20 +46,18 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50": ("resnet50", {"batch_size": 16, "image_size": 96}),
     "moe": ("moe", {"batch_size": 16, "layers": 2, "experts": 8}),
 }
-"""What stands for each model: its reference job, small enough for two cores."""
+"""Reference job of each model, small enough for two cores."""
 
 
 @dataclass
 class Layout:
-    """A layout with its prediction and its timings."""
-
-    words: str
+    text: str
     predicted: float
     seconds: list[float]
 
     @property
     def spread(self) -> float:
-        """The slowest step over the fastest, less one."""
+        """Slowest step over the fastest, less one."""
         return max(self.seconds) / min(self.seconds) - 1
 
     @property
@@ -67,13 +68,13 @@ class Layout:
     def __str__(self) -> str:
         predicted, measured = self.predicted * 1e3, self.measured * 1e3
         return (
-            f"{self.words:54} predicted {predicted:8.1f} ms  measured "
+            f"{self.text:54} predicted {predicted:8.1f} ms  measured "
             f"{measured:8.1f} ms  spread {self.spread:4.0%}"
         )
 
 
 def layouts() -> Iterator[tuple[dict[str, int], int]]:
-    """Every mesh of eight devices, with every ZeRO level that it has."""
+    """Yields every mesh of eight devices, with each of its ZeRO levels."""
     sizes = [n for n in range(1, DEVICES + 1) if DEVICES % n == 0]
     for data, fsdp, expert in itertools.product(sizes, sizes, sizes):
         tensor, over = divmod(DEVICES, data * fsdp * expert)
@@ -85,7 +86,7 @@ def layouts() -> Iterator[tuple[dict[str, int], int]]:
 
 
 def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
-    """Plan, run and compare all layouts of one model, in this process."""
+    """Plans, runs and compares all layouts of one model, in this process."""
     import numpy as np
     from scipy.stats import kendalltau
 
@@ -98,7 +99,7 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     batch = job.batch_at(0)
     common = {"optimizer": job.optimizer, "cluster": wh.Cluster.detect()}
     chosen = wh.plan(job.loss_fn, model, batch, **common)
-    found: dict[str, Layout] = {}
+    layouts_by_text: dict[str, Layout] = {}
     compiled: dict[str, Any] = {}
     programs: dict[str, str] = {}
     for mesh, zero in layouts():
@@ -106,55 +107,54 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
             plan = wh.plan(job.loss_fn, model, batch, mesh=mesh, zero=zero, **common)
         except wh.PlanError:
             continue
-        words = words_of(plan)
-        if words in found:
+        text = layout_text(plan)
+        if text in layouts_by_text:
             continue
         step = wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer)
-        first = programs.setdefault(program_of(step), words)
-        if first != words:
-            print(f"{words}: the same program as {first}")
-            found[words] = found[first]
+        first = programs.setdefault(program_of(step), text)
+        if first != text:
+            print(f"{text}: the same program as {first}")
+            layouts_by_text[text] = layouts_by_text[first]
             continue
-        compiled[words] = step
-        found[words] = Layout(words, plan.time.step_seconds, [])
-    # In turns, so that a slow minute of the machine meets all layouts alike.
+        compiled[text] = step
+        layouts_by_text[text] = Layout(text, plan.time.step_seconds, [])
+    # In turns, so that a slow minute of the machine affects all layouts equally.
     for _ in range(rounds):
-        for words, step in compiled.items():
-            found[words].seconds += timed(step, job, steps)
+        for text, step in compiled.items():
+            layouts_by_text[text].seconds += step_seconds(step, job, steps)
             gc.collect()
-    order = [found[words] for words in compiled]
+    order = [layouts_by_text[text] for text in compiled]
     for layout in order:
         print(layout, flush=True)
     best = min(order, key=lambda x: x.measured)
     tau = kendalltau([x.predicted for x in order], [x.measured for x in order])
-    again = kendalltau(
+    tau_of_rounds = kendalltau(
         [statistics.median(x.seconds[:steps]) for x in order],
         [statistics.median(x.seconds[-steps:]) for x in order],
     )
-    own = found[words_of(chosen)]
-    print(f"{name}: chosen {own.words}; best {best.words}; {len(order)} layouts")
+    mine = layouts_by_text[layout_text(chosen)]
+    print(f"{name}: chosen {mine.text}; best {best.text}; {len(order)} layouts")
     return {
-        f"regret_{name}": round(own.measured / best.measured - 1, 4),
+        f"regret_{name}": round(mine.measured / best.measured - 1, 4),
         f"tau_{name}": round(float(np.asarray(tau)[0]), 3),
         f"tau_of_rounds_{name}": (
-            round(float(np.asarray(again)[0]), 3) if rounds > 1 else None
+            round(float(np.asarray(tau_of_rounds)[0]), 3) if rounds > 1 else None
         ),
         f"layouts_{name}": len(order),
     }
 
 
-def words_of(plan: Any) -> str:
-    """The layout of a plan in words."""
+def layout_text(plan: Any) -> str:
     return next(c.layout for c in plan.candidates if c.verdict == "chosen")
 
 
 def program_of(step: Any) -> str:
-    """The compiled program of a step, without what only says where it comes from."""
+    """Returns the compiled program of a step, without metadata."""
     return re.sub(r", metadata={[^}]*}", "", step.lower().compile().as_text())
 
 
-def timed(step: Any, job: Any, steps: int) -> list[float]:
-    """Seconds of steps, the first left out."""
+def step_seconds(step: Any, job: Any, steps: int) -> list[float]:
+    """Returns the seconds of steps, without the first."""
     import jax
 
     batch, seconds = job.batch_at(0), []
@@ -169,7 +169,7 @@ def timed(step: Any, job: Any, steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Run every model in a process of its own."""
+    """Runs every model in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS), metavar="A,B")
     parser.add_argument("--steps", type=int, default=3)
@@ -177,22 +177,22 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.model:
-        found = measure(arguments.model, arguments.steps, arguments.rounds)
-        print(json.dumps(found))
+        result = measure(arguments.model, arguments.steps, arguments.rounds)
+        print(json.dumps(result))
         return
     results: dict[str, Any] = {}
     for name in arguments.models.split(","):
         command = [sys.executable, __file__, "--model", name]
         command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
-        # Calibrated now: the machine may have been faster or slower when last it was.
+        # Calibrated now, because the speed of the machine changes.
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {"WHALEJAX_CACHE": cache}
-            # What is compiled to be compared is not compiled again to be run.
+            # Programs that were compiled for comparison are not compiled again.
             environment["JAX_COMPILATION_CACHE_DIR"] = cache
-            done = subprocess.run(
+            process = subprocess.run(
                 command, env=environment, stdout=subprocess.PIPE, text=True, check=True
             )
-        lines = done.stdout.splitlines()
+        lines = process.stdout.splitlines()
         print("\n".join(lines[:-1]), flush=True)
         results |= json.loads(lines[-1])
     print(json.dumps(results))

@@ -1,12 +1,16 @@
-"""What it costs to drop no token: routings of a mixture of experts on one device.
+"""Times routings of a mixture of experts that drop no token, on one device.
 
 One layer of experts, forward and backward, in turns: with capacity, dropless in passes,
 with places for every token at every expert, and with tokens sorted for
-``jax.lax.ragged_dot``. Times are ratios to the first within this run.
+``jax.lax.ragged_dot``.
 
     python scripts/bench_routing.py [--tokens 128] [--groups 16] [--rounds 5]
 
-The last line is one JSON object.
+The last line is one JSON object:
+
+    tokens  tokens of a group
+    ratios  times over that of the first routing, within this run
+    passes  number of passes that ran
 """
 
 from __future__ import annotations
@@ -39,8 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
 Layer = Callable[[Any, jax.Array], jax.Array]
 
 
-def ragged(layer: moe.SparseFeedForward, x: jax.Array) -> jax.Array:
-    """The same layer without drops, by products over groups of sorted tokens."""
+def ragged_layer(layer: moe.SparseFeedForward, x: jax.Array) -> jax.Array:
+    """Computes the layer without drops, by products over groups of sorted tokens."""
     tokens = x.reshape(-1, x.shape[-1])
     queues: Queues = queue(x @ layer.router[...], choices=2)
     chosen = jnp.stack([jnp.argmax(pick, -1) for pick in queues.picks]).ravel()
@@ -54,15 +58,15 @@ def ragged(layer: moe.SparseFeedForward, x: jax.Array) -> jax.Array:
     return jnp.zeros_like(tokens).at[rows].add(answers).reshape(x.shape)
 
 
-def compiled(name: str, x: jax.Array) -> Callable[[], Any]:
-    """One forward and backward pass, which also says how many passes ran."""
+def compile_case(name: str, x: jax.Array) -> Callable[[], Any]:
+    """Returns a forward and backward pass, which also counts its passes."""
     config = moe.MoEConfig(sequence=x.shape[1], **(SIZES | CASES[name]))
     graph, state = nnx.split(moe.SparseFeedForward(config, rngs=nnx.Rngs(0)))
 
     def loss(state: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         layer = nnx.merge(graph, state, copy=True)
         if name == "ragged_dot":
-            return jnp.mean(ragged(layer, x) ** 2), jnp.ones(())
+            return jnp.mean(ragged_layer(layer, x) ** 2), jnp.ones(())
         y, load = layer(x)
         return jnp.mean(y**2), load.passes
 
@@ -72,17 +76,16 @@ def compiled(name: str, x: jax.Array) -> Callable[[], Any]:
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=128, help="of a group")
+    parser.add_argument("--tokens", type=int, default=128, help="per group")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
-    x = jax.random.normal(jax.random.key(1), (given.groups, given.tokens, 256))
-    runs = {name: compiled(name, x) for name in CASES}
+    arguments = parser.parse_args()
+    x = jax.random.normal(jax.random.key(1), (arguments.groups, arguments.tokens, 256))
+    runs = {name: compile_case(name, x) for name in CASES}
     passes = {name: int(run()[0][1]) for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
-    for _ in range(given.rounds):
+    for _ in range(arguments.rounds):
         for name, run in runs.items():
             start = time.perf_counter()
             run()
@@ -93,7 +96,7 @@ def main() -> None:
     }
     for name, ratio in ratios.items():
         print(f"{name:24} {ratio:6.2f} × ({passes[name]} passes)")
-    print(json.dumps({"tokens": given.tokens, "ratios": ratios, "passes": passes}))
+    print(json.dumps({"tokens": arguments.tokens, "ratios": ratios, "passes": passes}))
 
 
 if __name__ == "__main__":

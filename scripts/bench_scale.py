@@ -1,20 +1,20 @@
-"""What a supervisor takes for many members, over real sockets.
+"""Measures the time of a supervisor of many members, over real sockets.
 
 ``python scripts/bench_scale.py --members 1000`` starts a supervisor in a process of its
-own and members that compute nothing in a few others, and measures what the supervisor
-takes: CPU time by ``/proc``, as shares of one core, so that a busy machine counts
-little. The last line is JSON:
+own and members that compute nothing in a few others, and measures the supervisor: CPU
+time by ``/proc``, as shares of one core, so that a busy machine counts little. The last
+line is one JSON object:
 
     members           members of the run
-    start_seconds     from the first that dials until a generation of all has begun;
-                      at most 60
+    start_seconds     seconds from the first that dials until a generation of all has
+                      begun; at most 60
     start_cpu_seconds CPU time of the supervisor in that
-    beats_share       of a core, while each beats every 1.25 s; at most 0.25
-    step_cpu_seconds  CPU time in which it takes that all have committed a step
-    dialled, entered  that dial it at once, each one time, and those that get in
-    rules             microseconds of a beat and a commit in the rules alone, and
-                      milliseconds of a turn of the loop in them, by members
-    within_bars       whether start_seconds and beats_share are within theirs
+    beats_share       share of a core, while each beats every 1.25 s; at most 0.25
+    step_cpu_seconds  CPU time to record that all have committed a step
+    dialled, entered  members that dial it at once, each one time, and those accepted
+    rules             by members, microseconds of a heartbeat and a commit, and
+                      milliseconds of a turn of the loop, in the rules alone
+    within_bars       whether start_seconds and beats_share are within their bars
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _MICRO_BATCHES: Final = 1024
 
 
 def registration(number: int) -> wire.Register:
-    """What a member introduces itself with."""
+    """Returns the message with which a member joins."""
     return wire.Register(
         run="",
         name="",
@@ -87,7 +87,7 @@ def registration(number: int) -> wire.Register:
 
 
 def supervise(folder: Path, members: int) -> None:
-    """Run a supervisor that waits for so many members."""
+    """Runs a supervisor that waits for ``members`` members."""
     settings = SupervisorSettings(least=members, most=members)
     Supervisor(Supervised(command=(), folder=folder, settings=settings)).run()
 
@@ -105,7 +105,7 @@ class Members:
             pool.submit(self._join, address, key, number)
 
     def _join(self, address: tuple[str, int], key: Key, number: int) -> None:
-        """Dial until it is taken, as members do."""
+        """Dials until it is accepted, as members do."""
         end = time.monotonic() + _WAIT_SECONDS
         while True:
             try:
@@ -121,17 +121,17 @@ class Members:
                 time.sleep(_AGAIN_SECONDS)
 
     def _report(
-        self, channel: Channel, number: int, made: type[wire.Report], **fields: Any
+        self, channel: Channel, number: int, kind: type[wire.Report], **fields: Any
     ) -> None:
         self._numbers[number] += 1
-        channel.send(made(number=self._numbers[number], **fields))
+        channel.send(kind(number=self._numbers[number], **fields))
 
     def _answer(self, number: int) -> None:
         channel = self._channels[number]
         match channel.next(wire.TO_MEMBER):
             case wire.Prepare(generation=generation):
-                told = {"generation": generation, "step": -1, "held": []}
-                self._report(channel, number, wire.Prepared, **told)
+                fields = {"generation": generation, "step": -1, "held": []}
+                self._report(channel, number, wire.Prepared, **fields)
             case wire.Begin(generation=generation):
                 self._generations[number] = generation
 
@@ -139,22 +139,22 @@ class Members:
         self._step += 1
         for number, channel in self._channels.items():
             fields = {"step": self._step, "loss": 1.0 / self._step, "seconds": 0.1}
-            more = {"generation": self._generations[number], "parts": {}}
-            self._report(channel, number, wire.Committed, **fields, **more)
+            generation_fields = {"generation": self._generations[number], "parts": {}}
+            self._report(channel, number, wire.Committed, **fields, **generation_fields)
 
     def run(self, orders: Iterator[str]) -> None:
-        """Beat until the orders end; a line of them is a step to commit."""
-        commits, over = threading.Semaphore(0), threading.Event()
+        """Beats until the orders end; each line of them is a step to commit."""
+        commits, ended = threading.Semaphore(0), threading.Event()
 
         def listen() -> None:
             for _ in orders:
                 commits.release()
-            over.set()
+            ended.set()
 
         threading.Thread(target=listen, daemon=True).start()
-        count, began = self._count, time.monotonic()
+        count, start = self._count, time.monotonic()
         beats = 0
-        while not over.is_set():
+        while not ended.is_set():
             time.sleep(0.01)
             for number, channel in self._channels.items():
                 while channel.has_more:
@@ -163,7 +163,7 @@ class Members:
                 number, channel = self._joined.get()
                 self._channels[number] = channel
             # Each in turn, so that they are spread over the time of a beat.
-            due = int((time.monotonic() - began) / BEAT_SECONDS * count)
+            due = int((time.monotonic() - start) / BEAT_SECONDS * count)
             while beats < due:
                 beat = wire.Beat(phase="waiting", step=self._step, done=beats)
                 if beats % count in self._channels:
@@ -177,39 +177,32 @@ class Members:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
+    """Returns the CPU time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def entered(address: tuple[str, int], key: Key, count: int) -> int:
-    """How many of so many that dial at once are taken, each at its first try."""
-    gate, taken = threading.Barrier(count), list[Channel]()
+def try_all(address: tuple[str, int], key: Key, count: int) -> int:
+    """Returns how many of ``count`` that dial at once are accepted at the first try."""
+    gate, channels = threading.Barrier(count), list[Channel]()
 
     def try_once() -> None:
         gate.wait()
         with contextlib.suppress(WireError):
-            taken.append(dial(address, key, seconds=30.0))
+            channels.append(dial(address, key, seconds=30.0))
 
     threads = [threading.Thread(target=try_once) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for channel in taken:
+    for channel in channels:
         channel.close()
-    return len(taken)
+    return len(channels)
 
 
 def rules_cost(members: int) -> dict[str, float]:
-    """What the rules alone take for so many members that take part.
-
-    Args:
-        members: of the run.
-
-    Returns:
-        Microseconds of a beat and of a commit, and milliseconds of a turn.
-    """
+    """Returns microseconds of a beat and a commit, milliseconds of a turn."""
     run = ElasticRun(settings=SupervisorSettings(least=members, most=members))
     names = [f"x{number}" for number in range(members)]
     for number, name in enumerate(names):
@@ -222,81 +215,81 @@ def rules_cost(members: int) -> dict[str, float]:
     react(run, 0.3, Tick())
     assert run.phase == "running" and len(run.active) == members
 
-    def each(message: wire.OfMember) -> float:
+    def each_us(message: wire.OfMember) -> float:
         events = [MemberMessageEvent(name, message) for name in names]
-        began = time.process_time()
+        start = time.process_time()
         for event in events:
             react(run, 0.4, event)
-        return (time.process_time() - began) / members * 1e6
+        return (time.process_time() - start) / members * 1e6
 
     commit = {"generation": run.generation, "loss": 0.5, "seconds": 0.1, "parts": {}}
-    beat = min(each(wire.Beat(phase="waiting", step=1, done=n)) for n in range(5))
-    committed = min(each(wire.Committed(step=s, **commit)) for s in range(1, 6))
-    began = time.process_time()
+    beat = min(each_us(wire.Beat(phase="waiting", step=1, done=n)) for n in range(5))
+    committed = min(each_us(wire.Committed(step=s, **commit)) for s in range(1, 6))
+    start = time.process_time()
     for turn in range(10):
         react(run, 0.5 + 0.1 * turn, Tick())
-    turn_ms = (time.process_time() - began) / 10 * 1e3
+    turn_ms = (time.process_time() - start) / 10 * 1e3
     return {"beat_us": beat, "committed_us": committed, "turn_ms": turn_ms}
 
 
-def until(said: Path, event: str) -> None:
-    """Wait for an event of a journal."""
+def wait_for_event(path: Path, event: str) -> None:
+    """Waits for an event of a journal."""
     end = time.monotonic() + _WAIT_SECONDS
-    while not any(e["event"] == event for e in journal.read(said)):
+    while not any(e["event"] == event for e in journal.read(path)):
         if time.monotonic() > end:
             raise TimeoutError(f"no {event!r} after {_WAIT_SECONDS:g} s")
         time.sleep(0.05)
 
 
-def measured(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
-    """Start a supervisor and members, and measure."""
-    own = [sys.executable, __file__, "--folder", str(folder)]
+def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Starts a supervisor and members, and measures."""
+    script = [sys.executable, __file__, "--folder", str(folder)]
     run = subprocess.Popen(
-        [*own, "--role", "supervisor", "--members", str(asked.members)]
+        [*script, "--role", "supervisor", "--members", str(args.members)]
     )
-    others: list[subprocess.Popen[str]] = []
+    members: list[subprocess.Popen[str]] = []
     home = folder / FOLDER
     try:
         while not (home / ADDRESS).exists():
             time.sleep(0.01)
         address = split_address(json.loads((home / ADDRESS).read_text())["address"])
-        came = entered(address, load_key(home / KEY), asked.dialled)
-        before, began = cpu_seconds(run.pid), time.monotonic()
-        for place in range(asked.processes):
-            count = len(range(place, asked.members, asked.processes))
-            words = [*own, "--role", "members", "--members", str(count)]
-            others.append(subprocess.Popen(words, stdin=subprocess.PIPE, text=True))
-        until(home / journal.EVENTS, "begun")
-        start_seconds = time.monotonic() - began
+        taken = try_all(address, load_key(home / KEY), args.dialled)
+        before, start = cpu_seconds(run.pid), time.monotonic()
+        for place in range(args.processes):
+            count = len(range(place, args.members, args.processes))
+            command = [*script, "--role", "members", "--members", str(count)]
+            members.append(subprocess.Popen(command, stdin=subprocess.PIPE, text=True))
+        wait_for_event(home / journal.EVENTS, "begun")
+        start_seconds = time.monotonic() - start
         start_cpu = cpu_seconds(run.pid) - before
         time.sleep(2 * BEAT_SECONDS)
-        before, began = cpu_seconds(run.pid), time.monotonic()
-        time.sleep(asked.seconds)
-        share = (cpu_seconds(run.pid) - before) / (time.monotonic() - began)
-        before, began = cpu_seconds(run.pid), time.monotonic()
-        for _ in range(asked.steps):
-            for one in others:
-                assert one.stdin is not None
-                one.stdin.write("commit\n")
-                one.stdin.flush()
+        before, start = cpu_seconds(run.pid), time.monotonic()
+        time.sleep(args.seconds)
+        share = (cpu_seconds(run.pid) - before) / (time.monotonic() - start)
+        before, start = cpu_seconds(run.pid), time.monotonic()
+        for _ in range(args.steps):
+            for process in members:
+                assert process.stdin is not None
+                process.stdin.write("commit\n")
+                process.stdin.flush()
             time.sleep(2 * BEAT_SECONDS)
-        beats = share * (time.monotonic() - began)
-        step = (cpu_seconds(run.pid) - before - beats) / max(asked.steps, 1)
+        beats = share * (time.monotonic() - start)
+        step = (cpu_seconds(run.pid) - before - beats) / max(args.steps, 1)
         lost = [e for e in journal.read(home / journal.EVENTS) if e["event"] == "lost"]
         commits = journal.read_commits(home / journal.COMMITS)
-        assert not lost and len(commits) == asked.steps, (lost[:3], len(commits))
+        assert not lost and len(commits) == args.steps, (lost[:3], len(commits))
     finally:
-        for one in (*others, run):
-            one.kill()
-            one.communicate()
+        for process in (*members, run):
+            process.kill()
+            process.communicate()
     return {
-        "members": asked.members,
+        "members": args.members,
         "start_seconds": round(start_seconds, 2),
         "start_cpu_seconds": round(start_cpu, 2),
         "beats_share": round(share, 4),
         "step_cpu_seconds": round(max(step, 0.0), 4),
-        "dialled": asked.dialled,
-        "entered": came,
+        "dialled": args.dialled,
+        "entered": taken,
         "rules": {
             n: {k: round(v, 2) for k, v in rules_cost(n).items()}
             for n in (64, 256, 1000)
@@ -306,7 +299,6 @@ def measured(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Play the role that is asked for; by default, measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--members", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=2)
@@ -315,18 +307,18 @@ def main() -> None:
     parser.add_argument("--dialled", type=int, default=500)
     parser.add_argument("--role", choices=["supervisor", "members"])
     parser.add_argument("--folder", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if asked.role == "supervisor":
-        supervise(asked.folder, asked.members)
-    elif asked.role == "members":
-        home = asked.folder / FOLDER
+    if args.role == "supervisor":
+        supervise(args.folder, args.members)
+    elif args.role == "members":
+        home = args.folder / FOLDER
         address = split_address(json.loads((home / ADDRESS).read_text())["address"])
-        Members(address, load_key(home / KEY), asked.members).run(sys.stdin)
+        Members(address, load_key(home / KEY), args.members).run(sys.stdin)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(measured(Path(folder), asked)))
+            print(json.dumps(measure(Path(folder), args)))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
-"""CPU seconds of planning, capture included: ``wh.plan`` of what an executor runs.
+"""Times planning, capture included: ``wh.plan`` of plans that an executor runs.
 
-Questions of the size that people ask, each asked several times; the least counts. The
-last line printed is one JSON object with, for each question,
+Questions of realistic size, each asked several times; the least CPU seconds count.
 
-    NAME_runs        seconds of ``wh.plan``; of a refusal where nothing fits
+    python scripts/bench_search.py [--only SUBSTRING] [--rounds N]
+
+The last line is one JSON object with, for each question,
+
+    NAME_runs        seconds of ``wh.plan``; of a refusal if nothing fits
     NAME_what_if_remat, NAME_what_if_cluster, NAME_what_if_batch
                      seconds of ``plan.what_if`` after the first plan: with
-                     ``remat="full"``, as many H200, twice as many samples; null where
+                     ``remat="full"``, as many H200, twice as many samples; null if
                      nothing fits
 
 and of all of them
 
-    refusal_ratio    seconds of refusing a model of 96 layers that are written out,
-                     over those of planning it on devices with enough memory
-    what_if_ratio    the largest ratio of a ``what_if`` to the first plan
-    replan_s         seconds of planning bert_8 again for seven devices, with what the
-                     first plan kept
-    missed           names of the bars that are missed, with the seconds
-
-    python scripts/bench_search.py [--only SUBSTRING] [--rounds N]
+    refusal_ratio    seconds of refusing a model of 96 unrolled layers, over those of
+                     planning it on devices with enough memory
+    what_if_ratio    largest ratio of a ``what_if`` to the first plan
+    replan_s         seconds of planning bert_8 again for seven devices, with the caches
+                     of the first plan
+    missed           names of the missed bars, with the seconds
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ ADAM: Final = optax.adam(1e-4)
 
 
 def roomy(text: str) -> Cluster:
-    """A cluster whose hosts have the memory of a DGX-2's."""
+    """Returns a cluster whose hosts have the memory of a DGX-2's."""
     machine = parse(text)
     nodes = tuple(
         dataclasses.replace(
@@ -72,18 +73,18 @@ class Question:
     """A model, its batch and a cluster.
 
     Attributes:
-        name: key in the output.
-        asked: seconds that it may take.
-        model, options: of ``whalejax.models``.
-        batch: samples of the global batch.
-        cluster: makes the cluster.
-        optimizer: an optax transformation.
-        precision: as in ``wh.plan``.
-        rounds: how often it is asked at most.
+        name: Key in the output.
+        bar: Largest allowed seconds.
+        model, options: Arguments of ``whalejax.models.job``.
+        batch: Samples of the global batch.
+        cluster: Function that makes the cluster.
+        optimizer: An optax transformation.
+        precision: Precision for ``wh.plan``.
+        rounds: Largest number of repetitions.
     """
 
     name: str
-    asked: float
+    bar: float
     model: str
     options: dict[str, Any]
     batch: int
@@ -93,7 +94,7 @@ class Question:
     rounds: int = 3
 
 
-WRITTEN_OUT: Final = {
+UNROLLED: Final = {
     "layers": 96,
     "embed": 12_288,
     "heads": 96,
@@ -119,7 +120,7 @@ SMALL: Final = functools.partial(parse, "a100-80:128x8")
 QUESTIONS: Final = (
     Question(
         name="gpt3_1024",
-        asked=1.0,
+        bar=1.0,
         model="gpt-small",
         options={
             "layers": 96,
@@ -136,7 +137,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="llama405b_8192",
-        asked=1.5,
+        bar=1.5,
         model="llama-405b",
         options={},
         batch=2048,
@@ -144,7 +145,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="moe10t_512",
-        asked=2.0,
+        bar=2.0,
         model="moe",
         options={
             "layers": 48,
@@ -165,7 +166,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="mixed_512",
-        asked=2.0,
+        bar=2.0,
         model="llama-70b",
         options={},
         batch=1024,
@@ -173,7 +174,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="mixed3_512",
-        asked=3.0,
+        bar=3.0,
         model="llama-70b",
         options={},
         batch=1024,
@@ -181,7 +182,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="bert_8",
-        asked=0.3,
+        bar=0.3,
         model="bert-large",
         options={},
         batch=256,
@@ -189,7 +190,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="dense_100000",
-        asked=3.0,
+        bar=3.0,
         model="gpt-small",
         options=DENSE_1T,
         batch=25_000,
@@ -197,7 +198,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="bert_large",
-        asked=2.0,
+        bar=2.0,
         model="bert-large",
         options={},
         batch=256,
@@ -205,7 +206,7 @@ QUESTIONS: Final = (
     ),
     Question(
         name="t5_large",
-        asked=4.0,
+        bar=4.0,
         model="t5-large",
         options={},
         batch=128,
@@ -213,9 +214,9 @@ QUESTIONS: Final = (
     ),
     Question(
         name="gpt3_unrolled",
-        asked=8.0,
+        bar=8.0,
         model="gpt",
-        options=WRITTEN_OUT,
+        options=UNROLLED,
         batch=1536,
         cluster=lambda: parse("a100-80:128x8").with_memory(10**13),
         rounds=1,
@@ -224,19 +225,14 @@ QUESTIONS: Final = (
 
 
 SEVEN: Final = {"cluster": "h100:7", "allow_idle": True}
-"""What is asked of a plan for eight devices, where one of them is lost."""
+"""Options after one of eight devices has failed."""
 
 MOST_WHAT_IF, MOST_REPLAN = 0.3, 0.3
 """Bars of ``what_if_ratio``, and of ``replan_s`` in seconds."""
 
 
-def asks(question: Question, cluster: Cluster | None = None) -> Callable[..., Plan]:
-    """``wh.plan`` of a question; other options can be given.
-
-    Args:
-        question: what is asked.
-        cluster: in place of its own.
-    """
+def planner(question: Question, cluster: Cluster | None = None) -> Callable[..., Plan]:
+    """Returns ``wh.plan`` of a question, on another cluster if given."""
     job = models.job(question.model, **question.options)
     return functools.partial(
         wh.plan,
@@ -250,8 +246,8 @@ def asks(question: Question, cluster: Cluster | None = None) -> Callable[..., Pl
 
 
 def seconds_of(ask: Callable[[], Any], rounds: int) -> tuple[float, Any]:
-    """Least CPU seconds of a question, and its answer: None where nothing fits."""
-    found, answer = [], None
+    """Returns a question's least CPU seconds, and its answer, if it fits."""
+    seconds, answer = [], None
     for _ in range(rounds):
         gc.collect()
         start = time.process_time()
@@ -259,69 +255,68 @@ def seconds_of(ask: Callable[[], Any], rounds: int) -> tuple[float, Any]:
             answer = ask()
         except PlanError:
             answer = None
-        found.append(time.process_time() - start)
-    return min(found), answer
+        seconds.append(time.process_time() - start)
+    return min(seconds), answer
 
 
-def changed(plan: Plan, question: Question) -> Iterator[tuple[str, float | None]]:
-    """Seconds of other questions to a plan, each asked for the first time."""
+def what_ifs(plan: Plan, question: Question) -> Iterator[tuple[str, float | None]]:
+    """Yields the seconds of other questions to a plan, each asked once."""
     changes: dict[str, dict[str, Any]] = {
         "remat": {"remat": "full"},
         "cluster": {"cluster": f"h200:{plan.num_devices // 8}x8"},
         "batch": {"batch": 2 * question.batch},
     }
     for name, change in changes.items():
-        taken, answer = seconds_of(functools.partial(plan.what_if, **change), 1)
-        yield name, None if answer is None else taken
+        seconds, answer = seconds_of(functools.partial(plan.what_if, **change), 1)
+        yield name, None if answer is None else seconds
 
 
-def refused(rounds: int) -> tuple[float, float]:
-    """Seconds of refusing a model that is written out, and of planning it."""
+def refusal_seconds(rounds: int) -> tuple[float, float]:
+    """Returns the seconds of refusing an unrolled model, and of planning it."""
     question = Question(
-        name="", asked=0.0, model="gpt", options=WRITTEN_OUT, batch=1536, cluster=SMALL
+        name="", bar=0.0, model="gpt", options=UNROLLED, batch=1536, cluster=SMALL
     )
     small, large = SMALL(), SMALL().with_memory(10**13)
-    refusing, none = seconds_of(asks(question, small), rounds)
-    planning, plan = seconds_of(asks(question, large), rounds)
-    assert none is None, "it fits"
+    refusing, refusal = seconds_of(planner(question, small), rounds)
+    planning, plan = seconds_of(planner(question, large), rounds)
+    assert refusal is None, "it fits"
     assert plan is not None, "it does not fit"
     return refusing, planning
 
 
 def main() -> None:
-    """Ask every question."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="questions whose name holds this")
+    parser.add_argument("--only", default="", help="text in the names")
     parser.add_argument("--rounds", type=int, default=3, help="the least counts")
     arguments = parser.parse_args()
     rounds = max(1, arguments.rounds)
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     missed: dict[str, float] = {}
     for question in QUESTIONS:
         if arguments.only not in question.name:
             continue
-        ask = asks(question)
+        ask = planner(question)
         seconds, plan = seconds_of(ask, min(rounds, question.rounds))
-        found[f"{question.name}_runs"] = round(seconds, 3)
-        if seconds > question.asked:
+        report[f"{question.name}_runs"] = round(seconds, 3)
+        if seconds > question.bar:
             missed[question.name] = round(seconds, 3)
-        told = "nothing fits" if plan is None else plan.candidates[0].layout
-        print(f"{question.name:15} {seconds:6.2f} s, asked {question.asked:g}: {told}")
-        for name, taken in () if plan is None else changed(plan, question):
-            found[f"{question.name}_what_if_{name}"] = taken and round(taken, 3)
-            if taken is not None:
-                ratio = max(found.get("what_if_ratio", 0.0), taken / seconds)
-                found["what_if_ratio"] = round(ratio, 3)
+        text = "nothing fits" if plan is None else plan.candidates[0].layout
+        print(f"{question.name:15} {seconds:6.2f} s, at most {question.bar:g}: {text}")
+        for name, time_s in () if plan is None else what_ifs(plan, question):
+            report[f"{question.name}_what_if_{name}"] = time_s and round(time_s, 3)
+            if time_s is not None:
+                ratio = max(report.get("what_if_ratio", 0.0), time_s / seconds)
+                report["what_if_ratio"] = round(ratio, 3)
         if question.name == "bert_8" and plan is not None:
-            again = functools.partial(plan.what_if, **SEVEN)
-            found["replan_s"] = round(seconds_of(again, 1)[0], 3)
+            replan = functools.partial(plan.what_if, **SEVEN)
+            report["replan_s"] = round(seconds_of(replan, 1)[0], 3)
         sys.stdout.flush()
     if arguments.only in "refusal":
-        refusing, planning = refused(1)
-        found["refusal_ratio"] = round(refusing / planning, 3)
+        refusing, planning = refusal_seconds(1)
+        report["refusal_ratio"] = round(refusing / planning, 3)
     bars = {"refusal_ratio": 1, "what_if_ratio": MOST_WHAT_IF, "replan_s": MOST_REPLAN}
-    missed.update({k: found[k] for k, most in bars.items() if found.get(k, 0) > most})
-    print(json.dumps({**found, "missed": missed}))
+    missed.update({k: report[k] for k, bar in bars.items() if report.get(k, 0) > bar})
+    print(json.dumps({**report, "missed": missed}))
 
 
 if __name__ == "__main__":

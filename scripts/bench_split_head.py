@@ -1,15 +1,22 @@
-"""A classifier of 100,000 classes: data-parallel against replicate + split.
+"""Compares data parallelism with replicate + split for 100,000 classes.
 
 Whale's own example (USENIX ATC 2022, section 5.3): the ResNet-50 backbone replicated,
 the classifier split over the same devices. Each variant trains in a process of its own
-with its state donated, a few steps of plain SGD in float32 on small images. Printed are
-the synchronised bytes of the compiled programs, the bridges between backbone and head,
-and the step times. Then a classifier of 1,000,000 classes with momentum is planned for
-eight devices of 4 GiB: data parallelism alone must be refused by its memory.
+with its state donated, a few steps of plain SGD in float32 on small images. Then a
+classifier of 1,000,000 classes with momentum is planned for eight devices of 4 GiB:
+data parallelism alone must be refused by its memory.
 
     python scripts/bench_split_head.py [--batch 32] [--classes 100000] [--steps 5]
 
-The last line is one JSON object.
+The last line is one JSON object:
+
+    bytes_saved                  part of the synchronised bytes that the split saves
+    speedup                      step time of data parallelism over that of the split
+    bridges                      collectives between backbone and head
+    batch, classes               sizes of the run
+    data_seconds, split_seconds  step times
+    data_parallel_refused        whether a million classes do not fit without a split
+    hybrid_mesh, hybrid_head_spec, hybrid_memory_bytes   plan of a million classes
 """
 
 from __future__ import annotations
@@ -33,8 +40,8 @@ DEVICE_BYTES = 4 * 2**30
 MILLION = 1_000_000
 
 
-def variant(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train one variant in this process and describe its program."""
+def run_variant(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains one variant in this process and describes its program."""
     import jax
     import optax
     from flax import nnx
@@ -66,8 +73,8 @@ def variant(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     step = wh.compile(
         plan, job.loss_fn, model, optimizer=optimizer, devices=jax.devices()
     )
-    found = hlo.collectives(step.lower().compile().as_text())
-    # Drawing a replicated head's values at random takes more memory than training it.
+    collectives = hlo.collectives(step.lower().compile().as_text())
+    # Random values of a replicated head take more memory than training.
     state = step.init(lambda: _filled(model), rng=jax.random.key(0))
     state, metrics = step(state, batch)
     jax.block_until_ready(metrics)
@@ -81,22 +88,22 @@ def variant(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     bridges = [
         i
         for kind in ("all-gather", "all-to-all", "reduce-scatter")
-        for i in found.of(kind)
+        for i in collectives.of(kind)
         if any(_elements(shape) >= features // 8 for _, shape in i.shapes)
     ]
     return {
         "seconds": statistics.median(times),
         "loss": float(metrics["loss"]),
-        "sync_bytes": sum(found.nbytes.values()),
-        "bytes_by_kind": dict(found.nbytes),
-        "counts": dict(found.counts),
+        "sync_bytes": sum(collectives.nbytes.values()),
+        "bytes_by_kind": dict(collectives.nbytes),
+        "counts": dict(collectives.counts),
         "bridges": sum(i.count for i in bridges),
         "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
 
 def _filled(model: Any) -> Any:
-    """The model with one small value everywhere."""
+    """Returns the model with one small value everywhere."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -114,7 +121,7 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def plan_million() -> dict[str, Any]:
-    """Plan a million classes on eight devices of 4 GiB; nothing is run."""
+    """Plans a million classes on eight devices of 4 GiB; nothing runs."""
     import jax
     import optax
     from flax import nnx
@@ -125,7 +132,9 @@ def plan_million() -> dict[str, Any]:
     cluster = wh.cluster("h100:8").with_memory(DEVICE_BYTES)
     optimizer = optax.sgd(0.01, momentum=0.9)
 
-    def planned(annotated: bool, mesh: dict[str, int] | None, zero: int | None) -> Any:
+    def plan_with(
+        annotated: bool, mesh: dict[str, int] | None, zero: int | None
+    ) -> Any:
         job = models.job(
             "resnet50", batch_size=64, classes=MILLION, annotated=annotated
         )
@@ -140,16 +149,16 @@ def plan_million() -> dict[str, Any]:
             zero=zero,
         )
 
-    refused = ""
+    refusal = ""
     try:
-        planned(False, {"data": 8}, 0)
+        plan_with(False, {"data": 8}, 0)
     except wh.WhaleError as error:
-        refused = str(error)
-    hybrid = planned(True, None, None)
+        refusal = str(error)
+    hybrid = plan_with(True, None, None)
     head = next(leaf for leaf in hybrid.leaves if leaf.shape == (2048, MILLION))
     return {
-        "data_parallel_refused": "no plan fits" in refused,
-        "refusal": refused,
+        "data_parallel_refused": "no plan fits" in refusal,
+        "refusal": refusal,
         "hybrid_mesh": dict(hybrid.axes),
         "hybrid_head_spec": [list(axes) for axes in head.compute_spec],
         "hybrid_memory_bytes": hybrid.memory.total_bytes,
@@ -157,22 +166,21 @@ def plan_million() -> dict[str, Any]:
 
 
 def in_subprocess(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one variant in a fresh process, so that memory starts empty."""
+    """Runs one variant in a fresh process, so that memory starts empty."""
     command = [sys.executable, __file__, "--variant", name]
     for option in ("batch", "classes", "image", "steps"):
         command += [f"--{option}", str(getattr(arguments, option))]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ
     )
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise SystemExit(f"{name} failed:\n{process.stderr[-4000:]}")
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     print(f"{name:6} {json.dumps(result)}", flush=True)
     return result
 
 
 def main() -> None:
-    """Compare the variants and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=32, help="global batch")
     parser.add_argument("--classes", type=int, default=100_000, help="classes")
@@ -181,7 +189,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=("data", "split"), help="run only this")
     arguments = parser.parse_args()
     if arguments.variant:
-        print(json.dumps(variant(arguments.variant, arguments)))
+        print(json.dumps(run_variant(arguments.variant, arguments)))
         return
     data = in_subprocess("data", arguments)
     split = in_subprocess("split", arguments)

@@ -1,39 +1,38 @@
-"""Swarms under faults: what is lost, counted twice, or differs from one process.
+"""Measures swarms under faults: lost and repeated work, and differences of losses.
 
     python scripts/bench_swarm.py [--faults 4] [--measure] [--first 0] [--full]
         [--seconds 540] [--refresh] [--no-keep] [--model gpt-test] [--journal FILE]
 
 Runs of 30 steps of a gpt in 3 stages with 2 peers each, all processes of their own.
-Drawn peers send themselves SIGKILL or SIGSTOP at a drawn point of the protocol
-(forward, backward, sum, apply, download, save), one after the other, and each is
-replaced by a process that was started ahead. A further trainer leads beside the first;
-it is killed in the middle of a step, the next one is stopped (``trainers_lost``: of
-both, those that were found to be gone). Each peer answers a question for a sum with
-the micro-batches that it has added, which the ledger's journal keeps:
+Random peers send themselves SIGKILL or SIGSTOP at a random point of the protocol
+(forward, backward, sum, apply, download, save), in turn, and a process that was started
+ahead replaces each. A secondary trainer works with the primary one; it is killed in the
+middle of a step, the next one is stopped. Each peer answers a request for a sum with
+the micro-batches that it has added, which the ledger's journal records. Further runs
+without faults, in one process, compare wire formats. ``scripts/swarm.json`` stores
+finished runs with commit, versions and seeds; a run of this commit is not repeated
+unless ``--refresh``. Those of a changed working tree are neither stored nor read, and
+none are with ``--no-keep``. The last line is one JSON object:
 
-``drawn``: faults that peers were started with. ``faults``: those that came about; a
-peer writes a line before it sends itself the signal. ``killed_from_outside``: peers
-that nobody asked for what they were to end at. ``lost``, ``doubled``: micro-batches of
-committed steps that a peer of their stage had not in its sum, or more than once, by
-those answers. ``digests_equal``: peers of a stage had the same parameters and optimizer
-state after each step; ``max_rel_loss_diff``: of any step, to the same steps in one
-process. Sums are compared by the digests and the losses alone.
-
-Beside them, runs without faults in one process: ``int8_wire_ratio``, bytes of tensors
-at borders over a wire of float32 over those of int8, as peers counted them; and the
-largest difference of losses for bf16 and int8.
-
-From ``swarm_measured.py``, which says what they are: ``of_max_flow``, ``over_static``,
-``link_step_ratio``, ``interface_int8_wire_ratio``, ``over_restarting_gpipe`` and
-``joiner_steps``; from ``swarm_traced.py``, ``simulated_over_live``; from
-``swarm_simulated.py``, ``of_optimum_under_churn`` and ``without_rebalancing``. They are
-the newest kept ones, with the commit of each in ``measured_at``, or, with
-``--measure``, new ones. ``kept``: faults of all kept runs, of whatever commit.
-
-Finished runs are kept in ``scripts/swarm.json`` with commit, versions and seeds; one
-that is there for this commit is not run again, unless ``--refresh``. Those of a changed
-working tree are neither kept nor read, and none are with ``--no-keep``. The last line
-is one JSON object.
+    drawn, faults        faults that peers were started with; faults that happened (a
+                         peer writes a line before it sends itself the signal)
+    killed_from_outside  peers that never reached the point of their fault
+    trainers_lost        secondary trainers that were found to have failed
+    lost, doubled        micro-batches of committed steps that a peer of their stage had
+                         not in its sum, or more than once, by those answers
+    digests_equal        whether peers of a stage had the same parameters and optimizer
+                         state after each step
+    max_rel_loss_diff    largest difference of a step's loss from one process
+    int8_wire_ratio      bytes of tensors between stages in float32 over those in int8,
+                         as peers counted them; bf16_wire_ratio likewise
+    int8_max_rel_loss_diff, bf16_max_rel_loss_diff   differences of losses for a wire
+    of_max_flow, over_static, link_step_ratio, interface_int8_wire_ratio,
+    over_restarting_gpipe, joiner_steps              of ``swarm_measured.py``
+    simulated_over_live                              of ``swarm_traced.py``
+    of_optimum_under_churn, without_rebalancing      of ``swarm_simulated.py``
+    measured_at          commits of the latter: the newest stored results or, with
+                         ``--measure``, new ones
+    kept                 totals of all stored runs, of whatever commit
 """
 
 from __future__ import annotations
@@ -69,13 +68,13 @@ from whalejax.swarm_runtime.trainers.trainer_state import Settings
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-KEPT: Final = ROOT / "scripts" / "swarm.json"
+FILE: Final = ROOT / "scripts" / "swarm.json"
 STAGES: Final = 3
 PEERS: Final = 6
 STEPS: Final = 30
 MICRO_BATCHES: Final = 8
 MOST_FAULTS: Final = 45
-"""Of a run, three at a time."""
+"""Largest number of faults of a run."""
 
 CALL_SECONDS: Final = 8.0
 SETTINGS: Final = Settings(
@@ -90,8 +89,7 @@ KEY: Final = new_key()
 LONGEST_SECONDS: Final = 540.0
 
 
-def given(model: str) -> dict[str, Any]:
-    """Options of a peer's process."""
+def peer_options(model: str) -> dict[str, Any]:
     return {
         "job": model,
         "options": {
@@ -109,7 +107,7 @@ def given(model: str) -> dict[str, Any]:
 
 
 def single_losses(options: dict[str, Any], steps: int) -> list[float]:
-    """Of each step in one process."""
+    """Returns the loss of each step in one process."""
     job = job_of(options)
     model, first = jobs.abstract_model(job), jobs.first_batch(job, None)
     plan = jobs.make_plan(
@@ -120,32 +118,32 @@ def single_losses(options: dict[str, Any], steps: int) -> list[float]:
         plan, job.loss_fn, model, optimizer=job.optimizer, devices=devices
     )
     state = step.init(job.make_model, rng=jax.random.key(0))
-    found = []
+    losses = []
     for number in range(steps):
         state, metrics = step(state, job.batch_at(number))
-        found.append(float(metrics["loss"]))
-    return found
+        losses.append(float(metrics["loss"]))
+    return losses
 
 
 def faulty_run(
     options: dict[str, Any],
     seed: int,
     faults: int,
-    whole: list[float],
+    single: list[float],
     until: float,
     journal: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """One run of processes with faults; what happens is added to the journal."""
-    told: Counter[str] = Counter()
-    begun = time.monotonic()
+    """Runs processes with faults; adds all events to the journal."""
+    reports: Counter[str] = Counter()
+    start = time.monotonic()
 
     def write(event: str, fields: Any) -> None:
-        at = {"event": event, "seconds": round(time.monotonic() - begun, 2)}
-        journal.append({**at, **json.loads(json.dumps(fields))})
+        record = {"event": event, "seconds": round(time.monotonic() - start, 2)}
+        journal.append({**record, **json.loads(json.dumps(fields))})
 
-    def tell(kind: str, **more: Any) -> None:
-        told.update([kind])
-        write(f"told: {kind}", more)
+    def tell(kind: str, **fields: Any) -> None:
+        reports.update([kind])
+        write(f"told: {kind}", fields)
 
     serving = RegistryServer(
         cut_of(options), KEY, SETTINGS, lease_seconds=12.0, write=write, tell=tell
@@ -161,7 +159,7 @@ def faulty_run(
         write=write,
     )
     try:
-        losses = stepped(serving, processes, write, until)
+        losses = run_steps(serving, processes, write, until)
         steps, happened = len(losses), processes.happened
     finally:
         processes.close()
@@ -176,25 +174,25 @@ def faulty_run(
         "from_outside": processes.outside,
         "lost": lost,
         "doubled": doubled,
-        "digests_equal": told["differs"] == 0,
-        "max_rel_loss_diff": difference([losses[k + 1] for k in range(steps)], whole),
+        "digests_equal": reports["differs"] == 0,
+        "max_rel_loss_diff": difference([losses[k + 1] for k in range(steps)], single),
         "recomputed": serving.trainer.counts.recomputed,
         "late_calls": serving.trainer.counts.late,
-        "went_back": told["went back"],
-        "trainers": told["trainer joined"],
-        "trainers_lost": told["trainer lost"],
+        "went_back": reports["went back"],
+        "trainers": reports["trainer joined"],
+        "trainers_lost": reports["trainer lost"],
         "waited": round(processes.waited, 1),
-        "seconds": round(time.monotonic() - begun, 1),
+        "seconds": round(time.monotonic() - start, 1),
     }
 
 
-def stepped(
+def run_steps(
     serving: RegistryServer,
     processes: Processes,
     write: Callable[[str, Any], None],
     until: float,
 ) -> dict[int, float]:
-    """The loss of each step, by its number; between two, peers are replaced."""
+    """Returns the loss of each step by number, replacing peers between steps."""
     losses: dict[int, float] = {}
     for number in range(PEERS):
         processes.start(number % STAGES, 2, faulty=number >= STAGES)
@@ -211,16 +209,16 @@ def stepped(
     return losses
 
 
-def difference(losses: list[float], whole: list[float]) -> float:
-    """The largest relative difference of a loss."""
-    pairs = zip(losses, whole, strict=False)
+def difference(losses: list[float], single: list[float]) -> float:
+    """Returns the largest relative difference of a loss."""
+    pairs = zip(losses, single, strict=False)
     return max((abs(a - b) / abs(b) for a, b in pairs), default=float("nan"))
 
 
 def quiet_run(
     options: dict[str, Any], wire: str, steps: int
 ) -> tuple[list[float], int]:
-    """Losses, and bytes at borders, of peers in this process."""
+    """Returns the losses, and bytes between stages, of peers in this process."""
     cut = _cut(json.dumps(options))
     serving = RegistryServer(
         cut, KEY, Settings(steps=steps, call_seconds=120.0), wire=wire
@@ -248,42 +246,42 @@ def _cut(text: str) -> Any:
     return _CUTS[text]
 
 
-def wires(options: dict[str, Any], whole: list[float]) -> dict[str, Any]:
-    """What narrow wires save and cost."""
+def wires(options: dict[str, Any], single: list[float]) -> dict[str, Any]:
+    """Measures the savings and errors of narrow wires."""
     steps = 5
-    found = {wire: quiet_run(options, wire, steps) for wire in ("f32", "bf16", "int8")}
+    runs = {wire: quiet_run(options, wire, steps) for wire in ("f32", "bf16", "int8")}
     return {
-        "int8_wire_ratio": round(found["f32"][1] / found["int8"][1], 3),
-        "bf16_wire_ratio": round(found["f32"][1] / found["bf16"][1], 3),
-        "int8_max_rel_loss_diff": difference(found["int8"][0], whole),
-        "bf16_max_rel_loss_diff": difference(found["bf16"][0], whole),
-        "quiet_max_rel_loss_diff": difference(found["f32"][0], whole),
+        "int8_wire_ratio": round(runs["f32"][1] / runs["int8"][1], 3),
+        "bf16_wire_ratio": round(runs["f32"][1] / runs["bf16"][1], 3),
+        "int8_max_rel_loss_diff": difference(runs["int8"][0], single),
+        "bf16_max_rel_loss_diff": difference(runs["bf16"][0], single),
+        "quiet_max_rel_loss_diff": difference(runs["f32"][0], single),
     }
 
 
-class Kept:
-    """Results on disk, written after each."""
+class RunStore:
+    """Results on disk, written after each addition."""
 
     def __init__(self, *, refresh: bool, keep: bool = True) -> None:
-        there = KEPT.is_file() and not refresh
-        self.runs: list[dict[str, Any]] = json.loads(KEPT.read_text()) if there else []
+        exists = FILE.is_file() and not refresh
+        self.runs: list[dict[str, Any]] = json.loads(FILE.read_text()) if exists else []
         self._keep = keep
 
-    def find(self, **wanted: Any) -> dict[str, Any] | None:
-        """A result with these values; none of a changed tree, or if none are kept."""
-        if not self._keep or wanted["commit"].endswith(checkout.CHANGED):
+    def find(self, **values: Any) -> dict[str, Any] | None:
+        """Returns a result with these values; None of a changed tree."""
+        if not self._keep or values["commit"].endswith(checkout.CHANGED):
             return None
         return next(
-            (r for r in self.runs if all(r.get(k) == v for k, v in wanted.items())),
+            (r for r in self.runs if all(r.get(k) == v for k, v in values.items())),
             None,
         )
 
     def newest(self, kind: str) -> dict[str, Any] | None:
-        """The last result of a kind, of whatever commit."""
+        """Returns the last result of a kind, of any commit."""
         return next((r for r in reversed(self.runs) if r["kind"] == kind), None)
 
     def faults(self) -> dict[str, Any]:
-        """Of all kept runs that say which faults came about."""
+        """Returns totals of all stored runs that recorded their faults."""
         runs = [r for r in self.runs if r["kind"] == "faults" and "drawn" in r]
         return {
             "runs": len(runs),
@@ -292,17 +290,17 @@ class Kept:
         }
 
     def add(self, **result: Any) -> dict[str, Any]:
-        """Keep a result, unless it is of a changed tree, or none are kept."""
+        """Stores a result, unless it is of a changed tree."""
         versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
         record = {**result, **versions, "numpy": np.__version__}
         if self._keep and not record["commit"].endswith(checkout.CHANGED):
             self.runs.append(record)
-            KEPT.write_text(json.dumps(self.runs, indent=1) + "\n")
+            FILE.write_text(json.dumps(self.runs, indent=1) + "\n")
         return record
 
 
 def seeds(faults: int, first: int) -> Iterator[tuple[int, int]]:
-    """A seed and a number of faults for each run."""
+    """Yields a seed and a number of faults for each run."""
     number = first
     while faults > 0:
         yield number, min(MOST_FAULTS, faults)
@@ -310,7 +308,6 @@ def seeds(faults: int, first: int) -> Iterator[tuple[int, int]]:
 
 
 def _sums(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What runs with faults came to."""
     return {
         "drawn": sum(len(r["drawn"]) for r in runs),
         "faults": sum(len(r["faults"]) for r in runs),
@@ -345,76 +342,75 @@ def _measured(kind: str) -> dict[str, Any]:
     return dict(swarm_measured.measured(kind))
 
 
-def _slow(kept: Kept, here: str, *, measure: bool) -> dict[str, Any]:
-    """What slow processors, slow links and churn came to, and at which commit."""
-    found: dict[str, Any] = {}
-    at: dict[str, str] = {}
+def _slow(store: RunStore, commit: str, *, measure: bool) -> dict[str, Any]:
+    """Returns results on slow machines and under churn, and their commits."""
+    results: dict[str, Any] = {}
+    commits: dict[str, str] = {}
     for kind in (*swarm_measured.KINDS, "trace", "simulated"):
-        result = kept.newest(kind)
+        result = store.newest(kind)
         if measure:
-            result = kept.add(kind=kind, commit=here, **_measured(kind))
+            result = store.add(kind=kind, commit=commit, **_measured(kind))
         if result is not None:
-            at[kind] = result["commit"]
-            found |= {SLOW_KEYS[k]: v for k, v in result.items() if k in SLOW_KEYS}
-    return {**found, "measured_at": at}
+            commits[kind] = result["commit"]
+            results |= {SLOW_KEYS[k]: v for k, v in result.items() if k in SLOW_KEYS}
+    return {**results, "measured_at": commits}
 
 
 def main() -> None:
-    """Run what is not kept, and print what came out."""
     parser = argparse.ArgumentParser(description="Swarms under faults.")
-    parser.add_argument("--faults", type=int, default=4, help="in all runs together")
+    parser.add_argument("--faults", type=int, default=4, help="in all runs")
     parser.add_argument("--full", action="store_true", help="20 faults")
-    parser.add_argument("--refresh", action="store_true", help="forget what is kept")
+    parser.add_argument("--refresh", action="store_true", help="forget stored runs")
     parser.add_argument(
-        "--no-keep", dest="keep", action="store_false", help="run anew, write no file"
+        "--no-keep", dest="keep", action="store_false", help="store nothing"
     )
-    parser.add_argument("--measure", action="store_true", help="all of these")
+    parser.add_argument("--measure", action="store_true", help="measure speed too")
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
     parser.add_argument("--seconds", type=float, default=LONGEST_SECONDS, help="limit")
     parser.add_argument("--model", default="gpt-test", help="a model of the package")
-    parser.add_argument("--journal", help="file for what happened in the runs, by time")
-    words = parser.parse_args()
+    parser.add_argument("--journal", help="file for events of the runs")
+    args = parser.parse_args()
     swarm_processes.prepare()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", CACHED["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    until = time.monotonic() + (1e9 if words.full else words.seconds)
-    options, kept, here = (
-        given(words.model),
-        Kept(refresh=words.refresh),
+    until = time.monotonic() + (1e9 if args.full else args.seconds)
+    options, store, commit = (
+        peer_options(args.model),
+        RunStore(refresh=args.refresh, keep=args.keep),
         checkout.commit(),
     )
-    whole = single_losses(options, STEPS)
-    same = {"commit": here, "model": words.model}
-    narrow = kept.find(kind="wires", **same)
-    if narrow is None:
-        narrow = kept.add(kind="wires", **same, **wires(options, whole))
+    single = single_losses(options, STEPS)
+    key = {"commit": commit, "model": args.model}
+    wire_run = store.find(kind="wires", **key)
+    if wire_run is None:
+        wire_run = store.add(kind="wires", **key, **wires(options, single))
     runs = []
-    for seed, faults in seeds(20 if words.full else words.faults, words.first):
-        wanted = {"kind": "faults", **same, "seed": seed, "asked": faults}
-        found = kept.find(**wanted)
-        if found is None:
+    for seed, faults in seeds(20 if args.full else args.faults, args.first):
+        run_key = {"kind": "faults", **key, "seed": seed, "asked": faults}
+        run = store.find(**run_key)
+        if run is None:
             if time.monotonic() > until:
                 break
             journal: list[dict[str, Any]] = []
             try:
-                result = faulty_run(options, seed, faults, whole, until, journal)
+                result = faulty_run(options, seed, faults, single, until, journal)
             finally:
-                if words.journal:
-                    with open(words.journal, "a", encoding="utf-8") as file:
+                if args.journal:
+                    with open(args.journal, "a", encoding="utf-8") as file:
                         file.writelines(json.dumps(line) + "\n" for line in journal)
-            found = kept.add(**{**wanted, **result})
-        print(json.dumps(found), flush=True)
-        runs.append(found)
-    told = {
-        "commit": here,
+            run = store.add(**{**run_key, **result})
+        print(json.dumps(run), flush=True)
+        runs.append(run)
+    report = {
+        "commit": commit,
         "runs": len(runs),
         **_sums(runs),
-        **{k: v for k, v in narrow.items() if k.endswith(("_ratio", "_diff"))},
-        **_slow(kept, here, measure=words.measure),
-        "kept": kept.faults(),
+        **{k: v for k, v in wire_run.items() if k.endswith(("_ratio", "_diff"))},
+        **_slow(store, commit, measure=args.measure),
+        "kept": store.faults(),
     }
-    print(json.dumps(told))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How evenly embedding tables are placed, beside the rules of others.
+"""Measures how evenly embedding tables are placed, against other rules.
 
     python scripts/bench_tables.py
 
 Criteo-Kaggle's 26 tables and those of MLPerf's DLRM-v2 at 4, 8 and 16 ranks, and the 11
-of MLPerf Training v6.1's DLRMv4 on ``h100:2x8`` and ``v5p:4x4x4``. Beside ours stand
+of MLPerf Training v6.1's DLRMv4 on ``h100:2x8`` and ``v5p:4x4x4``. The other rules are
 LPT (whole tables, the largest first, to the emptiest rank) and a model of TorchRec's
 greedy rule (in falling order of storage, to the device with the fewest lookups so far,
 whole or as column shards of 128 columns, without a limit of tables a rank). The last
@@ -16,12 +16,12 @@ line is one JSON object, each value the worst over the cases:
     pieces       shards over tables in these
     padding      bytes of an exchange that is padded to the fullest rank, over the mean
                  in these
-    time_padding the same where the time of a step is balanced
-    seconds      processor seconds to place 26 to 1,000 tables; elapsed beside them
+    time_padding the same if the time of a step is balanced
+    seconds      processor seconds to place 26 to 1,000 tables; ``elapsed`` by the clock
     v4_gap       DLRMv4's largest load over the bound of every placement, minus 1
     step_growth  time of a step of Kaggle's model with a tenth of its rows over that
                  with a hundredth, on four virtual devices; plan_growth the same of a
-                 step by wh.plan, whose optimizer goes through whole tables
+                 step by wh.plan, whose optimizer updates whole tables
     lpt          largest rank over the mean of LPT, by case
     torchrec     the same of TorchRec's rule
 """
@@ -65,19 +65,19 @@ BATCH = 65_536
 
 
 ELAPSED = [0.0]
-"""Longest time in which tables were placed."""
+"""Longest time of a placement."""
 
 
-def timed(*arguments: object, **options: object) -> tuple[TablePlacement, float]:
-    """A placement, and the processor seconds that it took."""
-    start, begun = time.process_time(), time.perf_counter()
+def place(*arguments: object, **options: object) -> tuple[TablePlacement, float]:
+    """Returns a placement and its processor seconds."""
+    start, clock = time.process_time(), time.perf_counter()
     placement = place_tables(*arguments, **options)  # type: ignore[arg-type]
-    ELAPSED[0] = max(ELAPSED[0], time.perf_counter() - begun)
+    ELAPSED[0] = max(ELAPSED[0], time.perf_counter() - clock)
     return placement, time.process_time() - start
 
 
 def lpt(sizes: Sequence[float], ranks: int) -> float:
-    """Largest rank over the mean of the greedy rule on whole tables."""
+    """Returns the largest rank over the mean of the greedy rule on whole tables."""
     loads = [0.0] * ranks
     for size in sorted(sizes, reverse=True):
         heapq.heapreplace(loads, loads[0] + size)
@@ -85,7 +85,7 @@ def lpt(sizes: Sequence[float], ranks: int) -> float:
 
 
 def torchrec(tables: Sequence[Table], measure: str, ranks: int) -> float:
-    """Largest rank over the mean of TorchRec's greedy partitioner, as it is written.
+    """Returns the largest rank over the mean of TorchRec's greedy partitioner.
 
     Tables in falling order of storage, each shard to the device with the least perf so
     far; tables wider than 128 columns in shards of 128.
@@ -104,7 +104,7 @@ def torchrec(tables: Sequence[Table], measure: str, ranks: int) -> float:
 
 
 def many_tables(count: int) -> list[Table]:
-    """Tables of sizes and lookups that fall by a power law."""
+    """Returns tables of sizes and lookups that fall by a power law."""
     return [
         Table(
             name=f"t{i}",
@@ -117,19 +117,19 @@ def many_tables(count: int) -> list[Table]:
 
 
 def step_seconds(scale: float) -> tuple[float, float]:
-    """Least seconds of a step with tables, and of one by ``wh.plan``."""
+    """Returns the least seconds of a step with tables, and of one by ``wh.plan``."""
     job = models.job("dlrm", scale=scale, batch_size=1024)
     model, batch = job.make_model(jax.random.key(0)), job.batch_at(0)
     rows = wh.sparse_optimizer("adagrad", 0.02)
     options: dict[str, Any] = {"optimizer": job.optimizer, "cluster": "cpu:4"}
     tables = wh.plan_tables(job.loss_fn, model, batch, rows=rows, **options)
-    whole = wh.plan(job.loss_fn, model, batch, mesh={"data": 4}, **options)
-    given = job.loss_fn, model
+    plan = wh.plan(job.loss_fn, model, batch, mesh={"data": 4}, **options)
+    job_parts = job.loss_fn, model
     steps = (
-        wh.compile_tables(tables, *given, optimizer=job.optimizer),
-        wh.compile(whole, *given, optimizer=job.optimizer),
+        wh.compile_tables(tables, *job_parts, optimizer=job.optimizer),
+        wh.compile(plan, *job_parts, optimizer=job.optimizer),
     )
-    found = []
+    least = []
     for step in steps:
         state, times = step.init_from(model), []
         for number in range(8):
@@ -138,14 +138,14 @@ def step_seconds(scale: float) -> tuple[float, float]:
             state, metrics = step(state, batch)
             jax.block_until_ready((state, metrics))
             times.append(time.perf_counter() - start)
-        found.append(min(times))
-    return found[0], found[1]
+        least.append(min(times))
+    return least[0], least[1]
 
 
 def balance_cases(
     kaggle: list[Table], v2: list[Table]
 ) -> list[tuple[str, list[Table], str]]:
-    """(Key, tables, objective)."""
+    """Returns (key, tables, objective) of each case."""
     return [
         ("kaggle_rows", kaggle, "rows"),
         ("v2_lookups", v2, "lookups"),
@@ -156,7 +156,7 @@ def balance_cases(
 
 
 def growths() -> list[tuple[str, float, float]]:
-    """(Key, seconds of a step, seconds with ten times the rows)."""
+    """Returns (key, step seconds, seconds with ten times the rows)."""
     names = "step_growth", "plan_growth"
     small, large = step_seconds(0.01), step_seconds(0.1)
     return list(zip(names, small, large, strict=True))
@@ -174,15 +174,18 @@ def main() -> None:
     for key, tables, objective in cases:
         for count, text in CLUSTERS.items():
             ranks = Ranks.of(wh.cluster(text))
-            found, seconds = timed(tables, ranks, batch_size=BATCH, objective=objective)
-            note(key, found.imbalance)
-            note("pieces", sum(found.slots) / len(tables))
-            note("padding", found.padding)
+            spread, seconds = place(
+                tables, ranks, batch_size=BATCH, objective=objective
+            )
+            note(key, spread.imbalance)
+            note("pieces", sum(spread.slots) / len(tables))
+            note("padding", spread.padding)
             note("seconds", seconds)
             print(
                 f"{key:<12} {len(tables)} tables {count:>2} ranks: "
-                f"{found.imbalance:.3f} of the mean, {sum(found.slots)} shards, "
-                f"padding {found.padding:.3f}, gap {found.gap:.2%}, {seconds:.2f} s"
+                f"{spread.imbalance:.3f} of the mean, {sum(spread.slots)} shards, "
+                f"padding {spread.padding:.3f}, gap {spread.gap:.2%}, "
+                f"{seconds:.2f} s"
             )
             if objective != "both":
                 sizes = [
@@ -201,19 +204,19 @@ def main() -> None:
                     peers[name].setdefault(key, []).append(round(value, 3))
     for tables in (kaggle, v2):
         for count, text in CLUSTERS.items():
-            found, seconds = timed(tables, wh.cluster(text), batch_size=BATCH)
-            note("time_padding", found.padding)
+            spread, seconds = place(tables, wh.cluster(text), batch_size=BATCH)
+            note("time_padding", spread.padding)
             note("seconds", seconds)
-            print(f"time, {count:>2} ranks: {found.imbalance:.3f}, {seconds:.2f} s")
+            print(f"time, {count:>2} ranks: {spread.imbalance:.3f}, {seconds:.2f} s")
     for count in (26, 100, 300, 1000):
-        _, seconds = timed(many_tables(count), wh.cluster("h100:2x8"), batch_size=BATCH)
+        _, seconds = place(many_tables(count), wh.cluster("h100:2x8"), batch_size=BATCH)
         note("seconds", seconds)
         print(f"{count} tables: {seconds:.2f} s")
     for text in ("h100:2x8", "v5p:4x4x4"):
-        found, seconds = timed(dlrm_v4_tables(), wh.cluster(text), batch_size=8192)
-        note("v4_gap", found.gap)
+        spread, seconds = place(dlrm_v4_tables(), wh.cluster(text), batch_size=8192)
+        note("v4_gap", spread.gap)
         note("seconds", seconds)
-        print(f"DLRMv4 on {text}: gap {found.gap:.2%}, {seconds:.2f} s")
+        print(f"DLRMv4 on {text}: gap {spread.gap:.2%}, {seconds:.2f} s")
     note("elapsed", ELAPSED[0])
     for key, few, many in growths():
         note(key, many / few)

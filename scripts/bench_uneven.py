@@ -1,13 +1,16 @@
-"""Stages with unequal numbers of layers against masking, on virtual CPU devices.
+"""Times stages with unequal numbers of layers against masking, on virtual CPU devices.
 
-A small GPT of eight scanned layers is trained on two pipeline stages that hold six and
-two of them, each of which takes as many turns as it has layers. Masking has both take
-six, of which the last four of the second are computed and dropped. It is timed in two
-kinds, which must give the same gradients: as one writes it by hand, GPipe that JAX
-differentiates (``by_hand.py``), and within the same executor, schedule and
-recomputation, so that nothing else is unlike. Steps are timed in pairs in one process,
-by the clock and by the time of all cores. Wall time is saved where stages share cores,
-as virtual devices do. The last line is one JSON object:
+A small GPT of eight scanned layers is trained on two pipeline stages that have six and
+two of them, each of which takes as many turns as it has layers. With masking both take
+six, of which the last four of the second are computed and dropped. Masking comes in two
+kinds, which must give the same gradients: hand-written GPipe by autodiff
+(``by_hand.py``), and the same executor, schedule and remat. Steps are timed in pairs in
+one process, by the clock and by the time of all cores. Wall time falls if stages share
+cores, as virtual devices do.
+
+    python scripts/bench_uneven.py [--layers 6 2] [--pairs 7]
+
+The last line is one JSON object:
 
     uneven_over_masked            over GPipe by autodiff, masked: the median over pairs
                                   of the step times; at most 0.6
@@ -16,12 +19,10 @@ as virtual devices do. The last line is one JSON object:
     uneven_over_masked_alike      over the same executor, masked
     uneven_over_masked_alike_cpu  the same of the processor's time
     memory_over_masked_alike      the same of the temporaries
-    layers                        of each stage
+    layers                        layers of each stage
     layers_ratio                  layers that the executor computes, over those that it
-                                  computes masked: what a step of nothing but layers
-                                  would take of the last two times
-
-    python scripts/bench_uneven.py [--layers 6 2] [--pairs 7]
+                                  computes masked: the last two time ratios of a step
+                                  that has only layers
 """
 
 from __future__ import annotations
@@ -57,21 +58,20 @@ from whalejax.planner.pipeline.uneven_layers import with_layers  # noqa: E402
 
 MICRO_BATCHES = 8
 LARGEST_DIFFERENCE = 1e-4
-"""Of two gradients in float32, relative to the longer."""
+"""Largest distance of two float32 gradients, relative to the other's length."""
 
 
 def main() -> None:
-    """Check the gradients, time the pairs and print their ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 2])
     parser.add_argument("--pairs", type=int, default=7, help="timed pairs")
     arguments = parser.parse_args()
     layers = tuple(arguments.layers)
     uneven = _Training(layers)
-    with mock.patch.object(stage_body, "run_dynamic_loop", _masked):
-        alike = _Training(layers)
-    found: dict[str, Any] = {}
-    for key, masked in (("", _ByHand(layers)), ("_alike", alike)):
+    with mock.patch.object(stage_body, "run_dynamic_loop", _run_masked):
+        masked_executor = _Training(layers)
+    report: dict[str, Any] = {}
+    for key, masked in (("", _ByHand(layers)), ("_alike", masked_executor)):
         difference = uneven.distance(masked)
         print(f"masked{key}: gradients differ by {difference:.1e}", flush=True)
         if not difference <= LARGEST_DIFFERENCE:
@@ -85,48 +85,50 @@ def main() -> None:
             flush=True,
         )
         ratios = [a / b for a, b in zip(*cpu, strict=True)]
-        found[f"uneven_over_masked{key}"] = round(pairs.ratio, 3)
-        found[f"uneven_over_masked{key}_cpu"] = round(statistics.median(ratios), 3)
-        found[f"memory_over_masked{key}"] = round(mib[0] / mib[1], 3)
-    print(json.dumps({**found, "layers": layers, "layers_ratio": _ratio(layers)}))
+        report[f"uneven_over_masked{key}"] = round(pairs.ratio, 3)
+        report[f"uneven_over_masked{key}_cpu"] = round(statistics.median(ratios), 3)
+        report[f"memory_over_masked{key}"] = round(mib[0] / mib[1], 3)
+    print(json.dumps({**report, "layers": layers, "layers_ratio": _ratio(layers)}))
 
 
 def _ratio(layers: Sequence[int]) -> float:
-    """Layers computed, over those of masking.
+    """Returns the computed layers, over those of masking.
 
-    In units of one layer's forward pass: a backward pass takes two, and makes the
-    forward pass again. The last stage takes no forward pass but that one.
+    In units of one layer's forward pass: a backward pass takes two, and repeats the
+    forward pass. The last stage has no other forward pass.
     """
     most, last = max(layers), layers[-1]
     full = 4 * most * len(layers) - most
     return round((4 * sum(layers) - last) / full, 3)
 
 
-def _masked(turns: DynamicLoop, count: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The most layers of any stage, of which those too many change nothing."""
-    constants = tuple(operands[: turns.num_consts])
-    stacks = tuple(operands[turns.carries.stop :])
+def _run_masked(
+    loop: DynamicLoop, count: Any, operands: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Runs the most layers of any stage, of which the surplus changes nothing."""
+    constants = tuple(operands[: loop.num_consts])
+    stacks = tuple(operands[loop.carries.stop :])
 
-    def turn(carry: Any, now: Any) -> tuple[Any, None]:
-        index, slices = now
-        found = turns.body((*constants, *carry, *slices))[: turns.num_carries]
-        pairs = zip(found, carry, strict=True)
+    def turn(carry: Any, inputs: Any) -> tuple[Any, None]:
+        index, slices = inputs
+        results = loop.body((*constants, *carry, *slices))[: loop.num_carries]
+        pairs = zip(results, carry, strict=True)
         return tuple(jnp.where(index < count, x, y) for x, y in pairs), None
 
-    carry = tuple(operands[turns.carries])
-    found: tuple[Any, ...] = jax.lax.scan(
-        turn, carry, (jnp.arange(turns.most), stacks)
+    carry = tuple(operands[loop.carries])
+    results: tuple[Any, ...] = jax.lax.scan(
+        turn, carry, (jnp.arange(loop.most), stacks)
     )[0]
-    return found
+    return results
 
 
 class _Timed(abc.ABC):
     """A step, compiled and run once.
 
     Attributes:
-        gradients: of the first step.
-        temporary_bytes: of the compiled step, on one device.
-        cpu_seconds: of all timed steps, on all cores.
+        gradients: Gradients of the first step.
+        temporary_bytes: Temporaries of the compiled step on one device.
+        cpu_seconds: Seconds of all timed steps on all cores.
     """
 
     gradients: list[np.ndarray]
@@ -135,10 +137,9 @@ class _Timed(abc.ABC):
 
     @abc.abstractmethod
     def advance(self) -> Any:
-        """One step; gives what it made."""
+        """Runs one step, and returns its results."""
 
     def timed(self) -> None:
-        """One step."""
         start = time.process_time()
         jax.block_until_ready(self.advance())
         self.cpu_seconds.append(time.process_time() - start)
@@ -150,7 +151,7 @@ class _Training(_Timed):
     def __init__(self, layers: tuple[int, ...]) -> None:
         job = _job(sum(layers))
         batch, model = job.batch_at(0), jobs.abstract_model(job)
-        optimizer = _remembering()
+        optimizer = _recording_sgd()
         plan = wh.plan(
             job.loss_fn,
             model,
@@ -184,10 +185,10 @@ class _Training(_Timed):
         return self.state, metrics
 
     def distance(self, other: _Timed) -> float:
-        """Of the gradients, relative to the other's length."""
+        """Returns the distance of the gradients, relative to the other's length."""
         pairs = [*zip(self.gradients, other.gradients, strict=True)]
-        apart = sum(float(np.sum((a - b) ** 2)) for a, b in pairs)
-        return float(np.sqrt(apart / sum(float(np.sum(b**2)) for _, b in pairs)))
+        squares = sum(float(np.sum((a - b) ** 2)) for a, b in pairs)
+        return float(np.sqrt(squares / sum(float(np.sum(b**2)) for _, b in pairs)))
 
 
 class _ByHand(_Timed):
@@ -196,14 +197,14 @@ class _ByHand(_Timed):
     def __init__(self, layers: tuple[int, ...]) -> None:
         job = _job(sum(layers))
         model = job.make_model(jax.random.key(0))
-        before = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]
+        old_params = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]
         self.step, params = gpipe_by_autodiff(
             model, job.batch_at(0), MICRO_BATCHES, len(layers), layers
         )
         self.temporary_bytes = self.step.memory_analysis().temp_size_in_bytes
         self.params = self.step(params)
-        after = jax.tree.leaves(dealt(self.params, layers, places_of))
-        pairs = zip(before, after, strict=True)
+        new_params = jax.tree.leaves(dealt(self.params, layers, places_of))
+        pairs = zip(old_params, new_params, strict=True)
         self.gradients = [old - np.asarray(new) for old, new in pairs]
         self.cpu_seconds = []
 
@@ -226,8 +227,8 @@ def _job(layers: int) -> wh.Job:
     )
 
 
-def _remembering() -> optax.GradientTransformation:
-    """Gradient descent whose state is the gradient."""
+def _recording_sgd() -> optax.GradientTransformation:
+    """Returns gradient descent whose state is the gradient."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         del state, params

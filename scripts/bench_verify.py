@@ -1,35 +1,36 @@
-"""Predicted against compiled: memory and traffic of whole training steps.
+"""Compares predicted with compiled memory and traffic of training steps.
 
-Every program is planned under a layout that is given, and compiled by the real TPU or
-GPU compiler. What the compilers said is kept in ``verified.json`` beside this script,
-with their versions and the date; without options the predictions are made anew and
-held against that. Programs whose name hashes to 0 modulo 3 are judges: no constant was
-ever fitted to them.
+Every program is planned under a fixed layout, and compiled by the real TPU or GPU
+compiler. ``verified.json`` beside this script has the compilers' results, with their
+versions and the date; without options today's predictions are compared with these.
+Programs whose name hashes to 0 modulo 3 are judges: no constant was fitted to them.
 
     python scripts/bench_verify.py [--refresh] [--only TEXT] [--verbose]
         [--choices all|sample|none] [--seed N]
 
-Beside these stand training steps whose layout the planner chooses
-(``verified_choices.py``), compiled as they were planned. What was kept of one is judged
-where the plan is still the same. A drawn sample of them is planned anew
-(``--choices all`` plans all of them); where the choice has changed, the program is
-left out of the figures and counted in choices_changed until it is compiled again.
+Further programs have a layout that the planner chooses (``verified_choices.py``). The
+stored result of one counts if its plan is still the same. A random sample of them is
+planned anew (``--choices all`` plans all of them); if the choice has changed, the
+program is left out and counted in choices_changed until it is compiled again.
+``--refresh`` compiles (those whose name contains TEXT, or which the file lacks); it
+takes hours, can be interrupted, and needs the extra tpu-compile and, for GPUs,
+whalejax verify --setup-gpu. The last line is one JSON object; keys of GPUs begin with
+``gpu_``, those of the planner's choices with ``choices_``:
 
-``--refresh`` compiles (those whose name holds TEXT, or which are not in the file yet);
-it takes hours, can be interrupted, and needs the extra tpu-compile and, for GPUs,
-whalejax verify --setup-gpu. The last line is one JSON object:
-judge_mean_memory_error, judge_p95_memory_error and judge_max_memory_error (relative, of
-peak memory), false_fits (predicted to fit, and do not), band_coverage and band_width
-(part of the programs for TPUs, under given and chosen layouts, whose memory lies
-between edges made from all other kinds of programs, and how far those are apart,
-relative to the prediction), refused (predicted
-to fit with the margin that plans leave, and do not), traffic_within (part of all pairs
-of a program and mesh axes whose bytes are within 5 %), kinds_within (the same by kind
-of collective, too), the same for GPUs, and of choices: how many were compiled, refused
-(by the compiler, of plans that the planner called feasible), mean, largest and
-95th-percentile error of memory, band_coverage and band_width, traffic_within, and of
-those that fill 80 % of a device and more, with the margin or without it, by how much
-longer predicted steps are with the margin (full_mean_slower, full_max_slower).
+    judge_mean_memory_error, judge_p95_memory_error, judge_max_memory_error
+                     relative error of peak memory
+    false_fits       programs that were predicted to fit, and do not
+    band_coverage, band_width
+                     part of the programs for TPUs, under fixed and chosen layouts,
+                     whose memory is in a band of all other kinds of programs, and the
+                     width of these bands relative to the prediction
+    refused          programs that were predicted to fit with the margin of plans, and
+                     do not; of choices, those that the compiler refused
+    traffic_within   part of all pairs of a program and mesh axes whose bytes are within
+                     5 %; kinds_within the same by kind of collective, too
+    choices_full_mean_slower, choices_full_max_slower
+                     of choices that fill 80 % of a device, with or without the margin,
+                     the part by which the margin makes predicted steps longer
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ from whalejax.verification.comparison import Verification
 FILE = Path(__file__).with_name("verified.json")
 CHOSEN = Path(__file__).with_name("verified_choices.json")
 SAMPLE = 8
-"""Choices that are planned anew where nobody asks for all of them."""
-ROOMY = 2**43
-"""Bytes of a device on which everything can be planned."""
+"""Number of choices in a sample."""
+LARGE_MEMORY = 2**43
+"""Bytes of a device on which everything fits."""
 SECONDS = 3600.0
 FULL = 0.8
 """Part of a device's memory from which a plan is called full."""
 LEAST = 0.001
-"""Part of a program's traffic below which mesh axes are not counted."""
+"""Part of a program's traffic below which mesh axes do not count."""
 
 LLAMA_1B = {
     "vocab": 128_256,
@@ -102,13 +103,12 @@ class Program:
     """A training step: a model, a topology, a layout.
 
     Attributes:
-        label: what it is called, with the layout.
-        topology: what it is compiled for.
-        model: the reference model.
-        options: of the model.
-        batch: samples in the global batch.
-        mesh: sizes of all axes that are not 1.
-        zero: level over ``data``.
+        label: Name without the layout.
+        topology: Cluster that it is compiled for.
+        model, options: Reference model and its options.
+        batch: Samples in the global batch.
+        mesh: Sizes of all axes that are not 1.
+        zero: ZeRO level over ``data``.
     """
 
     label: str
@@ -121,33 +121,31 @@ class Program:
 
     @property
     def name(self) -> str:
-        """Unlike every other."""
+        """Unique name."""
         sizes = [f"{axis}{size}" for axis, size in self.mesh.items()]
         mesh = "-".join(sizes) or "alone"
         zero = f"-zero{self.zero}" if self.zero else ""
-        words = [str(self.options.get("remat", "none"))]
-        words += [
+        parts = [str(self.options.get("remat", "none"))]
+        parts += [
             f"{key}{self.options[key]}" for key in ("sequence",) if key in self.options
         ]
         if self.options.get("scan_layers") is False:
-            words.append("unrolled")
-        return f"{self.label} {self.topology} {mesh}{zero} {' '.join(words)}"
+            parts.append("unrolled")
+        return f"{self.label} {self.topology} {mesh}{zero} {' '.join(parts)}"
 
     @property
     def kind(self) -> str:
-        """What sort of program it is."""
         return kind_of(self.model, self.options)
 
     @property
     def judges(self) -> bool:
-        """Nothing was fitted to it."""
+        """Whether nothing was fitted to it."""
         return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % 3 == 0
 
 
 def reference(
     name: str, topology: str, batch: int, mesh: dict[str, int], **options: Any
 ) -> Program:
-    """A reference model of one of its own sizes."""
     zero = options.pop("zero", 0)
     return Program(name, topology, name, options, batch, mesh, zero)
 
@@ -155,7 +153,7 @@ def reference(
 def llama(
     size: str, topology: str, batch: int, mesh: dict[str, int], **options: Any
 ) -> Program:
-    """A Llama, 1B or one of the reference sizes."""
+    """Returns a Llama, 1B or one of the reference sizes."""
     if size != "1b":
         return reference(f"llama-{size}", topology, batch, mesh, **options)
     zero = options.pop("zero", 0)
@@ -171,7 +169,6 @@ def sparse(
     mesh: dict[str, int],
     **options: Any,
 ) -> Program:
-    """A mixture of experts."""
     return Program(
         label, topology, "moe", {**sizes, "annotated": False, **options}, batch, mesh
     )
@@ -324,10 +321,10 @@ GPU = (
 )
 
 
-def planned(program: Program) -> wh.Plan:
-    """The plan of a program, whether it fits or not."""
+def plan_program(program: Program) -> wh.Plan:
+    """Returns the plan of a program, whether it fits or not."""
     job = models.job(program.model, **program.options)
-    cluster = wh.cluster(program.topology).with_memory(ROOMY)
+    cluster = wh.cluster(program.topology).with_memory(LARGE_MEMORY)
     return wh.plan(
         job.loss_fn,
         jobs.abstract_model(job),
@@ -338,7 +335,7 @@ def planned(program: Program) -> wh.Plan:
         zero=program.zero,
         num_micro_batches=1,
         precision="bf16",
-        # As it was compiled: the model's own remat, and nothing beside the mesh.
+        # As it was compiled: with the model's own remat, and only the mesh fixed.
         remat="none",
         offload=(),
         sequence_parallel=False,
@@ -348,14 +345,13 @@ def planned(program: Program) -> wh.Plan:
 
 
 def job_of(choice: Choice) -> wh.Job:
-    """What is planned."""
     if choice.model in PROGRAMS:
         return PROGRAMS[choice.model](**choice.options)
     return models.job(choice.model, **choice.options)
 
 
 def chosen_plan(choice: Choice, **options: Any) -> wh.Plan:
-    """The plan that the planner chooses."""
+    """Returns the plan that the planner chooses."""
     job = job_of(choice)
     return wh.plan(
         job.loss_fn,
@@ -369,16 +365,16 @@ def chosen_plan(choice: Choice, **options: Any) -> wh.Plan:
     )
 
 
-def compiled(plan: wh.Plan, topology: str) -> dict[str, Any]:
-    """What the compiler makes of a plan, as it is kept."""
-    found: Verification = plan.verify(topology, timeout_seconds=SECONDS)
-    document = found.document()
-    kept = ("versions", "fits", "failure", "refused", "lower_seconds")
-    kept += ("compile_seconds", "host_peak_bytes", "capacity_bytes")
+def compile_plan(plan: wh.Plan, topology: str) -> dict[str, Any]:
+    """Returns the stored form of the compiler's results for a plan."""
+    verification: Verification = plan.verify(topology, timeout_seconds=SECONDS)
+    document = verification.document()
+    keys = ("versions", "fits", "failure", "refused", "lower_seconds")
+    keys += ("compile_seconds", "host_peak_bytes", "capacity_bytes")
     return {
         "date": datetime.date.today().isoformat(),
         "commit": checkout.commit(),
-        **{key: document[key] for key in kept},
+        **{key: document[key] for key in keys},
         "failure": document["failure"][:300],
         "memory": {q["name"]: q["compiled"] for q in document["memory"]},
         "collectives": {
@@ -391,14 +387,14 @@ def compiled(plan: wh.Plan, topology: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Line:
-    """A program's prediction beside what was compiled.
+    """A program's prediction and compiled result.
 
     Attributes:
-        program: which.
-        predicted, measured: peak bytes.
-        fits, predicted_fits: the compiler's word and ours.
-        traffic: by mesh axes, predicted and compiled bytes.
-        kinds: the same by kind of collective and mesh axes.
+        program: The program.
+        predicted, measured: Peak bytes.
+        fits, predicted_fits: Whether it fits, by the compiler and by the prediction.
+        traffic: Predicted and compiled bytes by mesh axes.
+        kinds: The same by kind of collective and mesh axes.
     """
 
     program: Program
@@ -411,20 +407,20 @@ class Line:
 
     @property
     def band(self) -> MemoryBand:
-        """Where the compiled memory lies, as parts of the predicted."""
+        """Likely range of the compiled memory, as parts of the predicted."""
         by_default = self.program.model.startswith("llama")
         in_a_loop = self.program.options.get("scan_layers", by_default)
         return band_of(wh.cluster(self.program.topology).platform, in_a_loop=in_a_loop)
 
     @property
     def within_margin(self) -> bool:
-        """``wh.plan`` takes it for a plan that fits."""
+        """Whether ``wh.plan`` accepts it."""
         room = wh.cluster(self.program.topology).memory_bytes
         return self.predicted * self.band.high <= room
 
     @property
     def error(self) -> float:
-        """Relative, of peak memory."""
+        """Relative error of peak memory."""
         return self.predicted / self.measured - 1
 
 
@@ -450,29 +446,28 @@ KINDS = {
     "vgg16": "2-D convolutions",
     "vit": "encoder",
 }
-"""By the first part of a model's name, which kind of program it is."""
+"""Kind of program by the first part of a model's name."""
 
 TAIL = 4.6
-"""Percent of the programs of other kinds that lie beyond each edge of a band; of those
-of a kind of its own about nine in ten lie between."""
+"""Percent of the programs of other kinds beyond each edge of a band, so that about nine
+in ten of a kind of its own are within."""
 
 
 def kind_of(model: str, options: Mapping[str, Any]) -> str:
-    """The kind of a reference model; decoders are of two."""
+    """Returns the kind of a reference model; decoders are of two."""
     kind = KINDS[model.partition("-")[0]]
     loop = options.get("scan_layers", model.startswith("llama"))
     return kind if loop or kind != "decoder" else "decoder, layers written out"
 
 
-def left_out(ratios: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """How well a band holds for kinds of programs that it was not made from.
+def band_quality(ratios: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Returns how well bands hold for kinds of programs that did not make them.
+
+    The result is the part of programs in the band of all other kinds, and the mean
+    width of these bands.
 
     Args:
-        ratios: the kind of each program, and its compiled over its predicted memory.
-
-    Returns:
-        The part of all programs that lie in the band made from those of other kinds,
-        and the mean width of these bands.
+        ratios: Kind of each program, and its compiled over its predicted memory.
     """
     inside, widths = [], []
     for kind, ratio in ratios:
@@ -491,38 +486,37 @@ def left_out(ratios: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 def ratios_of(lines: Sequence[Line]) -> list[tuple[str, float]]:
-    """Kinds of programs that fit, and their compiled over their predicted memory."""
+    """Returns kinds and memory ratios of the programs that fit."""
     return [(x.program.kind, x.measured / x.predicted) for x in lines if x.fits]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """One of several values, or between two."""
     return round(float(np.percentile(values, percent)), 4)
 
 
-def line_of(program: Program, kept: Mapping[str, Any]) -> Line:
-    """Predict a program anew and set it beside what was kept of it."""
-    plan = planned(program)
+def line_of(program: Program, result: Mapping[str, Any]) -> Line:
+    """Predicts a program anew and returns it with its stored result."""
+    plan = plan_program(program)
     usable = wh.cluster(program.topology).memory_bytes
     predicted = planned_bytes(plan)
-    measured = {name: nbytes for name, (_, nbytes) in kept["collectives"].items()}
+    measured = {name: nbytes for name, (_, nbytes) in result["collectives"].items()}
     return Line(
         program=program,
         predicted=plan.memory.total_bytes,
-        measured=kept["memory"]["peak"],
-        fits=kept["fits"],
+        measured=result["memory"]["peak"],
+        fits=result["fits"],
         predicted_fits=plan.memory.total_bytes <= usable,
-        traffic=paired(predicted, measured, lambda name: name.partition(" over ")[2]),
-        kinds=paired(predicted, measured, str),
+        traffic=totals(predicted, measured, lambda name: name.partition(" over ")[2]),
+        kinds=totals(predicted, measured, str),
     )
 
 
-def paired(
+def totals(
     predicted: Mapping[str, float],
     measured: Mapping[str, float],
     key: Callable[[str], str],
 ) -> dict[str, tuple[float, float]]:
-    """Sums of both by a part of their names, but for those that are next to nothing."""
+    """Returns sums of both by a part of their names, without negligible ones."""
     sums: dict[str, list[float]] = {}
     for place, names in enumerate((predicted, measured)):
         for name, nbytes in names.items():
@@ -536,7 +530,7 @@ def paired(
 
 
 def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
-    """Print the lines; the figures of all of them."""
+    """Prints the lines and returns the totals."""
     pairs = close = kinds = agreeing = 0
     for line in lines:
         word = "judge" if line.program.judges else ""
@@ -575,7 +569,7 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
         if others
         else None,
         "other_max_memory_error": round(max(others), 4) if others else None,
-        **left_out(ratios_of(lines)),
+        **band_quality(ratios_of(lines)),
         "refused": sum(x.within_margin and not x.fits for x in lines),
         "false_fits": sum(x.predicted_fits and not x.fits for x in lines),
         "false_refusals": sum(x.fits and not x.predicted_fits for x in lines),
@@ -587,11 +581,11 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
 
 
 def facts_of(choice: Choice, plan: wh.Plan) -> dict[str, Any]:
-    """What is kept of the plan of a choice, to judge it without planning again."""
-    tight = chosen_plan(choice, margin=0.0)
-    filled = max(one.memory.total_bytes / one.room_bytes for one in (plan, tight))
+    """Returns facts of a choice's plan, to judge it without planning again."""
+    without_margin = chosen_plan(choice, margin=0.0)
+    filled = max(p.memory.total_bytes / p.room_bytes for p in (plan, without_margin))
     return {
-        "slower": plan.time.step_seconds / tight.time.step_seconds - 1,
+        "slower": plan.time.step_seconds / without_margin.time.step_seconds - 1,
         "filled": filled,
         "program": program_of(plan),
         "predicted_bytes": plan.memory.total_bytes,
@@ -602,23 +596,23 @@ def facts_of(choice: Choice, plan: wh.Plan) -> dict[str, Any]:
     }
 
 
-def compile_choice(choice: Choice, kept: dict[str, Any]) -> None:
-    """Plan and compile one, unless that plan was compiled already."""
+def compile_choice(choice: Choice, stored: dict[str, Any]) -> None:
+    """Plans and compiles a choice, unless that plan was compiled already."""
     plan = chosen_plan(choice)
-    facts, before = facts_of(choice, plan), kept.get(choice.name)
-    if before is not None and alike(facts, before["plan"]):
+    facts, known = facts_of(choice, plan), stored.get(choice.name)
+    if known is not None and matches(facts, known["plan"]):
         print(f"compiled before: {choice.name}", flush=True)
-        made = before
+        row = known
     else:
-        made = compiled(plan, choice.topology)
-        print(f"compiled in {made['compile_seconds']:.0f} s: {choice.name}", flush=True)
-    kept[choice.name] = {**made, "plan": facts}
-    CHOSEN.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+        row = compile_plan(plan, choice.topology)
+        print(f"compiled in {row['compile_seconds']:.0f} s: {choice.name}", flush=True)
+    stored[choice.name] = {**row, "plan": facts}
+    CHOSEN.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
 
 
 def program_of(plan: wh.Plan) -> str:
-    """What of a plan decides the program that is compiled, as a digest."""
-    decides = (
+    """Returns a digest of all that decides the compiled program."""
+    deciding = (
         plan.axis_sizes,
         plan.num_micro_batches,
         *(plan.remat, plan.attention, plan.loss_chunks, plan.offload),
@@ -626,60 +620,65 @@ def program_of(plan: wh.Plan) -> str:
         plan.compute,
         [(leaf.path, leaf.param_spec, leaf.optimizer_spec) for leaf in plan.leaves],
     )
-    return hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(deciding).encode()).hexdigest()[:16]
 
 
-ALIKE = 2e-3
-"""By which part predictions of one program may differ, where no digest was kept."""
+TOLERANCE = 2e-3
+"""Part by which predictions of one program may differ, if no digest was stored."""
 
 
-def alike(facts: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
-    """Whether the plan of today is the program that was compiled."""
-    if "program" in kept:
-        return bool(facts["program"] == kept["program"])
-    same = all(facts[name] == kept[name] for name in ("layout", "num_micro_batches"))
-    return same and abs(facts["predicted_bytes"] / kept["predicted_bytes"] - 1) < ALIKE
+def matches(facts: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+    """Returns whether today's plan is the compiled program."""
+    if "program" in stored:
+        return bool(facts["program"] == stored["program"])
+    is_same = all(
+        facts[name] == stored[name] for name in ("layout", "num_micro_batches")
+    )
+    return (
+        is_same
+        and abs(facts["predicted_bytes"] / stored["predicted_bytes"] - 1) < TOLERANCE
+    )
 
 
 def summary_of_choices(
     choices: Sequence[Choice],
-    kept: Mapping[str, Any],
+    stored: Mapping[str, Any],
     anew: Mapping[str, Mapping[str, Any]],
     others: Sequence[tuple[str, float]],
 ) -> dict[str, Any]:
-    """Print what compilers made of the planner's choices; the figures of all of them.
+    """Prints the compilers' results for the planner's choices and returns totals.
 
     Args:
-        choices: those that are judged.
-        kept: by name, what the compiler said.
-        anew: by name, facts of the plan of today, for those that are planned again.
-        others: from ``ratios_of``, of programs whose layout is given.
+        choices: Choices that are judged.
+        stored: Stored results by name.
+        anew: Facts of today's plans by name, for choices that are planned again.
+        others: ``ratios_of`` programs with a fixed layout.
     """
-    known = [c for c in choices if c.name in kept]
-    changed = {n for n, facts in anew.items() if not alike(facts, kept[n]["plan"])}
+    usable = [c for c in choices if c.name in stored]
+    changed = {n for n, facts in anew.items() if not matches(facts, stored[n]["plan"])}
     errors, slower, pairs, close, refused = [], [], 0, 0, 0
     ratios: list[tuple[str, float]] = []
-    for choice in known:
+    for choice in usable:
         if choice.name in changed:
             print(f"changed                        {choice.name}")
             continue
-        one = kept[choice.name]
-        plan = anew.get(choice.name, one["plan"])
-        peak, predicted = one["memory"]["peak"], plan["predicted_bytes"]
-        refused += not one["fits"]
+        row = stored[choice.name]
+        plan = anew.get(choice.name, row["plan"])
+        peak, predicted = row["memory"]["peak"], plan["predicted_bytes"]
+        refused += not row["fits"]
         if plan["filled"] >= FULL:
             slower.append(plan["slower"])
-        if one["fits"]:
+        if row["fits"]:
             errors.append(abs(predicted / peak - 1))
             ratios.append((kind_of(choice.model, choice.options), peak / predicted))
         print(
             f"{predicted / peak - 1:+7.1%}  {predicted / 1e9:7.2f} of "
-            f"{peak / 1e9:7.2f} GB  {'fits' if one['fits'] else 'REFUSED':13} "
+            f"{peak / 1e9:7.2f} GB  {'fits' if row['fits'] else 'REFUSED':13} "
             f"{predicted / plan['room_bytes']:.0%} full  {choice.name}"
         )
-        theirs = {name: nbytes for name, (_, nbytes) in one["collectives"].items()}
-        both = paired(plan["traffic"], theirs, lambda name: name.partition(" over ")[2])
-        for axes, (ours, real) in both.items() if one["fits"] else ():
+        theirs = {name: nbytes for name, (_, nbytes) in row["collectives"].items()}
+        both = totals(plan["traffic"], theirs, lambda name: name.partition(" over ")[2])
+        for axes, (ours, real) in both.items() if row["fits"] else ():
             off = abs(ours / real - 1) if real else float("inf")
             pairs, close = pairs + 1, close + (off <= CLOSE)
             if off > CLOSE:
@@ -688,15 +687,15 @@ def summary_of_choices(
         return {"choices": 0}
     errors.sort()
     return {
-        "choices": len(known) - len(changed),
+        "choices": len(usable) - len(changed),
         "choices_changed": len(changed),
         "choices_planned_anew": len(anew),
         "choices_refused": refused,
         "choices_mean_memory_error": round(statistics.fmean(errors), 4),
         "choices_p95_memory_error": percentile(errors, 95),
         "choices_max_memory_error": round(errors[-1], 4),
-        **{f"choices_{key}": value for key, value in left_out(ratios).items()},
-        **left_out([*others, *ratios]),
+        **{f"choices_{key}": value for key, value in band_quality(ratios).items()},
+        **band_quality([*others, *ratios]),
         "choices_full": len(slower),
         "choices_full_mean_slower": round(statistics.fmean(slower or [0.0]), 4),
         "choices_full_max_slower": round(max(slower, default=0.0), 4),
@@ -706,7 +705,6 @@ def summary_of_choices(
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--only", metavar="TEXT", default="")
@@ -714,54 +712,54 @@ def main() -> None:
     parser.add_argument(
         "--choices", choices=("all", "sample", "none"), default="sample"
     )
-    parser.add_argument("--seed", type=int, help="of the sample; drawn if left out")
+    parser.add_argument("--seed", type=int, help="seed of the sample")
     arguments = parser.parse_args()
-    kept = json.loads(FILE.read_text()) if FILE.exists() else {}
-    kept_choices = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
-    given = [p for p in (*TPU, *GPU) if arguments.only in p.name]
+    stored = json.loads(FILE.read_text()) if FILE.exists() else {}
+    stored_choices = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
+    programs = [p for p in (*TPU, *GPU) if arguments.only in p.name]
     choices = [c for c in (*CHOICES, *FOREIGN) if arguments.only in c.name]
     if arguments.refresh:
-        refresh(given, kept, skip_known=not arguments.only)
-        refresh_choices(choices if arguments.choices != "none" else (), kept_choices)
-    lines = {p: line_of(p, kept[p.name]) for p in given if p.name in kept}
+        refresh(programs, stored, skip_known=not arguments.only)
+        refresh_choices(choices if arguments.choices != "none" else (), stored_choices)
+    lines = {p: line_of(p, stored[p.name]) for p in programs if p.name in stored}
     fixed = [lines[p] for p in TPU if p in lines]
     tpu = summary(fixed, arguments.verbose)
     print()
     gpu = summary([lines[p] for p in GPU if p in lines], arguments.verbose)
     print()
-    known = [c for c in choices if c.name in kept_choices]
+    usable = [c for c in choices if c.name in stored_choices]
     seed = arguments.seed
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
-    count = {"all": len(known), "sample": min(SAMPLE, len(known)), "none": 0}
-    anew = random.Random(seed).sample(known, count[arguments.choices])
+    count = {"all": len(usable), "sample": min(SAMPLE, len(usable)), "none": 0}
+    anew = random.Random(seed).sample(usable, count[arguments.choices])
     facts = {choice.name: facts_of(choice, chosen_plan(choice)) for choice in anew}
-    chosen = summary_of_choices(choices, kept_choices, facts, ratios_of(fixed))
+    chosen = summary_of_choices(choices, stored_choices, facts, ratios_of(fixed))
     gpu = {f"gpu_{key}": value for key, value in gpu.items()}
     print(json.dumps({**tpu, **gpu, **chosen, "seed": seed}))
 
 
 def refresh(
-    programs: Sequence[Program], kept: dict[str, Any], *, skip_known: bool
+    programs: Sequence[Program], stored: dict[str, Any], *, skip_known: bool
 ) -> None:
-    """Compile programs and keep what the compiler says."""
+    """Compiles programs and stores the results."""
     for program in programs:
-        if program.name in kept and skip_known:
+        if program.name in stored and skip_known:
             continue
         try:
-            kept[program.name] = compiled(planned(program), program.topology)
+            stored[program.name] = compile_plan(plan_program(program), program.topology)
         except wh.WhaleError as error:
             print(f"{program.name}: {str(error)[:300]}", flush=True)
             continue
-        seconds = kept[program.name]["compile_seconds"]
+        seconds = stored[program.name]["compile_seconds"]
         print(f"compiled in {seconds:.0f} s: {program.name}", flush=True)
-        FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+        FILE.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
 
 
-def refresh_choices(choices: Sequence[Choice], kept: dict[str, Any]) -> None:
-    """Compile what the planner chooses and keep what the compiler says."""
+def refresh_choices(choices: Sequence[Choice], stored: dict[str, Any]) -> None:
+    """Compiles the planner's choices and stores the results."""
     for choice in choices:
         try:
-            compile_choice(choice, kept)
+            compile_choice(choice, stored)
         except wh.WhaleError as error:
             print(f"{choice.name}: {str(error)[:300]}", flush=True)
 

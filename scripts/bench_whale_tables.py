@@ -1,19 +1,21 @@
-"""Predicts what Whale published for mixed clusters and for a split head.
+"""Predicts Whale's published results for mixed clusters and for a split head.
 
-V100 over P100 for each model is what the planner's weights of the two kinds make of
-the model's products and memory traffic; the same ratio for data parallelism and for
-pipelines. Nothing is fitted to Whale's own speed-ups, nor to any of these models.
-Beside each ratio stands one that others measured, where there is one, and beside each
-prediction what the data sheets' float32 rates alone would give. The last line printed
-is one JSON object with, for each case, ``NAME`` (predicted), ``NAME_error`` (predicted
-over published, less one) and ``NAME_sheet``, and for each model ``ratio_NAME`` and
-``ratio_NAME_measured``.
+V100 over P100 for each model follows from the planner's speeds of the two kinds for the
+model's products and memory traffic; data parallelism and pipelines use the same ratio.
+Nothing is fitted to Whale's own speed-ups, nor to any of these models. Shares and
+stages are the planner's (``shares``, ``stage_placement``, the 1F1B table, simulated),
+as are the prices of collectives. Data-parallel rows count no communication, because the
+paper gives no batch sizes for them.
 
     python scripts/bench_whale_tables.py
 
-Shares and stages are the planner's (``shares``, ``stage_placement``, the 1F1B table,
-simulated); collectives are priced as it prices them. Data-parallel rows count no
-communication: the paper gives no batch sizes for them.
+The last line is one JSON object with, for each case and model,
+
+    NAME                  predicted speed-up
+    NAME_error            predicted over published, less one
+    NAME_sheet            prediction from the data sheets' float32 rates alone
+    ratio_NAME            predicted V100 over P100; ratio_NAME_measured by others
+    head_N_fitted         split head with the fitted efficiency of networks
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from whalejax.planner.pipeline.stage_placement import place  # noqa: E402
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Samples or steps per second on one GPU of each kind, and where they stand."""
+    """Samples or steps per second on one GPU of each kind, and their source."""
 
     v100: float
     p100: float
@@ -93,32 +95,32 @@ MEASURED: Final = {
         stands_in="a translation Transformer",
     ),
 }
-"""What others measured, beside which ``ratio`` is held; no prediction uses it. Batch
-sizes are the largest that both report. Gavel's ResNet-50 (ratio 2.1 to 2.7) is
-not taken: its P100 makes 130 to 142 images/s at every batch from 16 to 128, which is a
-bound of something else than the GPU."""
+"""Others' measurements to compare ``ratio`` with; no prediction uses them. Batch sizes
+are the largest that both report. Gavel's ResNet-50 (ratio 2.1 to 2.7) is left out: its
+P100 makes 130 to 142 images/s at every batch from 16 to 128, so that the GPU is not the
+limit."""
 
 DATA: Final = {"resnet50": 1.30, "gnmt": 1.27, "bert": 1.45}
 PIPELINE: Final = {"bert": 1.23, "t5": 1.23}
 HEAD: Final = {8: 1.13, 16: 1.66, 32: 2.43}
-"""Published: Jia et al., USENIX ATC 2022, evaluation; some are read off its figures."""
+"""Published by Jia et al., USENIX ATC 2022, evaluation; some are read from figures."""
 
 KINDS: Final = ("v100-16", "p100-16")
 PASSES: Final = 13
-"""Over an activation that is normalized and clipped, by kernels of their own: forward
-five (statistics read; normalized and clipped, each read and written), backward eight
-(clipped: two read, one written; two read for sums, two for the gradient, one
+"""Passes over an activation that is normalized and clipped, by separate kernels:
+forward five (statistics read; normalized and clipped, each read and written), backward
+eight (clipped: two read, one written; two read for sums, two for the gradient, one
 written)."""
 
 GATES: Final = 30
-"""Over the state of an LSTM's step: four gates and two states, forward read and
-written, backward twice so much, and the sums between."""
+"""Passes over the state of an LSTM's step: four gates and two states, forward read and
+written, backward twice as many, and the sums between."""
 
 
 def products_seconds(
     kind: DeviceKind, shapes: list[tuple[int, int, int, int]]
 ) -> float:
-    """Products in float32 with their two gradients: (m, k, n, how many in turn)."""
+    """Returns the seconds of float32 products (m, k, n, count) with both gradients."""
     return math.fsum(
         float(kind.matmul_seconds("f32", *sides)) * times
         for m, k, n, times in shapes
@@ -127,27 +129,28 @@ def products_seconds(
 
 
 def resnet50_seconds(kind: DeviceKind, batch: int = 32) -> float:
-    """A step of ResNet-50 on 224 × 224 images, its convolutions as products."""
+    """Returns a step of ResNet-50 on 224 × 224 images, as products."""
     shapes, elements = [(batch * 112 * 112, 3 * 49, 64, 1)], batch * 112 * 112 * 64
-    inside, side = 64, 56
-    for wide, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+    channels, side = 64, 56
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for number in range(blocks):
             pixels = batch * side * side
-            shapes += [(pixels, inside, wide, 1), (pixels, 9 * wide, wide, 1)]
-            shapes += [(pixels, wide, 4 * wide, 1)]
-            shapes += [(pixels, inside, 4 * wide, 1)] * (number == 0)
-            elements += pixels * (2 * wide + 4 * wide * (1 + (number == 0)))
-            inside = 4 * wide
+            shapes += [(pixels, channels, width, 1), (pixels, 9 * width, width, 1)]
+            shapes += [(pixels, width, 4 * width, 1)]
+            shapes += [(pixels, channels, 4 * width, 1)] * (number == 0)
+            elements += pixels * (2 * width + 4 * width * (1 + (number == 0)))
+            channels = 4 * width
         side //= 2
     moved = 4.0 * elements * PASSES
     return products_seconds(kind, shapes) + float(kind.elementwise_seconds(moved))
 
 
 def gnmt_seconds(kind: DeviceKind, batch: int = 128, length: int = 25) -> float:
-    """A step of GNMT: 16 LSTM layers of 1,024 units, attention left out, 32,000 words.
+    """Returns a step of GNMT: 16 LSTM layers of 1,024 units, 32,000 words, no
+    attention.
 
-    What a layer reads of the one below is one product over all steps; what it reads of
-    its own state is one for each step.
+    A layer's reads of the layer below are one product over all steps; its reads of its
+    own state are one for each step.
     """
     tokens, layers, units = batch * length, 16, 1024
     shapes = [
@@ -160,7 +163,7 @@ def gnmt_seconds(kind: DeviceKind, batch: int = 128, length: int = 25) -> float:
 
 
 def transformer_seconds(kind: str, sizes: DecoderSizes) -> float:
-    """A layer of a Transformer in float32, without an attention kernel."""
+    """Returns a layer of a Transformer in float32, without an attention kernel."""
     run = PublishedRun(
         sizes=sizes,
         framework=framework("vtrain"),
@@ -192,11 +195,11 @@ LARGE: Final = DecoderSizes(
     flash=False,
     dropout=True,
 )
-"""BERT-Large, and T5-Large, whose layers are as wide."""
+"""BERT-Large, and T5-Large, with layers of the same width."""
 
 
 def ratio(model: str) -> float:
-    """V100 over P100, as the planner weighs them."""
+    """Returns V100 over P100 by the planner's speeds."""
     if model == "resnet50":
         fast, slow = (resnet50_seconds(device_kind(name)) for name in KINDS)
     elif model == "gnmt":
@@ -207,7 +210,7 @@ def ratio(model: str) -> float:
 
 
 SAMPLES: Final = 240
-"""Of a step on all 16 devices; shares are whole samples."""
+"""Samples of a step on all 16 devices; shares are whole samples."""
 
 LAYERS: Final = {"bert": 24, "t5": 48}
 STAGES: Final = 4
@@ -216,25 +219,25 @@ MICRO_BATCHES: Final = 16
 
 
 def data_parallel(ratio: float) -> float:
-    """Eight V100 and eight P100: speed with the planner's shares over even ones."""
+    """Returns the gain of the planner's shares on eight V100 and eight P100."""
     fast, slow = Device(seconds=1.0), Device(seconds=ratio)
     return balance(SAMPLES, [fast] * 8 + [slow] * 8).gain
 
 
 def pipeline(ratio: float, layers: int) -> float:
-    """Two V100 stages and two P100 stages: chosen layers over equal ones."""
+    """Returns the gain of chosen over equal layers on V100 and P100 stages."""
     table = schedule("1f1b", STAGES, MICRO_BATCHES)
     gigabyte = 2.0**30
     fast = Stage(kind="v100-32", speed=1.0, memory_bytes=32 * gigabyte)
     slow = Stage(kind="p100-16", speed=1 / ratio, memory_bytes=16 * gigabyte)
-    found = place(
+    placement = place(
         [Layer(seconds=3.0)] * layers, [fast, fast, slow, slow], table.in_flight
     )
-    counts = found.cut.counts
+    counts = placement.cut.counts
     equal = [layers // STAGES] * STAGES
 
-    def seconds(each: list[int]) -> float:
-        pairs = list(zip(each, found.stages, strict=True))
+    def seconds(layers_by_stage: list[int]) -> float:
+        pairs = list(zip(layers_by_stage, placement.stages, strict=True))
         ahead = [n / stage.speed for n, stage in pairs]
         back = [2 * n / stage.speed for n, stage in pairs]
         return simulate(table, ahead, back).step_seconds
@@ -248,12 +251,12 @@ FEATURES, CLASSES = 2048, 100_000
 
 
 ETHERNET: Final = 1460 / 1538
-"""Of the line rate: the payload of TCP over IPv4 in the bytes of a full frame on the
+"""Part of the line rate: TCP payload over IPv4 in the bytes of a full frame on the
 wire, preamble and gap included (IEEE 802.3, 1500 bytes; RFC 9293)."""
 
 
 def testbed(devices: int, share: float) -> Cluster:
-    """Whale's: nodes of eight V100-32, so much of 50 Gb/s Ethernet."""
+    """Returns nodes of eight V100-32 on a part of 50 Gb/s Ethernet."""
     nodes, kind = devices // 8, device_kind("v100-32")
     inside = parse("v100-32:8").levels[0]
     # Links count per device: the eight of a node share one.
@@ -265,26 +268,26 @@ def testbed(devices: int, share: float) -> Cluster:
         latency_seconds=50e-6,
     )
     levels = (inside, outside) if nodes > 1 else (inside,)
-    one = parse("v100-32:8")
+    node = parse("v100-32:8")
     return dataclasses.replace(
-        one, nodes=(Node(kind=kind, count=8),) * nodes, levels=levels
+        node, nodes=(Node(kind=kind, count=8),) * nodes, levels=levels
     )
 
 
 def split_head(devices: int, share: float = ETHERNET) -> float:
-    """Backbone replicated and head split, over all of it replicated."""
+    """Returns the gain of a split head over full replication."""
     machine = testbed(devices, share)
     parts = axis_parts(("data",), {"data": devices}, machine)
     kind, achieved = device_kind("v100-32"), constants().platforms["gpu"]
-    hidden = achieved.overlap_gradients
+    overlapped = achieved.overlap_gradients
     flops = 3 * 2.0 * FEATURES * CLASSES * BATCH
     head = flops / kind.peak_flops("f32")
     compute = BATCH / MEASURED["resnet50"].v100 + head
 
     def reduced(nbytes: float) -> float:
-        # As estimates count it: what hides, hides behind computation.
-        whole = collective_seconds("all-reduce", nbytes, parts)
-        return max(whole * (1 - hidden), whole - compute * hidden)
+        # As in estimates: overlap is limited by the computation.
+        total = collective_seconds("all-reduce", nbytes, parts)
+        return max(total * (1 - overlapped), total - compute * overlapped)
 
     def updated(nbytes: float) -> float:
         moved = nbytes / 4 * achieved.update_bytes
@@ -301,7 +304,6 @@ def split_head(devices: int, share: float = ETHERNET) -> float:
 
 
 def main() -> None:
-    """Print every case."""
     sheet = 1 / (
         device_kind("p100-16").peak_flops("f32")
         / device_kind("v100-32").peak_flops("f32")
@@ -323,28 +325,28 @@ def main() -> None:
         ),
         *((f"head_{n}", p, split_head(n), split_head(n)) for n, p in HEAD.items()),
     ]
-    found: dict[str, float] = {}
-    for name, one in MEASURED.items():
-        note = f" ({one.stands_in})" if one.stands_in else ""
+    report: dict[str, float] = {}
+    for name, rate in MEASURED.items():
+        note = f" ({rate.stands_in})" if rate.stands_in else ""
         print(
-            f"{name}: V100 {ratios[name]:.2f}× P100, measured {one.ratio:.2f}{note}: "
-            f"{one.source}"
+            f"{name}: V100 {ratios[name]:.2f}× P100, measured {rate.ratio:.2f}{note}: "
+            f"{rate.source}"
         )
-        found[f"ratio_{name}"] = round(ratios[name], 3)
-        found[f"ratio_{name}_measured"] = round(one.ratio, 3)
+        report[f"ratio_{name}"] = round(ratios[name], 3)
+        report[f"ratio_{name}_measured"] = round(rate.ratio, 3)
     for name, published, predicted, by_sheet in rows:
         error = predicted / published - 1
         print(
             f"{name:14} predicted {predicted:.2f}, published {published:.2f} "
             f"({error:+.0%}), data sheets alone {by_sheet:.2f}"
         )
-        found[name] = round(predicted, 3)
-        found[f"{name}_error"] = round(error, 3)
-        found[f"{name}_sheet"] = round(by_sheet, 3)
+        report[name] = round(predicted, 3)
+        report[f"{name}_error"] = round(error, 3)
+        report[f"{name}_sheet"] = round(by_sheet, 3)
     fitted = constants().platforms["gpu"].network
     for devices in HEAD:
-        found[f"head_{devices}_fitted"] = round(split_head(devices, fitted), 3)
-    print(json.dumps(found))
+        report[f"head_{devices}_fitted"] = round(split_head(devices, fitted), 3)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""GPipe by autodiff, as one writes it by hand, for benchmarks to compare with.
+"""Provides a hand-written GPipe by autodiff for benchmarks to compare with.
 
-A forward loop over turns inside ``shard_map``, which ``jax.grad`` turns round: it keeps
-all that its layers keep, of every micro-batch, and computes nothing again. Where stages
-have unlike numbers of layers, all of them take as many turns as the fullest, and what
-the turns too many give is masked away.
+A forward loop over turns inside ``shard_map``, which ``jax.grad`` reverses: it saves
+all values of its layers, of every micro-batch, and recomputes nothing. If stages have
+different numbers of layers, all of them take as many turns as the largest, and the
+results of surplus turns are masked.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ class Compiled:
         self._compiled, self._batch = compiled, batch
 
     def __call__(self, params: Any) -> Any:
-        """Parameters after a step; those given are consumed."""
+        """Returns the parameters after a step; the given ones are donated."""
         return self._compiled(params, self._batch)
 
     def memory_analysis(self) -> Any:
-        """What the compiler says of it."""
         return self._compiled.memory_analysis()
 
 
 def gpipe_by_autodiff(
     model: Any, batch: Any, count: int, stages: int, layers: tuple[int, ...] = ()
 ) -> tuple[Compiled, Any]:
-    """A step at a learning rate of 1, and the parameters that it takes.
+    """Returns a step at a learning rate of 1, and its parameters.
 
     Args:
-        model: a scanned ``models.gpt``.
-        batch: its tokens.
-        count: micro-batches.
-        stages: as many devices.
-        layers: of each stage, where they are unlike.
+        model: A scanned ``models.gpt``.
+        batch: Batch of tokens.
+        count: Number of micro-batches.
+        stages: Number of stages and devices.
+        layers: Layers of each stage, if they differ.
     """
     graph, params = nnx.split(model)
     params = dealt(params, layers, rows_of)
@@ -86,13 +85,7 @@ def gpipe_by_autodiff(
 def dealt(
     params: Any, layers: tuple[int, ...], places: Callable[[Any], np.ndarray]
 ) -> Any:
-    """Parameters whose stacks of layers have other rows, where stages are unlike.
-
-    Args:
-        params: of a scanned ``models.gpt``.
-        layers: of each stage, where they are unlike.
-        places: which rows, from ``layers``.
-    """
+    """Returns parameters whose stacks of layers have the rows of ``places(layers)``."""
     if not layers:
         return params
     rows = places(layers).reshape(-1)
@@ -108,34 +101,34 @@ def _name(key: Any) -> Any:
 def _turns(
     graph: Any, layers: tuple[int, ...], stages: int, params: Any, tokens: Any
 ) -> Any:
-    """The forward loop of one stage; its mean loss is that of the last."""
+    """Runs the forward loop of one stage; the mean loss is that of the last."""
     stage, count = jax.lax.axis_index("stage"), len(tokens)
     ahead = [(i, i + 1) for i in range(stages - 1)]
 
-    def turn(given: Any, number: Any) -> tuple[Any, Any]:
+    def turn(received: Any, number: Any) -> tuple[Any, Any]:
         model = nnx.merge(graph, params, copy=True)
         first, last = (
             tokens[jnp.clip(number - delay, 0, count - 1)] for delay in (0, stages - 1)
         )
-        entering = jnp.where(stage == 0, _embedded(model, first), given)
+        entering = jnp.where(stage == 0, _embedded(model, first), received)
         if layers:
             own, numbers = jnp.asarray(layers)[stage], jnp.arange(max(layers))
-            out = _masked(entering, model.blocks, numbers, own)
+            output = _masked(entering, model.blocks, numbers, own)
         else:
-            out = _layers(entering, model.blocks)
+            output = _layers(entering, model.blocks)
 
-        def head(out: Any) -> Any:
-            logits = model.logits(model.norm(out))
+        def head(output: Any) -> Any:
+            logits = model.logits(model.norm(output))
             return jnp.mean(cross_entropy(logits, last[:, 1:]))
 
         counts = (stage == stages - 1) & (number >= stages - 1)
-        loss = jax.lax.cond(counts, head, lambda _: jnp.zeros(()), out)
-        return jax.lax.ppermute(out, "stage", ahead), loss
+        loss = jax.lax.cond(counts, head, lambda _: jnp.zeros(()), output)
+        return jax.lax.ppermute(output, "stage", ahead), loss
 
     model = nnx.merge(graph, params, copy=True)
-    handed = jax.eval_shape(lambda: _embedded(model, tokens[0]))
-    nothing = jnp.zeros(handed.shape, handed.dtype)
-    _, losses = jax.lax.scan(turn, nothing, jnp.arange(count + stages - 1))
+    aval = jax.eval_shape(lambda: _embedded(model, tokens[0]))
+    zeros = jnp.zeros(aval.shape, aval.dtype)
+    _, losses = jax.lax.scan(turn, zeros, jnp.arange(count + stages - 1))
     return losses.sum(keepdims=True) / count
 
 

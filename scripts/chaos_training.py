@@ -1,12 +1,12 @@
-"""A training run for ``bench_chaos.py``: says where it is, and every loss.
+"""Trains a model for ``bench_chaos.py`` and prints its progress and every loss.
 
-Started by ``whalejax launch`` as one of several processes. It goes on from the latest
-checkpoint in its folder, so that a run that was ended is taken up by starting it again.
+Started by ``whalejax launch`` as one of several processes. It continues from the latest
+checkpoint in its folder, so that a run that was ended can be started again.
 
     whalejax launch --processes 2 scripts/chaos_training.py KIND FOLDER
 
-KIND is ``data`` (one program), ``pipeline`` (marked stages, a program each, in a
-process each) or ``uneven`` (three replicas with unequal shares).
+KIND is ``data`` (one program), ``pipeline`` (marked stages, each a program in a process
+of its own) or ``uneven`` (three replicas with unequal shares).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 
-ASKED: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "data": {"mesh": {"data": 2}},
     "pipeline": {},
     "uneven": {"num_micro_batches": 8, "shares": [4, 2, 2]},
@@ -25,16 +25,16 @@ ASKED: dict[str, Any] = {
 STEPS = 14
 SAVE_EVERY = 4
 STEP_SECONDS = 0.15
-"""Slept after each loss, so that signals fall into training too."""
+"""Pause after each loss, so that signals arrive during training too."""
 
 
-def say(where: str) -> None:
-    """Say where this process is, which the bench waits for."""
-    print(f"chaos at {where}", flush=True)
+def report(point: str) -> None:
+    """Prints the point of the run, for which the bench waits."""
+    print(f"chaos at {point}", flush=True)
 
 
 def loss_of(kind: str) -> Any:
-    """The loss of two layers; in a pipeline, each is a stage."""
+    """Returns the loss of two layers; in a pipeline, each is a stage."""
     from jax.numpy import tanh
 
     import whalejax as wh
@@ -55,8 +55,8 @@ def loss_of(kind: str) -> Any:
 
 
 def main() -> None:
-    """Train, from the beginning or from the latest checkpoint."""
-    say("begins")
+    """Trains, from the beginning or from the latest checkpoint."""
+    report("begins")
     kind, folder = sys.argv[1], Path(sys.argv[2])
     import jax
 
@@ -67,9 +67,9 @@ def main() -> None:
     import whalejax as wh
     from whalejax.runtime import loop
 
-    say("imported")
+    report("imported")
     count = wh.init_distributed(timeout_seconds=120, heartbeat_seconds=10)
-    say("joined")
+    report("joined")
     noise = np.random.default_rng(0).normal(size=(STEPS, 24, 8)).astype("float32")
     loss_fn = loss_of(kind)
 
@@ -81,15 +81,15 @@ def main() -> None:
         "second": np.full((16, 4), 0.1, np.float32),
     }
     tx = optax.adam(1e-2)
-    cluster, asked = f"h100:{count}", ASKED[kind]
-    plan = wh.plan(loss_fn, model, batch_at(0), optimizer=tx, cluster=cluster, **asked)
-    say("planned")
+    cluster, opts = f"h100:{count}", OPTIONS[kind]
+    plan = wh.plan(loss_fn, model, batch_at(0), optimizer=tx, cluster=cluster, **opts)
+    report("planned")
     step = wh.compile(plan, loss_fn, model, optimizer=tx, devices=jax.devices())
-    found = loop.latest(folder) if folder.exists() else None
-    state = step.init_from(model) if found is None else step.restore(found)
-    say("compiled")
+    checkpoint = loop.latest(folder) if folder.exists() else None
+    state = step.init_from(model) if checkpoint is None else step.restore(checkpoint)
+    report("compiled")
 
-    def mine(index: int) -> Any:
+    def own_batch(index: int) -> Any:
         if kind != "uneven":
             return batch_at(index)
         rows = step.batch_rows()
@@ -97,20 +97,20 @@ def main() -> None:
 
     def on_step(progress: loop.Progress) -> None:
         print(f"chaos loss {progress.step} {progress.loss!r}", flush=True)
-        say(f"step {progress.step}")
+        report(f"step {progress.step}")
         time.sleep(STEP_SECONDS)
 
     loop.train(
         step,
         state,
-        mine,
+        own_batch,
         steps=STEPS,
         save_dir=folder,
         save_every=SAVE_EVERY,
-        resumed_from=found,
+        resumed_from=checkpoint,
         on_step=on_step,
     )
-    say("ends")
+    report("ends")
 
 
 if __name__ == "__main__":

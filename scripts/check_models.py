@@ -1,8 +1,8 @@
-"""Small models that ``bench_check.py`` draws from, written as users write them.
+"""Defines small models for the samples of ``bench_check.py``, as users write them.
 
-Between them every mesh axis has something to shard: samples, stacked layers, experts,
-a sequence that meets itself, three dimensions of space, heads, widths and a vocabulary.
-Sizes stand in the code of some, as they do in users' code.
+Together they have something to shard for every mesh axis: samples, stacked layers,
+experts, a sequence with attention, three dimensions of space, heads, widths and a
+vocabulary. The code of some contains sizes, as users' code does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPERTS = 4
 
 
 def _attention(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
-    """Causal attention whose code holds the number of heads and their width."""
+    """Applies causal attention with a constant number and width of heads."""
     batch, length, _ = x.shape
     query, key, value = (
         (x @ layer[name]).reshape(batch, length, HEADS, WIDTH // HEADS)
@@ -41,10 +41,10 @@ def _attention(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
 
 
 def _experts(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
-    """Every expert sees every token, weighed by a gate."""
+    """Applies every expert to every token, weighted by a gate."""
     gate = jax.nn.softmax(x @ layer["gate"])
-    given = jnp.einsum("bse,bsd->ebsd", gate, x)
-    hidden = jax.nn.gelu(jnp.einsum("ebsd,edf->ebsf", given, layer["up"]))
+    inputs = jnp.einsum("bse,bsd->ebsd", gate, x)
+    hidden = jax.nn.gelu(jnp.einsum("ebsd,edf->ebsf", inputs, layer["up"]))
     return x + jnp.einsum("ebsf,efd->bsd", hidden, layer["down"])
 
 
@@ -68,11 +68,11 @@ def _layers(count: int, *, experts: bool) -> dict[str, Any]:
 def _logits(net: dict[str, Any], tokens: jax.Array) -> jax.Array:
     x = net["embedding"][tokens]
 
-    def layer(x: jax.Array, one: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        x = _attention(x, one)
-        if "gate" in one:
-            return _experts(x, one), None
-        return x + jax.nn.gelu(x @ one["up"]) @ one["down"], None
+    def layer(x: jax.Array, params: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        x = _attention(x, params)
+        if "gate" in params:
+            return _experts(x, params), None
+        return x + jax.nn.gelu(x @ params["up"]) @ params["down"], None
 
     x, _ = jax.lax.scan(layer, x, net["layers"])
     return x @ net["head"]
@@ -100,12 +100,12 @@ def _language_model(*, experts: bool, layers: int = 4) -> wh.Job:
 
 
 def tokens() -> wh.Job:
-    """A decoder as plain arrays, its layers stacked."""
+    """Returns a decoder as plain arrays, with stacked layers."""
     return _language_model(experts=False)
 
 
 def experts() -> wh.Job:
-    """The same with experts in place of its widest products."""
+    """Returns the decoder with experts in place of its widest products."""
     return _language_model(experts=True, layers=2)
 
 
@@ -133,14 +133,14 @@ def _image_loss(net: dict[str, Any], x: jax.Array) -> jax.Array:
 
 
 def images() -> wh.Job:
-    """Two convolutions along two dimensions of space."""
+    """Returns two convolutions along two dimensions of space."""
     shape = jax.ShapeDtypeStruct((BATCH, 24, 24, 4), jnp.float32)
     net = _convolution(2)
     return wh.Job(_image_loss, lambda: net, shape, optax.sgd(0.1), BATCH, name="images")
 
 
 def volumes() -> wh.Job:
-    """Two convolutions along three dimensions of space."""
+    """Returns two convolutions along three dimensions of space."""
     shape = jax.ShapeDtypeStruct((BATCH, 24, 24, 24, 4), jnp.float32)
     net = _convolution(3)
     return wh.Job(
@@ -149,18 +149,18 @@ def volumes() -> wh.Job:
 
 
 def _tower_loss(net: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
-    seen = _convolved(net["sight"], batch["volume"])
-    seen = seen.mean((1, 2, 3)) @ net["project"]
-    read = _logits(net["language"], batch["tokens"][:, :-1])
+    image_logits = _convolved(net["sight"], batch["volume"])
+    image_logits = image_logits.mean((1, 2, 3)) @ net["project"]
+    text_logits = _logits(net["language"], batch["tokens"][:, :-1])
     targets = batch["tokens"][:, 1:]
     loss = optax.softmax_cross_entropy_with_integer_labels(
-        read + seen[:, None], targets
+        text_logits + image_logits[:, None], targets
     )
     return loss.mean()
 
 
 def towers() -> wh.Job:
-    """Volumes and tokens in one loss: every axis but stages has something to shard."""
+    """Returns volumes and tokens in one loss, for every axis but stages."""
     net = {
         "sight": _convolution(3),
         "project": _shape(8, VOCAB),
@@ -180,8 +180,6 @@ def towers() -> wh.Job:
 
 
 class _Block(nnx.Module):
-    """Flax's own attention and normalisation, with dropout."""
-
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
@@ -215,11 +213,11 @@ def _class_loss(model: _Classifier, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def classifier() -> wh.Job:
-    """An NNX transformer with dropout, two layers in a list."""
-    chance = np.random.default_rng(0)
+    """Returns an NNX transformer with dropout, two layers in a list."""
+    rng = np.random.default_rng(0)
     batch = {
-        "x": chance.normal(size=(BATCH, 16, 12)).astype("float32"),
-        "y": chance.integers(0, 10, BATCH).astype("int32"),
+        "x": rng.normal(size=(BATCH, 16, 12)).astype("float32"),
+        "y": rng.integers(0, 10, BATCH).astype("int32"),
     }
     return wh.Job(
         _class_loss,
@@ -251,7 +249,7 @@ def _residual_loss(
 
 
 def residual() -> wh.Job:
-    """That model, whose code fixes all of its sizes."""
+    """Returns a classifier whose code fixes all of its sizes."""
     image = jnp.zeros((1, 8, 8, 3))
     batch = {
         "x": jax.ShapeDtypeStruct((BATCH, 8, 8, 3), jnp.float32),
@@ -279,4 +277,3 @@ MODELS = {
         residual,
     )
 }
-"""The models, by name."""

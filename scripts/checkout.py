@@ -1,4 +1,4 @@
-"""What is checked out: the commit that kept results were measured at."""
+"""Describes the checked-out commit, at which results were measured."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 CHANGED: Final = "+"
-"""At the end of a commit from which files differ."""
+"""Suffix of a commit from which files differ."""
 
 
 def is_clean() -> bool:
-    """There is a commit, and no file but kept results differs from it."""
+    """Returns whether no file but stored results differs from a commit."""
     return bool(_git("rev-parse", "HEAD")) and not _git(
         "status", "--porcelain", "--", ".", ":!scripts/*.json"
     )
 
 
 def commit() -> str:
-    """The first ten digits, and ``CHANGED`` where files differ or git says nothing."""
-    found = _git("rev-parse", "--short=10", "HEAD")
-    return found + ("" if is_clean() else CHANGED)
+    """Returns the first ten digits, and ``CHANGED`` if files differ or git fails."""
+    digits = _git("rev-parse", "--short=10", "HEAD")
+    return digits + ("" if is_clean() else CHANGED)
 
 
-def _git(*words: str) -> str:
-    told = subprocess.run(
-        ["git", "-c", "safe.directory=*", *words],
+def _git(*arguments: str) -> str:
+    process = subprocess.run(
+        ["git", "-c", "safe.directory=*", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    return told.stdout.strip()
+    return process.stdout.strip()

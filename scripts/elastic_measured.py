@@ -1,33 +1,33 @@
-"""Speed of elastic runs under faults: beside the undisturbed one, a restart, and paper.
+"""Measures elastic runs under faults, against undisturbed runs and restarts.
 
     python scripts/bench_elastic.py --measure calibration,29,60,120,restart,recovery
 
-Four members with 40 % of a core each (control groups, so that root is needed) share 12
-micro-batches. A drawn one that takes part is struck every so many seconds: 7 of 10
-times by SIGKILL, else by SIGSTOP, or by SIGSTOP and within 4 s by SIGCONT. The
-supervisor starts others in their place, under the same quotas.
+Four members with 40 % of a core each (control groups, which need root) share 12
+micro-batches. A random training member gets a fault at even intervals: 7 of 10 times
+SIGKILL, else SIGSTOP, or SIGSTOP and within 4 s SIGCONT. The supervisor replaces
+members, under the same quotas. ``bench_elastic.py`` adds these keys to its last line:
 
-``throughput_kept`` (a fault every 29 s; ``_120``: every 120 s): steps that were
-committed, over those that the members that were alive would have done undisturbed. The
-undisturbed rate of four is that of the minute before the first fault;
-that of three is to it as in a run of three (``calibration``), and of fewer as their
-number. Alive is who was ready for steps once (by the run's journal) and was not struck,
-or has thawed (by the injector's log): a frozen member is not, nor is one that starts.
-``throughput_of_four``: over the rate of four all the time.
-
-``over_restart``: committed steps a second under the faults every 29 s, over those of a
-``whalejax launch --processes 4`` with the same quotas, model, and moments and kinds of
-faults. It is ended and started again as soon as one is killed or frozen for good, and
-saves at the interval that Daly's formula finds for the measured cost of a save.
-
-``goodput_error``: largest relative difference between the goodput that the run reported
-at a fault every 29, 60 and 120 s and that of ``wh.goodput``. This is told the rate of
-faults, and what the calibration found: seconds from a kill to when another takes part,
-and what the others lose when one is killed, or joins. A frozen member costs its lease
-besides, and one that thaws what it was frozen for.
-
-``recovery_ratio``: seconds from a kill to the next step with a spare, over those of a
-launch that goes on from a checkpoint to its first step, without quotas.
+    throughput_kept (a fault every 29 s; ``_120``: every 120 s)
+                    committed steps, over those that the living members would have done
+                    undisturbed. The undisturbed rate of four is that of the minute
+                    before the first fault; that of three is to it as in a run of three
+                    (``calibration``), of fewer in proportion. A member lives if it was
+                    once ready for steps (by the run's journal) and was not killed or
+                    frozen (by the log of faults), or has thawed
+    throughput_of_four   the same over the rate of four all the time
+    over_restart    committed steps a second under faults every 29 s, over those of a
+                    ``whalejax launch --processes 4`` with the same quotas, model and
+                    faults. It restarts whenever one is killed or frozen for good, and
+                    saves at the interval of Daly's formula for the measured save time
+    goodput, goodput_predicted, goodput_error
+                    goodput that the runs reported at a fault every 29, 60 and 120 s,
+                    that of ``wh.goodput``, and the largest relative difference. The
+                    prediction uses the rate of faults and the calibration: seconds from
+                    a kill to the joining of another member, and the seconds that the
+                    others lose. A frozen member costs its lease too, and one that thaws
+                    the seconds for which it was frozen
+    recovery_ratio  seconds from a kill to the next step with a spare, over those of a
+                    launch from a checkpoint to its first step, without quotas
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ MODEL: Final = {
 }
 FLAGS: Final = "--xla_cpu_multi_thread_eigen=false"
 INTERVALS: Final = (29, 60, 120)
-KEPT: Final = {29: "", 120: "_120"}
-"""Those of which throughput is told, and the ends of its names."""
+THROUGHPUT_KEYS: Final = {29: "", 120: "_120"}
+"""Intervals of the throughput keys, and the suffixes of these."""
 
 UNDISTURBED_SECONDS: Final = 60.0
 KILLS: Final = 4
@@ -80,17 +80,17 @@ SETTINGS: Final = SupervisorSettings(least=1, most=MEMBERS)
 KILL, STOP, THAW = "SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT"
 _TICK_SECONDS: Final = 0.1
 _WEIGHT: Final = 30.0
-"""Of a process that is measured, beside one of another program."""
+"""CPU weight of a measured process, relative to other programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault that is to come.
+    """A planned fault.
 
     Attributes:
-        at: seconds from the beginning.
-        kind: of it.
-        seconds: until one that thaws does.
+        at: Seconds from the beginning.
+        kind: ``KILL``, ``STOP`` or ``THAW``.
+        seconds: Seconds until a frozen member thaws.
     """
 
     at: float
@@ -99,41 +99,35 @@ class Fault:
 
 
 def schedule(interval: float, seconds: float, seed: int) -> list[Fault]:
-    """Faults in even distances, of drawn kinds.
-
-    Args:
-        interval: from one to the next.
-        seconds: of all.
-        seed: of the draw.
-    """
-    drawn = random.Random(seed)
+    """Returns faults at even intervals, of random kinds."""
+    rng = random.Random(seed)
     times = [interval / 2]
     while times[-1] + interval < seconds:
         times.append(times[-1] + interval)
     kills = round(0.7 * len(times))
     kinds = [KILL] * kills + [STOP, THAW] * len(times)
     kinds = kinds[: len(times)]
-    drawn.shuffle(kinds)
+    rng.shuffle(kinds)
     return [
-        Fault(at=at, kind=kind, seconds=drawn.uniform(0.1, 4.0))
+        Fault(at=at, kind=kind, seconds=rng.uniform(0.1, 4.0))
         for at, kind in zip(times, kinds, strict=True)
     ]
 
 
 class Quotas:
-    """Puts each process of a run under a quota of its own, as soon as it is there.
+    """Puts each process of a run under a quota of its own as soon as it exists.
 
-    What starts and watches them has a core, and all come before other programs.
+    The process that starts and watches them has a core, and all precede other programs.
     """
 
-    def __init__(self, first: int, there: Callable[[], Iterable[int]]) -> None:
-        """Put the first process under its quota.
+    def __init__(self, first: int, find: Callable[[], Iterable[int]]) -> None:
+        """Puts the first process under its quota.
 
         Args:
-            first: the process that starts the others.
-            there: gives these.
+            first: Process that starts the others.
+            find: Function that returns the others.
         """
-        self._there = there
+        self._find = find
         self._of_process: dict[int, Quota] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -162,17 +156,17 @@ class Quotas:
 
     def _watch(self) -> None:
         while not self._over.wait(_TICK_SECONDS):
-            there = {*self._there()}
-            for pid in there - self._of_process.keys():
+            pids = {*self._find()}
+            for pid in pids - self._of_process.keys():
                 self._put(pid, QUOTA)
-            for pid in self._of_process.keys() - there - {self._first}:
+            for pid in self._of_process.keys() - pids - {self._first}:
                 if not began_at(pid):
                     self._of_process.pop(pid).close()
 
 
 @contextlib.contextmanager
 def running(members: int) -> Iterator[Run]:
-    """A run under quotas, in which all members take part."""
+    """Starts a run under quotas, in which all members take part."""
     with tempfile.TemporaryDirectory(prefix="whalejax-elastic-") as name:
         settings = dataclasses.asdict(dataclasses.replace(SETTINGS, most=members))
         run = Run(Path(name), settings, MODEL, XLA_FLAGS=FLAGS)
@@ -189,27 +183,27 @@ def running(members: int) -> Iterator[Run]:
 
 def _await(run: Run, members: int, spares: int) -> None:
     end = time.monotonic() + HANGS_SECONDS
-    wanted = {"taking part": members, "standing by": spares}
+    target = {"taking part": members, "standing by": spares}
     while True:
-        there = Counter(what for what, _ in run.members().values())
-        if all(there[what] == count for what, count in wanted.items()):
+        counts = Counter(state for state, _ in run.members().values())
+        if all(counts[state] == count for state, count in target.items()):
             return
         if time.monotonic() > end or run.front.poll() is not None:
             log = (run.folder / "front.log").read_text()[-2000:]
-            raise SystemExit(f"not all members take part: {dict(there)}\n{log}")
+            raise SystemExit(f"not all members take part: {dict(counts)}\n{log}")
         time.sleep(_TICK_SECONDS)
 
 
 def times_of(run: Run, begin: float, end: float) -> list[float]:
-    """When each step was first committed, between two times."""
+    """Returns the first commit time of each step, between two times."""
     first: dict[int, float] = {}
-    for said in run.commits():
-        first.setdefault(said["step"], said["time"])
+    for commit in run.commits():
+        first.setdefault(commit["step"], commit["time"])
     return [first[step] for step in sorted(first) if begin <= first[step] <= end]
 
 
 def undisturbed(run: Run, seconds: float) -> float:
-    """Steps a second, for so long from now."""
+    """Returns the steps a second over the next ``seconds``."""
     time.sleep(3.0)  # The first step of a generation connects.
     begin = time.time()
     time.sleep(seconds)
@@ -217,28 +211,30 @@ def undisturbed(run: Run, seconds: float) -> float:
     return (len(times) - 1) / (times[-1] - times[0])
 
 
-# Before: what parts of the prediction cost.
+# Calibration of the prediction.
 
 
 def calibration() -> dict[str, Any]:
-    """Rate of three members over that of four, and what a kill costs."""
-    drawn = random.Random(0)
+    """Returns the rate of three members over that of four, and the cost of a kill."""
+    rng = random.Random(0)
     kills: list[tuple[float, float, int, float]] = []
     with running(MEMBERS) as run:
         rate = undisturbed(run, UNDISTURBED_SECONDS)
         while len(kills) < KILLS:
-            killed = time.time()
-            os.kill(_drawn(run, drawn)[1], signal.SIGKILL)
-            joined = _joined(run, killed)
+            kill_at = time.time()
+            os.kill(_random_member(run, rng)[1], signal.SIGKILL)
+            joined = _rejoin_time(run, kill_at)
             time.sleep(AFTER_JOINING_SECONDS)
             times = times_of(run, 0.0, time.time())
-            last = max(at for at in times if at <= killed)
-            after = [at for at in times if at > killed]
-            kills.append((joined - killed, joined - last, len(after), after[-1] - last))
+            last = max(at for at in times if at <= kill_at)
+            after = [at for at in times if at > kill_at]
+            kills.append(
+                (joined - kill_at, joined - last, len(after), after[-1] - last)
+            )
     with running(MEMBERS - 1) as run:
         fewer = undisturbed(run, UNDISTURBED_SECONDS)
-    # Half of what is lost, since the others stop for the kill and for who joins.
-    lost = [
+    # Half of the loss, because the others stop for the kill and for the newcomer.
+    lost_seconds = [
         (shared * fewer + (whole - shared) * rate - steps) / rate / 2
         for _, shared, steps, whole in kills
     ]
@@ -246,38 +242,38 @@ def calibration() -> dict[str, Any]:
     return {
         "rate": rate,
         "rates": {**rates, str(MEMBERS - 1): fewer / rate},
-        "away_seconds": [away for away, *_ in kills],
-        "lost_seconds": lost,
+        "away_seconds": [seconds_away for seconds_away, *_ in kills],
+        "lost_seconds": lost_seconds,
     }
 
 
-def _joined(run: Run, killed: float) -> float:
-    """When all members took part again after a kill."""
+def _rejoin_time(run: Run, kill_time: float) -> float:
+    """Returns the time at which all members took part again after a kill."""
     end = time.monotonic() + HANGS_SECONDS
     while time.monotonic() < end:
-        for said in run.events():
-            whole = said["event"] == "begun" and len(said["members"]) == MEMBERS
-            if whole and said["time"] > killed:
-                return float(said["time"])
+        for event in run.events():
+            is_complete = event["event"] == "begun" and len(event["members"]) == MEMBERS
+            if is_complete and event["time"] > kill_time:
+                return float(event["time"])
         time.sleep(_TICK_SECONDS)
     raise SystemExit(f"no other took part {HANGS_SECONDS:.0f} s after a kill")
 
 
-def _drawn(run: Run, drawn: random.Random) -> tuple[str, int]:
-    """A member that takes part."""
+def _random_member(run: Run, rng: random.Random) -> tuple[str, int]:
+    """Returns a random training member."""
     while True:
-        there = run.members().items()
-        found = [(name, pid) for name, (what, pid) in there if what == "taking part"]
-        if found:
-            return drawn.choice(sorted(found))
+        members = run.members().items()
+        busy = [(name, pid) for name, (state, pid) in members if state == "taking part"]
+        if busy:
+            return rng.choice(sorted(busy))
         time.sleep(_TICK_SECONDS)
 
 
 # Under faults.
 
 
-def strike(pid: int, fault: Fault) -> None:
-    """Let it come about; one that thaws has thawed at the return."""
+def cause_fault(pid: int, fault: Fault) -> None:
+    """Causes a fault; a thawing member has thawed at the return."""
     os.kill(pid, signal.SIGKILL if fault.kind == KILL else signal.SIGSTOP)
     if fault.kind == THAW:
         time.sleep(fault.seconds)
@@ -285,15 +281,10 @@ def strike(pid: int, fault: Fault) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def disturbed(interval: float, seconds: float) -> dict[str, Any]:
-    """What a run does under faults.
-
-    Args:
-        interval: from one to the next.
-        seconds: of all.
-    """
+def run_with_faults(interval: float, seconds: float) -> dict[str, Any]:
+    """Returns the results of a run under faults."""
     faults = schedule(interval, seconds, seed=int(interval))
-    drawn = random.Random(1)
+    rng = random.Random(1)
     log: list[dict[str, Any]] = []
     with running(MEMBERS) as run:
         rate = undisturbed(run, UNDISTURBED_SECONDS)
@@ -301,18 +292,18 @@ def disturbed(interval: float, seconds: float) -> dict[str, Any]:
         for fault in faults:
             time.sleep(max(begin + fault.at - time.time(), 0.0))
             with contextlib.suppress(ProcessLookupError):
-                name, pid = _drawn(run, drawn)
-                at = time.time()
-                strike(pid, fault)
-                thawed = time.time() if fault.kind == THAW else None
-                log.append({"name": name, "at": at, "until": thawed})
+                name, pid = _random_member(run, rng)
+                fault_time = time.time()
+                cause_fault(pid, fault)
+                thaw_time = time.time() if fault.kind == THAW else None
+                log.append({"name": name, "at": fault_time, "until": thaw_time})
         time.sleep(max(begin + seconds - time.time(), 0.0))
         end = time.time()
         times = times_of(run, begin, end)
         ready = {e["name"]: e["time"] for e in run.events() if e["event"] == "ready"}
         commits = [c for c in run.commits() if begin <= c["time"] <= end]
-    told = goodput_of(commits)
-    assert told is not None
+    goodput = goodput_of(commits)
+    assert goodput is not None
     return {
         "interval": interval,
         "seconds": seconds,
@@ -320,22 +311,19 @@ def disturbed(interval: float, seconds: float) -> dict[str, Any]:
         "steps_per_second": len(times) / seconds,
         "undisturbed_steps_per_second": rate,
         "alive_seconds": {str(n): s for n, s in alive(ready, log, begin, end).items()},
-        "goodput": told,
+        "goodput": goodput,
     }
 
 
-def throughput(one: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
-    """What a run kept of its speed.
-
-    Args:
-        one: what ``disturbed`` gave.
-        before: what ``calibration`` did.
-    """
-    rates, counts = before["rates"], one["alive_seconds"]
+def throughput(
+    result: Mapping[str, Any], calibrated: Mapping[str, Any]
+) -> dict[str, float]:
+    """Returns the part of its speed that a run kept."""
+    rates, counts = calibrated["rates"], result["alive_seconds"]
     possible = sum(rates[str(n)] * seconds for n, seconds in counts.items())
-    steps = one["steps_per_second"] / one["undisturbed_steps_per_second"]
+    steps = result["steps_per_second"] / result["undisturbed_steps_per_second"]
     return {
-        "throughput_kept": steps * one["seconds"] / possible,
+        "throughput_kept": steps * result["seconds"] / possible,
         "throughput_of_four": steps,
     }
 
@@ -346,39 +334,35 @@ def alive(
     begin: float,
     end: float,
 ) -> dict[int, float]:
-    """For how many seconds so many members were alive.
+    """Returns for how many seconds how many members were alive.
 
     Args:
-        ready: when each was ready for steps.
-        log: who was struck when, and until when; None for good.
-        begin, end: seconds between which they are counted.
+        ready: Time at which each was ready for steps.
+        log: Name, time and end of each fault; an end of None is for good.
+        begin, end: Limits of the counted time.
 
     >>> alive({"a": 0.0, "b": 2.0}, [{"name": "a", "at": 3.0, "until": None}], 0.0, 9.0)
     {1: 8.0, 2: 1.0}
     """
     changes = [(at, 1) for at in ready.values()]
-    for one in log:
-        changes.append((one["at"], -1))
-        if one["until"] is not None:
-            changes.append((one["until"], 1))
-    found: dict[int, float] = {}
+    for fault in log:
+        changes.append((fault["at"], -1))
+        if fault["until"] is not None:
+            changes.append((fault["until"], 1))
+    seconds_by_count: dict[int, float] = {}
     count, since = 0, begin
     for at, change in [*sorted(changes), (end, 0)]:
         at = min(max(at, begin), end)
-        there = min(count, MEMBERS)
-        found[there] = found.get(there, 0.0) + at - since
+        living = min(count, MEMBERS)
+        seconds_by_count[living] = seconds_by_count.get(living, 0.0) + at - since
         count, since = count + change, at
-    return {n: length for n, length in sorted(found.items()) if length}
+    return {n: length for n, length in sorted(seconds_by_count.items()) if length}
 
 
-def predicted(interval: float, seconds: float, before: Mapping[str, Any]) -> float:
-    """Goodput by ``wh.goodput``.
-
-    Args:
-        interval: from one fault to the next.
-        seconds: of all.
-        before: what ``calibration`` found.
-    """
+def predicted_goodput(
+    interval: float, seconds: float, calibrated: Mapping[str, Any]
+) -> float:
+    """Returns the goodput by ``wh.goodput``, with the results of ``calibration``."""
     faults = schedule(interval, seconds, seed=int(interval))
     options = Options(out="", steps=STEPS, **MODEL)
     job, key = job_of(options), jax.random.key(0)
@@ -391,28 +375,28 @@ def predicted(interval: float, seconds: float, before: Mapping[str, Any]) -> flo
         num_micro_batches=MICRO_BATCHES // MEMBERS,
         mesh={"data": MEMBERS},
     )
-    each = max(statistics.mean(before["lost_seconds"]), 0.0)
+    loss_seconds = max(statistics.mean(calibrated["lost_seconds"]), 0.0)
     lost = [fault for fault in faults if fault.kind != THAW]
     stopped = sum(fault.kind == STOP for fault in faults)
     cost = stopped * SETTINGS.lease_seconds
     cost += sum(fault.seconds for fault in faults if fault.kind == THAW)
-    found = wh.goodput(
+    prediction = wh.goodput(
         plan,
         mtbf=MEMBERS * interval * len(faults) / len(lost),
-        restart=statistics.median(before["away_seconds"]),
-        # The model counts it twice: when one is lost, and when another joins.
-        recovery=each + cost / 2 / len(lost),
+        restart=statistics.median(calibrated["away_seconds"]),
+        # The model counts it twice: at a failure, and when another member joins.
+        recovery=loss_seconds + cost / 2 / len(lost),
         nodes=MEMBERS,
     )
-    return found.elastic
+    return prediction.elastic
 
 
 # A restart of all.
 
 
 @contextlib.contextmanager
-def started(launch: Launch) -> Iterator[None]:
-    """A launch under quotas, which is ended at once."""
+def running_launch(launch: Launch) -> Iterator[None]:
+    """Starts a launch under quotas; ends it at once after the block."""
     launch.start(XLA_FLAGS=FLAGS)
     try:
         assert launch.process is not None
@@ -423,40 +407,35 @@ def started(launch: Launch) -> Iterator[None]:
         launch.end()
 
 
-def restarted(interval: float, seconds: float) -> dict[str, Any]:
-    """Steps a second of a launch that is started again at each fault.
-
-    Args:
-        interval: from one fault to the next.
-        seconds: of all.
-    """
+def run_with_restarts(interval: float, seconds: float) -> dict[str, Any]:
+    """Returns the steps a second of a launch that restarts at each fault."""
     faults = schedule(interval, seconds, seed=int(interval))
-    drawn = random.Random(1)
+    rng = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="whalejax-restart-") as name:
         folder = Path(name) / "before"
         folder.mkdir()
-        before = Launch(folder, MEMBERS, {**MODEL, "save_every": 5})
-        with started(before):
-            before.until(17)
+        trial = Launch(folder, MEMBERS, {**MODEL, "save_every": 5})
+        with running_launch(trial):
+            trial.until(17)
         saves = [float(line) for line in (folder / "saves").read_text().split()]
-        times = [at for _, at in sorted(before.steps().items())]
+        times = [at for _, at in sorted(trial.steps().items())]
         step = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
         save = statistics.median(saves[1:])
         every = max(1, round(daly_seconds(save, interval) / step))
         launch = Launch(Path(name), MEMBERS, {**MODEL, "save_every": every})
         (folder / "compiled").rename(Path(name) / "compiled")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(started(launch))
+            stack.enter_context(running_launch(launch))
             launch.until(every + 1)
             begin, restarts = time.time(), 0
             for fault in faults:
                 time.sleep(max(begin + fault.at - time.time(), 0.0))
                 if fault.kind != THAW:
                     stack.close()
-                    stack.enter_context(started(launch))
+                    stack.enter_context(running_launch(launch))
                     restarts += 1
-                elif there := launch.ranks():
-                    strike(drawn.choice(there), fault)
+                elif pids := launch.ranks():
+                    cause_fault(rng.choice(pids), fault)
             time.sleep(max(begin + seconds - time.time(), 0.0))
             end = time.time()
         done = launch.steps()
@@ -477,98 +456,87 @@ def restarted(interval: float, seconds: float) -> dict[str, Any]:
 
 
 def recovery(times: int) -> dict[str, Any]:
-    """From a kill to the next committed step with a spare, over a cold restart."""
-    warm, cold = [], []
+    """Measures a kill to the next step with a spare, over a cold restart."""
+    warm_seconds, cold_seconds = [], []
     with tempfile.TemporaryDirectory(prefix="whalejax-elastic-") as name:
         settings = {"least": 1, "most": 2, "spares": 1, "lease_seconds": 8.0}
         for _ in range(times):
-            began = time.time()
+            start = time.time()
             run = Run(Path(name), settings, {"pause": 0.1})
             try:
                 run.moves_on(run.step(), HANGS_SECONDS)
-                cold.append(run.commits()[-1]["time"] - began)
+                cold_seconds.append(run.commits()[-1]["time"] - start)
                 _await(run, 2, 1)
-                there = run.members().values()
-                pid = next(pid for what, pid in there if what == "taking part")
+                members = run.members().values()
+                pid = next(pid for state, pid in members if state == "taking part")
                 generation = run.commits()[-1]["generation"]
-                killed = time.time()
+                kill_time = time.time()
                 os.kill(pid, signal.SIGKILL)
-                # What was under way may still come; the next generation tells.
+                # Earlier commits may still come; those of the next generation count.
                 while not (after := _later(run.commits(), generation)):
                     time.sleep(0.02)
-                warm.append(after[0]["time"] - killed)
+                warm_seconds.append(after[0]["time"] - kill_time)
                 run.stop()
             finally:
                 run.end()
     return {
-        "recovery_ratio": statistics.median(warm) / statistics.median(cold),
-        "warm_seconds": warm,
-        "cold_seconds": cold,
+        "recovery_ratio": statistics.median(warm_seconds)
+        / statistics.median(cold_seconds),
+        "warm_seconds": warm_seconds,
+        "cold_seconds": cold_seconds,
     }
 
 
 def _later(commits: Sequence[dict[str, Any]], generation: int) -> list[dict[str, Any]]:
-    return [said for said in commits if said["generation"] > generation]
+    return [commit for commit in commits if commit["generation"] > generation]
 
 
 KINDS: Final = ("recovery", "calibration", *map(str, INTERVALS), "restart")
 
 
 def measured(kind: str, seconds: float) -> dict[str, Any]:
-    """What one kind gives.
-
-    Args:
-        kind: one of ``KINDS``.
-        seconds: of faults.
-    """
+    """Returns the results of one of ``KINDS``, with faults for ``seconds``."""
     match kind:
         case "recovery":
             return recovery(5)
         case "calibration":
             return calibration()
         case "restart":
-            return restarted(INTERVALS[0], seconds)
-    return disturbed(int(kind), seconds)
+            return run_with_restarts(INTERVALS[0], seconds)
+    return run_with_faults(int(kind), seconds)
 
 
-def bars(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers that are asked for, of what is there.
-
-    Args:
-        kept: what kinds gave.
-    """
-    found: dict[str, Any] = {}
-    before, runs = kept.get("calibration"), {n: kept.get(str(n)) for n in INTERVALS}
-    for interval, suffix in KEPT.items():
-        one = runs[interval]
-        if one is not None and before is not None:
-            for name, value in throughput(one, before).items():
-                found[f"{name}{suffix}"] = round(value, 4)
-    first, slow = runs[INTERVALS[0]], kept.get("restart")
+def bars(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the keys of the stored results of kinds."""
+    report: dict[str, Any] = {}
+    base, runs = stored.get("calibration"), {n: stored.get(str(n)) for n in INTERVALS}
+    for interval, suffix in THROUGHPUT_KEYS.items():
+        run = runs[interval]
+        if run is not None and base is not None:
+            for name, value in throughput(run, base).items():
+                report[f"{name}{suffix}"] = round(value, 4)
+    first, slow = runs[INTERVALS[0]], stored.get("restart")
     if first is not None and slow is not None:
-        speeds = [one["steps_per_second"] for one in (first, slow)]
-        found["over_restart"] = round(speeds[0] / speeds[1], 3) if speeds[1] else None
-    if "recovery" in kept:
-        found["recovery_ratio"] = round(kept["recovery"]["recovery_ratio"], 4)
-    if before is not None and all(runs.values()):
-        found |= goodputs([one for one in runs.values() if one is not None], before)
-    return found
+        speeds = [run["steps_per_second"] for run in (first, slow)]
+        report["over_restart"] = round(speeds[0] / speeds[1], 3) if speeds[1] else None
+    if "recovery" in stored:
+        report["recovery_ratio"] = round(stored["recovery"]["recovery_ratio"], 4)
+    if base is not None and all(runs.values()):
+        report |= goodputs([run for run in runs.values() if run is not None], base)
+    return report
 
 
 def goodputs(
-    runs: Sequence[Mapping[str, Any]], before: Mapping[str, Any]
+    runs: Sequence[Mapping[str, Any]], calibrated: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Live ones and predicted ones of runs, and the largest difference.
-
-    Args:
-        runs: what ``disturbed`` gave.
-        before: what ``calibration`` did.
-    """
-    live = [one["goodput"] for one in runs]
-    paper = [predicted(one["interval"], one["seconds"], before) for one in runs]
-    pairs = zip(live, paper, strict=True)
+    """Returns real and predicted goodputs of runs, and the largest difference."""
+    reported = [run["goodput"] for run in runs]
+    predictions = [
+        predicted_goodput(run["interval"], run["seconds"], calibrated) for run in runs
+    ]
+    pairs = zip(reported, predictions, strict=True)
     return {
-        "goodput": [round(x, 4) for x in live],
-        "goodput_predicted": [round(x, 4) for x in paper],
+        "goodput": [round(x, 4) for x in reported],
+        "goodput_predicted": [round(x, 4) for x in predictions],
         "goodput_error": round(max(abs(p / x - 1) for x, p in pairs), 4),
     }

@@ -1,4 +1,4 @@
-"""Elastic runs of real processes, and launches, that are disturbed from outside."""
+"""Runs and disturbs elastic runs of real processes, and launches."""
 
 from __future__ import annotations
 
@@ -34,28 +34,27 @@ HANGS_SECONDS: Final = 300.0
 END_SECONDS: Final = 120.0
 FEW_STEPS: Final = 30
 STEPS: Final = 10**6
-"""More than any run comes to."""
+"""More steps than any run does."""
 
 START: Final = """
 import json, sys
 from pathlib import Path
-from whalejax.elastic.launching import supervise
+from whalejax.elastic.launching import ProcessPlaces, supervise
 from whalejax.membership.settings import SupervisorSettings
-words, folder, settings, more = json.loads(sys.argv[1])
+words, folder, settings, places = json.loads(sys.argv[1])
 settings = SupervisorSettings(**settings)
-sys.exit(supervise(words, Path(folder), settings, seconds=60.0, **more))
+places = ProcessPlaces(**places)
+sys.exit(supervise(words, Path(folder), settings, places, seconds=60.0))
 """
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of the processes: CPU only, and this checkout."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
+    """Returns variables of the processes: CPU only, and this checkout."""
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    return {**base, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
 
 
 class Run:
-    """An elastic run that is disturbed from outside."""
-
     def __init__(
         self,
         folder: Path,
@@ -64,15 +63,15 @@ class Run:
         spaces: Sequence[Space] = (),
         **variables: str,
     ) -> None:
-        """Start it.
+        """Starts the run.
 
         Args:
-            folder: of the run.
-            settings: of its supervisor.
-            options: of what it trains, as ``elastic_training.Options`` has them.
-            spaces: network namespaces with an agent in each, which hold one process
-                each; without any, the supervisor starts the processes itself.
-            variables: of the environment.
+            folder: Folder of the run.
+            settings: Settings of its supervisor.
+            options: Fields of ``elastic_training.Options``.
+            spaces: Network namespaces with an agent and a process each; without any,
+                the supervisor starts the processes itself.
+            variables: Variables of the environment.
         """
         self.folder, self.out = folder, folder / "out"
         self.out.mkdir(exist_ok=True)
@@ -81,34 +80,33 @@ class Run:
         )
         path = folder / "options.json"
         path.write_text(json.dumps(dataclasses.asdict(self.options)))
-        words = [sys.executable, str(TRAINING), str(path)]
+        command = [sys.executable, str(TRAINING), str(path)]
         self._environment = environment(**variables)
-        more: dict[str, Any] = {}
+        places: dict[str, Any] = {}
         if spaces:
             port = reserve_port(BRIDGE_ADDRESS)
             release_port(port)
-            more = {"host": BRIDGE_ADDRESS, "port": port}
-        given = json.dumps([words, str(folder), settings, more])
+            places = {"host": BRIDGE_ADDRESS, "port": port}
+        arguments = json.dumps([command, str(folder), settings, places])
         with (folder / "front.log").open("w") as log:
             self.front = subprocess.Popen(
-                [sys.executable, "-c", START, given],
+                [sys.executable, "-c", START, arguments],
                 env=self._environment,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        self.agents = Agents(self, spaces, more.get("port", 0)) if spaces else None
+        self.agents = Agents(self, spaces, places.get("port", 0)) if spaces else None
 
     def start_agent(self, space: Space, port: int) -> subprocess.Popen[bytes]:
-        """Start an agent in a namespace."""
         key = self.folder / FOLDER / KEY
-        where = f"{BRIDGE_ADDRESS}:{port}"
-        words = [sys.executable, "-m", "whalejax", "agent", where, "--key", str(key)]
-        words += ["--name", space.name, "--host", space.address]
-        words += ["--logs", str(self.folder / space.name)]
+        address = f"{BRIDGE_ADDRESS}:{port}"
+        argv = [sys.executable, "-m", "whalejax", "agent", address, "--key", str(key)]
+        argv += ["--name", space.name, "--host", space.address]
+        argv += ["--logs", str(self.folder / space.name)]
         with (self.folder / f"{space.name}.log").open("a") as log:
             return subprocess.Popen(
-                [*space.inside, *words],
+                [*space.inside, *argv],
                 env=self._environment,
                 cwd=ROOT,
                 stdout=log,
@@ -117,65 +115,62 @@ class Run:
             )
 
     def events(self) -> list[dict[str, Any]]:
-        """What the journal holds."""
+        """Returns the events of the journal."""
         return journal.read(self.folder / FOLDER / journal.EVENTS)
 
     def commits(self) -> list[dict[str, Any]]:
-        """What was committed."""
         return journal.read(self.folder / FOLDER / journal.COMMITS)
 
     def step(self) -> int:
-        """The newest committed step."""
         return newest(self.commits())
 
     def members(self) -> dict[str, tuple[str, int]]:
-        """What each member that is there does, and its process."""
-        pids, what = {}, {}
-        for said in self.events():
-            name = said.get("name")
-            match said["event"]:
+        """Returns the state and the process of each present member."""
+        pids, states = {}, {}
+        for event in self.events():
+            name = event.get("name")
+            match event["event"]:
                 case "started":
-                    if began_at(said["pid"]) == said["began"]:
-                        pids[name], what[name] = said["pid"], "starting"
-                case "registered" if what.get(name) == "starting":
-                    what[name] = "compiling"
+                    if began_at(event["pid"]) == event["began"]:
+                        pids[name], states[name] = event["pid"], "starting"
+                case "registered" if states.get(name) == "starting":
+                    states[name] = "compiling"
                 case "ready":
-                    what[name] = "standing by"
+                    states[name] = "standing by"
                 case "begun":
-                    what.update({n: "taking part" for n in said["members"]})
+                    states.update({n: "taking part" for n in event["members"]})
                 case "lost" | "ended":
                     pids.pop(name, None)
-        return {name: (what[name], pid) for name, pid in pids.items()}
+        return {name: (states[name], pid) for name, pid in pids.items()}
 
     def processes(self) -> list[tuple[str, int]]:
-        """What each process does, and its number."""
-        found = [*self.members().values()]
+        """Returns the role or state of each process, and its number."""
+        processes = [*self.members().values()]
         if supervisor := self.supervisor():
-            found.append(("supervisor", supervisor))
+            processes.append(("supervisor", supervisor))
         if self.agents is not None:
-            found += [("agent", pid) for pid in self.agents.there()]
-        return found
+            processes += [("agent", pid) for pid in self.agents.there()]
+        return processes
 
     def supervisor(self) -> int | None:
-        """Its process."""
-        found = Path(f"/proc/{self.front.pid}/task/{self.front.pid}/children")
+        children = Path(f"/proc/{self.front.pid}/task/{self.front.pid}/children")
         with contextlib.suppress(OSError, ValueError, IndexError):
-            return int(found.read_text().split()[0])
+            return int(children.read_text().split()[0])
         return None
 
     def moves_on(self, step: int, seconds: float) -> float | None:
-        """How long it takes until a step behind this one is committed."""
-        began = time.monotonic()
-        while time.monotonic() < began + seconds:
+        """Returns the seconds until a later step is committed; None if none is."""
+        start = time.monotonic()
+        while time.monotonic() < start + seconds:
             if self.step() > step:
-                return time.monotonic() - began
+                return time.monotonic() - start
             if self.front.poll() is not None:
                 return None
             time.sleep(0.02)
         return None
 
     def stop(self) -> None:
-        """Tell the run to end after a step, and wait until it has."""
+        """Ends the run after a step, and waits until it has ended."""
         self.front.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.front.wait(END_SECONDS)
@@ -183,21 +178,21 @@ class Run:
             self.agents.wait()
 
     def end(self) -> None:
-        """Leave nothing behind, whatever happened."""
-        there = self.processes()
-        # What would start others again goes first.
+        """Ends all processes, whatever happened."""
+        processes = self.processes()
+        # Processes that would restart others end first.
         self.front.kill()
         self.front.wait()
-        there += self.processes()
+        processes += self.processes()
         if self.agents is not None:
             self.agents.close()
-        for what, pid in sorted(there, key=lambda one: one[0] != "supervisor"):
+        for role, pid in sorted(processes, key=lambda one: one[0] != "supervisor"):
             with contextlib.suppress(ProcessLookupError):
-                (os.kill if what == "supervisor" else os.killpg)(pid, signal.SIGKILL)
+                (os.kill if role == "supervisor" else os.killpg)(pid, signal.SIGKILL)
 
 
 class Agents:
-    """Agents in namespaces; one that ended or was frozen is started again."""
+    """Agents in namespaces; those that ended or were frozen are started again."""
 
     _FROZEN_SECONDS: Final = 30.0
     _TICK_SECONDS: Final = 0.5
@@ -205,69 +200,61 @@ class Agents:
     def __init__(self, run: Run, spaces: Sequence[Space], port: int) -> None:
         self.spaces = list(spaces)
         self._run, self._port = run, port
-        self._there = {s.name: run.start_agent(s, port) for s in spaces}
+        self._agents = {s.name: run.start_agent(s, port) for s in spaces}
         self._frozen: dict[int, float] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
     def there(self) -> list[int]:
-        """Their processes."""
-        return [p.pid for p in self._there.values() if p.poll() is None]
+        """Returns their processes."""
+        return [p.pid for p in self._agents.values() if p.poll() is None]
 
     def freezes(self, pid: int) -> None:
-        """One was frozen for good: its machine starts it again, after a while."""
+        """Notes a frozen agent, which its machine starts again after a while."""
         self._frozen[pid] = time.monotonic() + self._FROZEN_SECONDS
 
     def _watch(self) -> None:
         while not self._over.wait(self._TICK_SECONDS):
             for space in self.spaces:
-                process = self._there[space.name]
+                process = self._agents[space.name]
                 if time.monotonic() > self._frozen.get(process.pid, float("inf")):
                     del self._frozen[process.pid]
                     process.kill()
                     process.wait()
                 status = process.poll()
                 if status and not self._over.is_set():
-                    self._there[space.name] = self._run.start_agent(space, self._port)
+                    self._agents[space.name] = self._run.start_agent(space, self._port)
 
-    def _rest(self) -> None:
+    def _stop_watching(self) -> None:
         self._over.set()
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until they have ended by themselves, as the run is over."""
-        self._rest()
-        for process in self._there.values():
+        """Waits until they have ended by themselves after the run."""
+        self._stop_watching()
+        for process in self._agents.values():
             if process.pid in self._frozen:
                 process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
 
     def close(self) -> None:
-        """End them."""
-        self._rest()
-        for process in self._there.values():
+        self._stop_watching()
+        for process in self._agents.values():
             process.kill()
             process.wait()
 
 
 def newest(commits: Sequence[Mapping[str, Any]]) -> int:
-    """The newest committed step."""
-    return max((said["step"] for said in commits), default=0)
+    """Returns the newest committed step."""
+    return max((commit["step"] for commit in commits), default=0)
 
 
 class Launch:
     """A launch of a fixed number of processes, which is ended and started again."""
 
     def __init__(self, folder: Path, members: int, options: Mapping[str, Any]) -> None:
-        """Start nothing yet.
-
-        Args:
-            folder: of the run.
-            members: how many processes.
-            options: of what it trains, as ``elastic_training.Options`` has them.
-        """
         self._folder, self.out = folder, folder / "out"
         self.out.mkdir(exist_ok=True)
         self._words = ["--processes", str(members)]
@@ -284,14 +271,9 @@ class Launch:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, **variables: str) -> None:
-        """Start it, the first time or again.
-
-        Args:
-            variables: of the environment.
-        """
         self._number += 1
-        words = ["launch", *self._words]
-        words += ["--logs", str(self._folder / f"logs{self._number}")]
+        command = ["launch", *self._words]
+        command += ["--logs", str(self._folder / f"logs{self._number}")]
         variables = {
             **variables,
             "JAX_COMPILATION_CACHE_DIR": str(self._folder / "compiled"),
@@ -299,7 +281,7 @@ class Launch:
         }
         with (self._folder / "launch.log").open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "whalejax", *words, str(TRAINING)]
+                [sys.executable, "-m", "whalejax", *command, str(TRAINING)]
                 + [str(self._options)],
                 env=environment(**variables),
                 cwd=ROOT,
@@ -309,42 +291,42 @@ class Launch:
             )
 
     def ranks(self) -> list[int]:
-        """Their processes."""
-        found = []
+        """Returns the processes of all ranks."""
+        pids = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                words = path.read_text().split("\0")
-                if str(self._options) in words and str(TRAINING) in words[:3]:
-                    found.append(int(path.parent.name))
-        return sorted(found)
+                arguments = path.read_text().split("\0")
+                if str(self._options) in arguments and str(TRAINING) in arguments[:3]:
+                    pids.append(int(path.parent.name))
+        return sorted(pids)
 
     def end(self) -> None:
-        """End all of it at once."""
+        """Ends all of it at once."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
         end = time.monotonic() + END_SECONDS
-        while there := self.ranks():
-            for pid in there:
+        while pids := self.ranks():
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > end:
-                raise SystemExit(f"processes {there} do not end")
+                raise SystemExit(f"processes {pids} do not end")
             time.sleep(0.05)
 
     def steps(self) -> dict[int, float]:
-        """When each step was first done."""
+        """Returns the time at which each step was first done."""
         first: dict[int, float] = {}
         for path in self.out.glob("*.jsonl"):
             for line in path.read_text().splitlines():
                 with contextlib.suppress(ValueError):  # A kill may cut a line short.
-                    said = json.loads(line)
-                    at = first.get(said["step"], float("inf"))
-                    first[said["step"]] = min(at, said["time"])
+                    line_data = json.loads(line)
+                    at = first.get(line_data["step"], float("inf"))
+                    first[line_data["step"]] = min(at, line_data["time"])
         return first
 
     def until(self, step: int) -> None:
-        """Wait for a step."""
+        """Waits for a step."""
         end = time.monotonic() + HANGS_SECONDS
         while max(self.steps(), default=0) < step:
             ended = self.process is None or self.process.poll() is not None
@@ -354,67 +336,69 @@ class Launch:
             time.sleep(0.1)
 
 
-# What a run did.
+# Results of a run.
 
 
 def audited(run: Run) -> dict[str, Any]:
-    """Tell a run to end, and compare it with one that nothing disturbs."""
+    """Ends a run, and compares it with an undisturbed one."""
     run.stop()
-    commits, said = run.commits(), _said(run)
+    commits, lines = run.commits(), _all_lines(run)
     steps, x64 = newest(commits), run.options.x64
     losses = {c["step"]: c["loss"] for c in commits}
     expected = undisturbed(run, steps)
-    seen: dict[int, Counter[int]] = {}
-    for one in said:
-        if one["step"] <= steps:
-            seen[one["step"]] = Counter(one["samples"])
+    numbers: dict[int, Counter[int]] = {}
+    for line in lines:
+        if line["step"] <= steps:
+            numbers[line["step"]] = Counter(line["samples"])
     size = run.options.size
-    wanted = {step: range((step - 1) * size, step * size) for step in losses}
+    due = {step: range((step - 1) * size, step * size) for step in losses}
     lost = [s for s in range(1, steps + 1) if s not in losses]
-    lost += [s for s in wanted if s in seen and not set(wanted[s]) <= set(seen[s])]
-    doubled = [s for s, n in seen.items() if max(n.values(), default=0) > 1]
+    lost += [s for s in due if s in numbers and not set(due[s]) <= set(numbers[s])]
+    doubled = [s for s, n in numbers.items() if max(n.values(), default=0) > 1]
     differences = [
         abs(losses[e["step"]] - e["loss"]) / max(abs(e["loss"]), 1e-30)
         for e in expected[: None if x64 else FEW_STEPS]
         if e["step"] in losses
     ]
-    unlike = [o["step"] for o in said if losses.get(o["step"], o["loss"]) != o["loss"]]
-    again = recompiled(run)
+    unequal = [
+        o["step"] for o in lines if losses.get(o["step"], o["loss"]) != o["loss"]
+    ]
+    programs = recompiled(run)
     return {
         "status": run.front.poll(),
         "steps": steps,
         "samples_lost": size * len(lost),
         "samples_doubled": size * len(doubled),
-        "unlike_losses": len(unlike),
+        "unlike_losses": len(unequal),
         "max_rel_loss_diff": max(differences, default=0.0),
         "leftovers": leftovers(run),
-        "recompiled_models": len(again),
-        "recompiled": again,
+        "recompiled_models": len(programs),
+        "recompiled": programs,
         "goodput": goodput_of(commits),
         "generations": sum(e["event"] == "begun" for e in run.events()),
     }
 
 
-def _said(run: Run) -> list[dict[str, Any]]:
-    return [one for path in run.out.glob("*.jsonl") for one in _lines(path)]
+def _all_lines(run: Run) -> list[dict[str, Any]]:
+    return [line for path in run.out.glob("*.jsonl") for line in _lines(path)]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
+    lines = []
     for line in path.read_text().splitlines():
         with contextlib.suppress(ValueError):  # A kill may cut a line short.
-            found.append(json.loads(line))
-    return found
+            lines.append(json.loads(line))
+    return lines
 
 
 def recompiled(run: Run) -> list[str]:
-    """Programs that members compiled after their first step."""
+    """Returns the programs that members compiled after their first step."""
     lines = [_lines(path) for path in run.out.glob("*.jsonl")]
-    return [name for several in lines if several for name in several[-1]["compiled"]]
+    return [name for rows in lines if rows for name in rows[-1]["compiled"]]
 
 
 def undisturbed(run: Run, steps: int) -> list[dict[str, Any]]:
-    """The same steps in one process that nothing disturbs."""
+    """Runs the same steps in one undisturbed process."""
     if not steps:
         return []
     out = run.folder / "alone"
@@ -432,34 +416,34 @@ def undisturbed(run: Run, steps: int) -> list[dict[str, Any]]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    (found,) = out.glob("*.jsonl")
-    return _lines(found)
+    (path_of_lines,) = out.glob("*.jsonl")
+    return _lines(path_of_lines)
 
 
 def leftovers(run: Run) -> list[str]:
-    """What stayed behind."""
-    found = []
-    for said in run.events():
-        if said["event"] == "started" and _runs(said["pid"], said["began"]):
-            found.append(f"process {said['name']}")
-        if said["event"] == "opened":
+    """Returns the remaining processes, ports and files."""
+    remains = []
+    for event in run.events():
+        if event["event"] == "started" and _runs(event["pid"], event["began"]):
+            remains.append(f"process {event['name']}")
+        if event["event"] == "opened":
             with socket.socket() as probe:
-                if probe.connect_ex((said["host"], said["port"])) == 0:
-                    found.append("port")
+                if probe.connect_ex((event["host"], event["port"])) == 0:
+                    remains.append("port")
     if run.agents is not None:
-        found += ["agent"] * len(run.agents.there())
+        remains += ["agent"] * len(run.agents.there())
     save = run.folder / "save"
     known = ("step_", "whalejax.lock", "elastic.json")
     if save.is_dir():
         for path in save.iterdir():
             if not path.name.startswith(known) or path.suffix:
-                found += [path.name] * (path.name != "elastic.json")
-    return found
+                remains += [path.name] * (path.name != "elastic.json")
+    return remains
 
 
 def _runs(pid: int, began: str) -> bool:
     try:
-        said = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    return began_at(pid) == began and said.rpartition(")")[2].split()[0] not in "ZX"
+    return began_at(pid) == began and text.rpartition(")")[2].split()[0] not in "ZX"

@@ -1,12 +1,12 @@
-"""What ``bench_elastic.py`` trains: layers whose metrics can hold sample numbers.
+"""Trains layers for ``bench_elastic.py``, with metrics that can have sample numbers.
 
-Each process writes down what every step gave it: the loss to the last bit, the numbers
-of the samples that were in it, when it was done, and the names of programs that it has
-compiled since its first step and that the persistent cache did not hold.
+Each process writes the results of every step: the loss to the last bit, the numbers of
+its samples, the time, and the names of programs that the process has compiled since its
+first step and that the persistent cache lacked.
 
     python scripts/elastic_training.py OPTIONS.json
 
-``OPTIONS.json`` holds the fields of ``Options``.
+``OPTIONS.json`` has the fields of ``Options``.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ _OUTPUTS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a process trains, and how.
+    """Options of the training.
 
     Attributes:
-        out: folder for one file of lines for each process.
-        steps: to be done.
-        save: folder of checkpoints, or None.
-        save_every: steps between them.
-        x64: in float64.
-        pause: seconds after each step.
-        size: samples of a batch.
-        hidden, layers: width, and how many layers of it follow the first.
-        counted: metrics hold sample numbers.
-        ordinary: one replicated model by collectives, which is restarted as a whole.
-        seed: of the model.
+        out: Folder with one file of lines for each process.
+        steps: Number of steps.
+        save: Folder of checkpoints, or None.
+        save_every: Steps between checkpoints.
+        x64: Whether to compute in float64.
+        pause: Seconds after each step.
+        size: Samples of a batch.
+        hidden, layers: Width, and number of layers of it after the first.
+        counted: Whether metrics have sample numbers.
+        ordinary: Whether it is one replicated model with collectives, which restarts as
+            a whole.
+        seed: Seed of the model.
     """
 
     out: str
@@ -67,7 +68,6 @@ class Options:
 
 
 def job_of(options: Options) -> wh.Job:
-    """The job that options describe."""
 
     def make_model(key: Any) -> dict[str, Any]:
         sizes = [_WIDTH, *[options.hidden] * (1 + options.layers), _OUTPUTS]
@@ -90,25 +90,25 @@ def job_of(options: Options) -> wh.Job:
         return loss, wh.Aux(samples={"number": batch["number"]})
 
     def batch(step: int, size: int) -> dict[str, np.ndarray]:
-        drawn = np.random.default_rng(step)
+        rng = np.random.default_rng(step)
         dtype = np.float64 if options.x64 else np.float32
-        found: dict[str, np.ndarray] = {
-            "x": drawn.standard_normal((size, _WIDTH), dtype),
-            "y": drawn.standard_normal((size, _OUTPUTS), dtype),
+        arrays: dict[str, np.ndarray] = {
+            "x": rng.standard_normal((size, _WIDTH), dtype),
+            "y": rng.standard_normal((size, _OUTPUTS), dtype),
         }
         if options.counted:
             numbers = np.arange(step * size, (step + 1) * size, dtype=np.int32)
-            found["number"] = numbers
-        return found
+            arrays["number"] = numbers
+        return arrays
 
     optimizer = optax.adam(1e-3)
     return wh.Job(loss_fn, make_model, batch, optimizer, batch_size=options.size)
 
 
-class Compiled(logging.Handler):
-    """Names of the programs that the persistent cache did not hold, in order."""
+class CompiledNames(logging.Handler):
+    """Names of the programs that the persistent cache lacked, in order."""
 
-    _SAYS: Final = "PERSISTENT COMPILATION CACHE MISS"
+    _PREFIX: Final = "PERSISTENT COMPILATION CACHE MISS"
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,12 +119,12 @@ class Compiled(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith(self._SAYS) and isinstance(record.args, tuple):
+        if str(record.msg).startswith(self._PREFIX) and isinstance(record.args, tuple):
             self.names.append(str(record.args[0]))
 
 
 def steps_of(options: Options) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """States and metrics, elastic or ordinary."""
+    """Returns an iterator of states and metrics, elastic or ordinary."""
     job = job_of(options)
     if options.ordinary:
         return ordinary(job, options)
@@ -139,7 +139,7 @@ def steps_of(options: Options) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def ordinary(job: wh.Job, options: Options) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Steps of a script of a fixed number of processes."""
+    """Yields the steps of a script with a fixed number of processes."""
     assert options.save is not None
     wh.init_distributed()
     folder, key = Path(options.save), jax.random.key(options.seed)
@@ -163,33 +163,32 @@ def ordinary(job: wh.Job, options: Options) -> Iterator[tuple[Any, dict[str, Any
         float(metrics["loss"])
         yield state, metrics
         if (done + 1) % options.save_every == 0:
-            began = time.monotonic()
+            start = time.monotonic()
             step.save(folder / f"step_{done + 1:06d}", state)
-            took = time.monotonic() - began
+            seconds = time.monotonic() - start
             with (folder.parent / "saves").open("a") as saves:
-                saves.write(f"{took}\n")
+                saves.write(f"{seconds}\n")
 
 
 def write_lines(options: Options, out: TextIO) -> None:
-    """Train, and write one line for each step."""
-    compiled = Compiled()
+    """Trains, and writes one line for each step."""
+    handler = CompiledNames()
     first: int | None = None
     for state, metrics in steps_of(options):
-        first = len(compiled.names) if first is None else first
-        said = {
+        first = len(handler.names) if first is None else first
+        record = {
             "step": int(state.step),
             "loss": float(metrics["loss"]),
             "time": time.time(),
-            "compiled": compiled.names[first:],
+            "compiled": handler.names[first:],
         }
         if options.counted:
-            said["samples"] = metrics["number"].tolist()
-        out.write(json.dumps(said) + "\n")
+            record["samples"] = metrics["number"].tolist()
+        out.write(json.dumps(record) + "\n")
         time.sleep(options.pause)
 
 
 def main() -> None:
-    """Train as the options say."""
     options = Options(**json.loads(Path(sys.argv[1]).read_text()))
     jax.config.update("jax_enable_x64", options.x64)
     with open(f"{options.out}/{os.getpid()}.jsonl", "w", buffering=1) as out:

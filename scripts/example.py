@@ -1,9 +1,9 @@
-"""A training script that runs as several processes, on one host or on many.
+"""Trains as several processes, on one host or on many.
 
     whalejax launch --processes 2 scripts/example.py
 
-A copy of it is a start: all that is not of one's own is the first call, which asks the
-launcher or the cluster who is who. The plan is for the devices of all processes.
+A copy of it is a start for your own script; only the first call is special: it asks the
+launcher or the cluster for the ranks. The plan is for the devices of all processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_model(key):
 
 
 def main() -> None:
-    """Train on noise, and say what came of it."""
+    """Trains on noise, and prints the loss."""
     wh.init_distributed()
     model = jax.eval_shape(make_model, jax.random.key(0))
     noise = np.random.default_rng(0).normal(size=(32, 64)).astype("float32")

@@ -1,8 +1,8 @@
-"""Fitting the constants of ``meshes.fitted_constants`` to measured step times.
+"""Fits the constants of ``meshes.fitted_constants`` to measured step times.
 
 Robust least squares on the logarithm of predicted over measured, with a pull towards
-what is known of such devices from elsewhere, so that a constant which the runs at hand
-say nothing about stays where it was. The formulas are those of ``step_model``.
+known values of such devices, so that a constant without effect on the given runs keeps
+its value. The formulas are those of ``step_model``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from whalejax.meshes.ratings import STANDS_IN, rating_of
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a constant may be: the most likely value, and its bounds."""
+    """Most likely value of a constant, and its bounds."""
 
     likely: float
     low: float
@@ -58,7 +58,7 @@ GPU = {
     "update_bytes": Range(36, 28, 60),
     "step_seconds": Range(3e-3, 0.0, 3e-2),
 }
-"""Constants of GPUs that step times can tell."""
+"""Constants of GPUs that step times determine."""
 
 TPU = {
     "half_size": Range(100, 1, 400),
@@ -68,34 +68,34 @@ TPU = {
     "network": Range(0.5, 0.2, 0.9),
     "overlap_parameters": Range(0.8, 0.0, 0.98),
 }
-"""The same of TPUs."""
+"""Constants of TPUs that step times determine."""
 
 EFFICIENCY = Range(0.8, 0.15, 0.9)
-"""Of a family of devices in one type."""
+"""Efficiency of a family of devices in one type."""
 
 NODE = Range(0.75, 0.5, 0.9)
-"""Of a family of GPUs: what the links inside a node deliver."""
+"""Efficiency of the links inside a node of a family of GPUs."""
 
 FULL = ("f32", "tf32")
-"""Types of full precision, as far as PyTorch calls it that."""
+"""Types of full precision, as PyTorch calls it."""
 
 PULL = 0.8
-"""Weight of the most likely values: that of so much relative error in a run, where a
-constant lies at the other end of its range."""
+"""Weight of the most likely values: a constant at the other end of its range counts as
+this relative error in a run."""
 
 SCALE = 0.04
 """Relative error from which a run counts as an outlier."""
 
 STEP = 1e-6
-"""Part of a constant's range by which it is moved to see what depends on it."""
+"""Part of a constant's range by which it moves for its slope."""
 
 ROUNDS = 2
-"""How often the pipelines' waiting is worked out anew."""
+"""Number of times that the pipelines' waits are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a fitted number stands: in a platform's constants, or an efficiency."""
+    """Location of a fitted number: a platform's constant, or an efficiency."""
 
     platform: str
     name: str
@@ -103,19 +103,19 @@ class _Place:
 
 
 def _places(runs: Runs) -> tuple[list[_Place], list[_Place]]:
-    """What is fitted first, and the efficiencies in full precision.
+    """Returns the constants that are fitted first, and efficiencies in full precision.
 
     Training in full precision is rare and its frameworks are research code, so that its
-    runs may say how fast a device is in it, and nothing else.
+    runs determine only the speed of a device in it.
     """
-    found = [_Place("gpu", name, span) for name, span in GPU.items()]
-    found += [_Place("tpu", name, span) for name, span in TPU.items()]
-    seen = dict.fromkeys((run.device.kind.family, run.speed) for run in runs.runs)
-    first = [_Place(f, d, EFFICIENCY) for f, d in seen if d not in FULL]
+    shared = [_Place("gpu", name, span) for name, span in GPU.items()]
+    shared += [_Place("tpu", name, span) for name, span in TPU.items()]
+    types = dict.fromkeys((run.device.kind.family, run.speed) for run in runs.runs)
+    first = [_Place(f, d, EFFICIENCY) for f, d in types if d not in FULL]
     kinds = [run.device.kind for run in runs.runs if width_of(run.dtype) not in FULL]
     gpus = dict.fromkeys(kind.family for kind in kinds if kind.platform == "gpu")
     first += [_Place(family, "node", NODE) for family in gpus]
-    return found + first, [_Place(f, d, EFFICIENCY) for f, d in seen if d in FULL]
+    return shared + first, [_Place(f, d, EFFICIENCY) for f, d in types if d in FULL]
 
 
 def _with(base: Constants, places: Sequence[_Place], values: Array) -> Constants:
@@ -139,10 +139,10 @@ def _with(base: Constants, places: Sequence[_Place], values: Array) -> Constants
 
 
 def source_weights(sources: Sequence[str]) -> Array:
-    """Weight of each run: a source's runs together weigh less than their number.
+    """Returns the weight of each run: less than proportional to a source's runs.
 
-    A sweep of hundreds of layouts on one machine says more than a table of ten, but
-    not in proportion.
+    A sweep of hundreds of layouts on one machine has more information than a table of
+    ten, but not in proportion.
     """
     counts = Counter(sources)
     return np.array([counts[source] ** -0.15 for source in sources])
@@ -157,32 +157,32 @@ def fit(
     kept: Array | None = None,
     layers: Array | None = None,
 ) -> Constants:
-    """Constants that explain measured step times best.
+    """Returns the constants that explain measured step times best.
 
     Args:
-        runs: what was run.
-        seconds: what each step took.
-        weights: of each run.
-        base: constants that are not fitted, and where the fit starts.
-        kept: which runs count, or None for all.
-        layers: for which runs ``seconds`` is the time of one layer and micro-batch.
+        runs: Measured runs.
+        seconds: Seconds of each step.
+        weights: Weight of each run.
+        base: Constants that are not fitted, and start of the fit.
+        kept: Whether each run counts, or None for all.
+        layers: Whether ``seconds`` of a run is that of one layer and micro-batch.
     """
-    first, full = _places(runs)
-    chosen = np.ones(len(runs.runs), bool) if kept is None else kept
+    first, full_precision = _places(runs)
+    counts = np.ones(len(runs.runs), bool) if kept is None else kept
     precise = np.array([width_of(run.dtype) in FULL for run in runs.runs])
     single = np.zeros(len(runs.runs), bool) if layers is None else layers
     start = dataclasses.replace(base, efficiency={}, node={})
     measured = _Target(runs=runs, logs=np.log(seconds), weights=weights, layers=single)
-    if (chosen & ~precise).any():
-        start = _solve(measured, first, start, chosen & ~precise)
-    if full and (chosen & precise).any():
-        start = _solve(measured, full, start, chosen & precise)
+    if (counts & ~precise).any():
+        start = _solve(measured, first, start, counts & ~precise)
+    if full_precision and (counts & precise).any():
+        start = _solve(measured, full_precision, start, counts & precise)
     return start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """What a fit is to explain; see ``fit``."""
+    """Data of a fit; see ``fit``."""
 
     runs: Runs
     logs: Array
@@ -190,20 +190,20 @@ class _Target:
     layers: Array
 
     def off(self, constants: Constants, kept: Array) -> Array:
-        """Weighted logarithms of predicted over measured."""
-        priced = self.runs.price(constants, settle=False)
-        found = np.where(self.layers, priced.layer_seconds, priced.step_seconds)
-        off: Array = (np.log(found) - self.logs)[kept] * self.weights[kept]
+        """Returns weighted logarithms of predicted over measured."""
+        prices = self.runs.price(constants, settle=False)
+        predicted = np.where(self.layers, prices.layer_seconds, prices.step_seconds)
+        off: Array = (np.log(predicted) - self.logs)[kept] * self.weights[kept]
         return off
 
 
 def _feels(runs: Runs, place: _Place) -> Array:
-    """Whether each run depends on a constant."""
-    kinds = (one.kind for one in runs.entries)
+    """Returns whether each run depends on a constant."""
+    kinds = (entry.kind for entry in runs.entries)
     if place.platform in ("gpu", "tpu"):
         return np.array([kind.platform == place.platform for kind in kinds])
-    rated = rating_of(place.platform)
-    generation = rated.generation if rated is not None else ""
+    rating = rating_of(place.platform)
+    generation = rating.generation if rating is not None else ""
     return np.array(
         [
             place.platform == k.family
@@ -215,32 +215,32 @@ def _feels(runs: Runs, place: _Place) -> Array:
 
 
 def _generations(generation: str) -> tuple[str, ...]:
-    """A generation and those whose measurements stand in for its own."""
-    found = [generation]
-    while found[-1] in STANDS_IN:
-        found.append(STANDS_IN[found[-1]])
-    return tuple(found)
+    """Returns a generation and those whose measurements stand in for its own."""
+    generations = [generation]
+    while generations[-1] in STANDS_IN:
+        generations.append(STANDS_IN[generations[-1]])
+    return tuple(generations)
 
 
 def _together(runs: Runs, places: Sequence[_Place]) -> list[list[int]]:
-    """Constants in groups in which no run depends on two."""
+    """Returns groups of constants in which no run depends on two."""
     groups: list[tuple[list[int], Array]] = []
     for index, place in enumerate(places):
-        felt = _feels(runs, place)
-        for members, taken in groups:
-            if not (taken & felt).any():
+        depends = _feels(runs, place)
+        for members, used in groups:
+            if not (used & depends).any():
                 members.append(index)
-                taken |= felt
+                used |= depends
                 break
         else:
-            groups.append(([index], felt))
+            groups.append(([index], depends))
     return [members for members, _ in groups]
 
 
 def _solve(
     target: _Target, places: Sequence[_Place], base: Constants, kept: Array
 ) -> Constants:
-    """Fit some constants to some runs, the others staying as they are."""
+    """Fits some constants to some runs; the others keep their values."""
     low = np.array([p.range.low for p in places])
     high = np.array([p.range.high for p in places])
     likely = (np.array([p.range.likely for p in places]) - low) / (high - low)
@@ -253,23 +253,23 @@ def _solve(
     groups = _together(target.runs, places)
 
     def slopes(unit: Array) -> Array:
-        """Differences by each constant; those that meet in no run move at once."""
+        """Returns slopes by each constant; those that share no run move at once."""
         before = differences(unit)
-        found = np.zeros((len(before), len(places)))
+        jacobian = np.zeros((len(before), len(places)))
         for group in groups:
             step = np.zeros(len(places))
             step[group] = np.where(unit[group] + STEP > 1, -STEP, STEP)
-            moved = (differences(unit + step) - before)[: -len(places)]
+            change = (differences(unit + step) - before)[: -len(places)]
             for index in group:
-                felt = _feels(target.runs, places[index])[kept]
-                found[: len(felt), index] = moved * felt / step[index]
-        found[-len(places) :] = np.diag(np.full(len(places), pull))
-        return found
+                depends = _feels(target.runs, places[index])[kept]
+                jacobian[: len(depends), index] = change * depends / step[index]
+        jacobian[-len(places) :] = np.diag(np.full(len(places), pull))
+        return jacobian
 
     unit = np.clip(likely, 0.01, 0.99)
     for _ in range(ROUNDS):
         target.runs.price(_with(base, places, low + unit * (high - low)))
-        solved = least_squares(
+        solution = least_squares(
             differences,
             unit,
             jac=cast(Any, slopes),  # typed as the names of methods
@@ -278,5 +278,5 @@ def _solve(
             f_scale=SCALE,
             max_nfev=30,
         )
-        unit = np.clip(solved.x, 1e-4, 1 - 1e-4)
+        unit = np.clip(solution.x, 1e-4, 1 - 1e-4)
     return _with(base, places, low + unit * (high - low))

@@ -29,7 +29,7 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _labelled(model: Any, batch: Any) -> jax.Array:
-    """Cross-entropy of classes, of whole samples or of each pixel or token."""
+    """Returns the cross-entropy of classes, of samples or of each pixel or token."""
     logits = model(batch["x"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
@@ -92,7 +92,7 @@ class _UNet(nnx.Module):
 
 
 def unet(channels: int = 64, depth: int = 4, extent: int = 256) -> wh.Job:
-    """A 2-D U-Net that labels pixels."""
+    """Returns a 2-D U-Net that labels pixels."""
     return _job(
         "unet",
         lambda: _UNet(channels, depth, nnx.Rngs(0)),
@@ -144,7 +144,7 @@ def resnet3d(
     frames: int = 16,
     extent: int = 112,
 ) -> wh.Job:
-    """A 3-D ResNet that classifies videos."""
+    """Returns a 3-D ResNet that classifies videos."""
     module = _ResNet3D(channels, tuple(blocks))
     sample = frames, extent, extent, 3
     return _job(
@@ -200,7 +200,7 @@ def nnx_gpt(
     layers: int = 6,
     sequence: int = 1024,
 ) -> wh.Job:
-    """A GPT whose layers are written out one by one."""
+    """Returns a GPT with unrolled layers."""
     return _job(
         "nnx_gpt",
         lambda: _GPT(vocab, embed, heads, layers, sequence),
@@ -246,7 +246,7 @@ def vit(
     patch: int = 16,
     extent: int = 224,
 ) -> wh.Job:
-    """A vision transformer whose layers are scanned."""
+    """Returns a vision transformer with scanned layers."""
     return _job(
         "vit",
         lambda: _ViT(embed, heads, layers, patch, extent),
@@ -282,7 +282,7 @@ class _DenseExperts(nn.Module):
 
 
 class _RaggedExperts(nn.Module):
-    """Tokens sorted by their experts, each multiplied with its expert's kernel."""
+    """Tokens sorted by expert, each multiplied with its expert's kernel."""
 
     experts: int
     hidden: int
@@ -308,7 +308,7 @@ class _RaggedExperts(nn.Module):
 
 
 class _Sparse(nn.Module):
-    """A decoder whose multilayer perceptrons are experts."""
+    """A decoder with experts as multilayer perceptrons."""
 
     vocab: int
     embed: int
@@ -343,10 +343,10 @@ def dense_experts(
     experts: int = 16,
     sequence: int = 1024,
 ) -> wh.Job:
-    """A mixture of experts that dispatches by products."""
-    made = lambda: _DenseExperts(experts, 4 * embed)  # noqa: E731
+    """Returns a mixture of experts that dispatches by products."""
+    make_experts = lambda: _DenseExperts(experts, 4 * embed)  # noqa: E731
     return _sparse(
-        "dense_experts", _Sparse(vocab, embed, heads, layers, made), sequence
+        "dense_experts", _Sparse(vocab, embed, heads, layers, make_experts), sequence
     )
 
 
@@ -359,10 +359,10 @@ def ragged_experts(
     top: int = 4,
     sequence: int = 2048,
 ) -> wh.Job:
-    """A mixture of experts that sorts its tokens."""
-    made = lambda: _RaggedExperts(experts, embed, top)  # noqa: E731
+    """Returns a mixture of experts that sorts its tokens."""
+    make_experts = lambda: _RaggedExperts(experts, embed, top)  # noqa: E731
     return _sparse(
-        "ragged_experts", _Sparse(vocab, embed, heads, layers, made), sequence
+        "ragged_experts", _Sparse(vocab, embed, heads, layers, make_experts), sequence
     )
 
 
@@ -391,7 +391,7 @@ class _LSTM(nnx.Module):
 def lstm(
     vocab: int = 32_000, width: int = 3072, layers: int = 3, length: int = 64
 ) -> wh.Job:
-    """A language model of stacked LSTMs."""
+    """Returns a language model of stacked LSTMs."""
     return _job(
         "lstm",
         lambda: _LSTM(vocab, width, layers),
@@ -419,7 +419,7 @@ class _Translating(nn.Module):
 def seq2seq(
     vocab: int = 32_000, width: int = 1024, layers: int = 2, length: int = 64
 ) -> wh.Job:
-    """LSTMs that read a sequence and write another."""
+    """Returns LSTMs that read a sequence and write another."""
     module = _Translating(vocab, width, layers)
     both = lambda n: {"source": _ints(n, length), "target": _ints(n, length)}  # noqa: E731
     return _job(
@@ -435,8 +435,8 @@ def seq2seq(
 
 def _clicked(lookup: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def loss_fn(model: Any, batch: Any) -> jax.Array:
-        taken = lookup(model["tables"], batch["ids"])
-        x = taken.reshape(taken.shape[0], -1)
+        vectors = lookup(model["tables"], batch["ids"])
+        x = vectors.reshape(vectors.shape[0], -1)
         for kernel in model["hidden"]:
             x = jax.nn.relu(x @ kernel)
         logits = (x @ model["head"])[:, 0]
@@ -446,9 +446,9 @@ def _clicked(lookup: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _recommender(
-    name: str, lookup: Any, tables: Any, features: int, each: int
+    name: str, lookup: Any, tables: Any, features: int, width: int
 ) -> wh.Job:
-    widths = features * each, 512, 256
+    widths = features * width, 512, 256
 
     def make_model(key: jax.Array) -> Any:
         normal = lambda *shape: jax.random.normal(key, shape) / math.sqrt(shape[-2])  # noqa: E731
@@ -470,7 +470,7 @@ def _recommender(
 
 
 def stacked_tables(count: int = 26, rows: int = 1_300_000, columns: int = 64) -> wh.Job:
-    """Embedding tables of categories, in one array."""
+    """Returns embedding tables of categories, in one array."""
     lookup = jax.vmap(lambda table, ids: table[ids], (0, 1), 1)
     tables = _floats(count, rows, columns)
     return _recommender("stacked_tables", lookup, tables, count, columns)
@@ -479,7 +479,7 @@ def stacked_tables(count: int = 26, rows: int = 1_300_000, columns: int = 64) ->
 def separate_tables(
     count: int = 26, rows: int = 1_300_000, columns: int = 64
 ) -> wh.Job:
-    """Embedding tables of categories, each an array of its own."""
+    """Returns embedding tables of categories, each an array of its own."""
 
     def lookup(tables: Any, ids: jax.Array) -> jax.Array:
         return jnp.stack([t[ids[:, n]] for n, t in enumerate(tables)], 1)
@@ -489,8 +489,8 @@ def separate_tables(
 
 
 PROGRAMS: Final[dict[str, Callable[..., wh.Job]]] = {
-    one.__name__: one
-    for one in (
+    make.__name__: make
+    for make in (
         unet,
         resnet3d,
         nnx_gpt,

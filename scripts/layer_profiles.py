@@ -1,9 +1,9 @@
-"""Ratios of kinds of devices, fitted to and judged by single layers.
+"""Fits the ratios of device kinds to single layers, and judges predictions of them.
 
 One layer of a Transformer, forward and backward, timed on many kinds at equal shape,
-type and micro-batch, says how the kinds compare. Every kind's efficiencies are fitted
-to its own layers alone, so that leaving a kind out is taking its numbers away: what is
-left is what the others of its generation say of it.
+type and micro-batch, shows how the kinds compare. Every kind's efficiencies are fitted
+to its own layers alone, so that a kind is held out by removing its numbers: the rest
+follows from the others of its generation.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from whalejax.meshes.ratings import rating_of, watts_ratio
 
 
 LEAST_TOKENS = 4096
-"""Of a micro-batch, below which a layer is too small to say what a kind is worth."""
+"""Tokens of a micro-batch below which a layer is too small to judge a kind."""
 
 LIKELY, SPREAD = 0.6, 0.6
-"""The most likely efficiency, and how far (in logarithms) it may well be off."""
+"""The most likely efficiency, and its likely error in logarithms."""
 
 LIKELY_MEMORY = 0.1
-"""The same of memory's share, around that of the platform."""
+"""Likely error of memory's share, around that of the platform."""
 
 SCALE = 0.05
 """Relative error from which a layer counts as an outlier."""
 
 SAME_BOARD = 0.02
-"""By how much power may differ between boards that are one kind to a training step."""
+"""Largest difference in power between boards that count as one kind."""
 
 _PROFILE = re.compile(r"PROFILE ms of one block: forward ([\d.]+); backward ([\d.]+)")
 
@@ -53,13 +53,13 @@ Shape = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiles:
-    """Layers that were timed.
+    """Timed layers.
 
     Attributes:
-        runs: what each is.
-        shapes: model, width, sequence, type and micro-batch of each.
-        devices: as the table names them.
-        seconds: forward and backward.
+        runs: Run of each layer.
+        shapes: Model, width, sequence, type and micro-batch of each.
+        devices: Device names of the table.
+        seconds: Seconds of forward and backward.
     """
 
     runs: tuple[PublishedRun, ...]
@@ -69,7 +69,7 @@ class Profiles:
 
     @property
     def tokens(self) -> Array:
-        """Of every micro-batch."""
+        """Tokens of each micro-batch."""
         return np.array([run.micro_batch * run.sizes.seq for run in self.runs])
 
     @property
@@ -80,24 +80,24 @@ class Profiles:
 
 
 def load(directory: str | Path) -> Profiles:
-    """The layers of every CSV file of a directory.
+    """Returns the layers of every CSV file of a directory.
 
     Raises:
-        WhaleError: no table there, a malformed one, or none with such layers.
+        WhaleError: No table, a malformed one, or none with such layers.
     """
     paths = sorted(Path(directory).glob("*.csv"))
     runs, shapes, devices, seconds = [], [], [], []
     for path in paths:
         for row in read_table(path).rows:
-            found = _PROFILE.search(row.get("notes") or "")
-            run = read_row(row).run if found else None
-            if found is None or run is None:
+            match = _PROFILE.search(row.get("notes") or "")
+            run = read_row(row).run if match else None
+            if match is None or run is None:
                 continue
             runs.append(run)
             names = ("model", "hidden", "seq", "precision", "micro_batch", "tp")
             shapes.append(tuple(row.get(name, "") for name in names))
             devices.append(row.get("device", ""))
-            seconds.append((float(found[1]) + float(found[2])) / 1e3)
+            seconds.append((float(match[1]) + float(match[2])) / 1e3)
     if not runs:
         raise WhaleError(
             f"{directory}: no row whose notes say 'PROFILE ms of one block: forward N; "
@@ -112,61 +112,63 @@ def load(directory: str | Path) -> Profiles:
 
 
 def layer_seconds(runs: Runs, known: Constants) -> Array:
-    """Forward and backward of one layer of every run."""
+    """Returns forward and backward seconds of one layer of every run."""
     ahead, behind = runs.places(known)
-    found: Array = ahead[LAYER] + behind[LAYER]
-    return found
+    seconds: Array = ahead[LAYER] + behind[LAYER]
+    return seconds
 
 
-def fit_kinds(found: Profiles, base: Constants, kept: Array | None = None) -> Constants:
-    """Constants with the efficiencies of kinds that the layers tell.
+def fit_kinds(
+    profiles: Profiles, base: Constants, kept: Array | None = None
+) -> Constants:
+    """Returns constants with the efficiencies of kinds that layers determine.
 
-    Those that training steps tell stay as they are, and so does everything else.
+    Efficiencies that training steps determine keep their values.
 
     Args:
-        found: the layers.
-        base: what is known without them; what it has of ``blocks`` and ``memory`` goes.
-        kept: which layers count; all if left out.
+        profiles: Timed layers.
+        base: Constants without them; its ``blocks`` and ``memory`` are replaced.
+        kept: Whether each layer counts; all if left out.
     """
     base = dataclasses.replace(base, blocks={}, memory={})
-    chosen = np.ones(len(found.runs), bool) if kept is None else kept
+    chosen = np.ones(len(profiles.runs), bool) if kept is None else kept
     by_kind: dict[str, list[int]] = defaultdict(list)
     for index in np.flatnonzero(chosen).tolist():
-        by_kind[found.runs[index].device.kind.name].append(index)
+        by_kind[profiles.runs[index].device.kind.name].append(index)
     blocks: dict[tuple[str, str], float] = {}
     memory: dict[str, float] = {}
     for indexes in by_kind.values():
-        mine, share = _fit_one(found, base, indexes)
-        blocks |= mine
+        own_blocks, share = _fit_one(profiles, base, indexes)
+        blocks |= own_blocks
         memory |= share
     return dataclasses.replace(base, blocks=blocks, memory=memory)
 
 
 def _fit_one(
-    found: Profiles, base: Constants, indexes: Sequence[int]
+    profiles: Profiles, base: Constants, indexes: Sequence[int]
 ) -> tuple[dict[tuple[str, str], float], dict[str, float]]:
-    """Efficiencies and memory's share of one kind."""
-    runs = [found.runs[i] for i in indexes]
+    """Returns efficiencies and memory's share of one kind."""
+    runs = [profiles.runs[i] for i in indexes]
     kind = runs[0].device.kind
     types = dict.fromkeys(run.speed for run in runs)
-    wanted = [width for width in types if not _known(base, kind, width)]
+    widths = [width for width in types if not _known(base, kind, width)]
     own_memory = not any(family == kind.family for family, _ in base.efficiency)
     name = _stored_name(kind)
-    if not wanted and not own_memory:
+    if not widths and not own_memory:
         return {}, {}
-    priced, logs = Runs(runs), np.log(found.seconds[list(indexes)])
+    kind_runs, logs = Runs(runs), np.log(profiles.seconds[list(indexes)])
     likely = base.memory_of(kind)
 
     def constants(x: Array) -> Constants:
         shares = np.exp(x)
-        blocks = {(name, w): float(s) for w, s in zip(wanted, shares, strict=False)}
+        blocks = {(name, w): float(s) for w, s in zip(widths, shares, strict=False)}
         memory = {name: float(min(1.0, shares[-1]))} if own_memory else {}
         return dataclasses.replace(base, blocks=blocks, memory=memory)
 
     def off(x: Array) -> Array:
-        return np.asarray(np.log(layer_seconds(priced, constants(x))) - logs)
+        return np.asarray(np.log(layer_seconds(kind_runs, constants(x))) - logs)
 
-    pulls = [(math.log(LIKELY), SPREAD)] * len(wanted)
+    pulls = [(math.log(LIKELY), SPREAD)] * len(widths)
     pulls += [(math.log(likely), LIKELY_MEMORY)] * own_memory
     middle, width = (np.array(side) for side in zip(*pulls, strict=True))
 
@@ -174,13 +176,13 @@ def _fit_one(
         pull = SCALE * math.sqrt(len(runs)) / 2 * (x - middle) / width
         return np.concatenate([off(x), pull])
 
-    solved = least_squares(differences, middle, loss="soft_l1", f_scale=SCALE)
-    known = constants(solved.x)
-    return dict(known.blocks), dict(known.memory)
+    solution = least_squares(differences, middle, loss="soft_l1", f_scale=SCALE)
+    fitted = constants(solution.x)
+    return dict(fitted.blocks), dict(fitted.memory)
 
 
 def _known(base: Constants, kind: DeviceKind, width: str) -> bool:
-    """Training steps tell the efficiency of such a board."""
+    """Returns whether training steps determine the efficiency of such a board."""
     reference = rating_of(kind.family)
     if (kind.family, width) not in base.efficiency or reference is None:
         return False
@@ -189,44 +191,44 @@ def _known(base: Constants, kind: DeviceKind, width: str) -> bool:
 
 
 def _stored_name(kind: DeviceKind) -> str:
-    """The family's, where the kind is the board that stands for it."""
+    """Returns the family's name if the kind is its reference board."""
     reference = rating_of(kind.family)
     if reference is None:
         return kind.name
-    same = dict(reference.flops_per_second) == dict(kind.flops_per_second)
-    return kind.family if same and reference.watts == kind.watts else kind.name
+    is_same = dict(reference.flops_per_second) == dict(kind.flops_per_second)
+    return kind.family if is_same and reference.watts == kind.watts else kind.name
 
 
-def held_out(found: Profiles, base: Constants) -> Array:
-    """Seconds of every layer, predicted without what would give them away.
+def held_out(profiles: Profiles, base: Constants) -> Array:
+    """Returns seconds of every layer, predicted without the data of its kind.
 
-    Where another kind of the generation was timed in the type, all layers of the kind
-    are left out; elsewhere those of its half of the shapes.
+    If another kind of the generation was timed in the type, all layers of the kind are
+    left out; otherwise those of its half of the shapes.
     """
-    predicted = np.zeros(len(found.runs))
-    kinds = np.array([run.device.kind.name for run in found.runs])
-    speeds = np.array([run.speed for run in found.runs])
-    generations = np.array([run.device.kind.generation for run in found.runs])
-    whole = fit_kinds(found, base)
-    halves = [fit_kinds(found, base, found.halves != half) for half in (0, 1)]
+    predicted = np.zeros(len(profiles.runs))
+    kinds = np.array([run.device.kind.name for run in profiles.runs])
+    speeds = np.array([run.speed for run in profiles.runs])
+    generations = np.array([run.device.kind.generation for run in profiles.runs])
+    fitted = fit_kinds(profiles, base)
+    halves = [fit_kinds(profiles, base, profiles.halves != half) for half in (0, 1)]
     for kind, speed in dict.fromkeys(zip(kinds.tolist(), speeds.tolist(), strict=True)):
-        mine = (kinds == kind) & (speeds == speed)
-        first = found.runs[int(np.flatnonzero(mine)[0])].device.kind
+        is_kind = (kinds == kind) & (speeds == speed)
+        first = profiles.runs[int(np.flatnonzero(is_kind)[0])].device.kind
         others = (generations == first.generation) & (kinds != kind) & (speeds == speed)
         if first.generation and others.any():
-            parts = [(mine, _without(whole, first))]
+            parts = [(is_kind, _without(fitted, first))]
         else:
-            parts = [(mine & (found.halves == h), halves[h]) for h in (0, 1)]
-        for part, known in parts:
+            parts = [(is_kind & (profiles.halves == h), halves[h]) for h in (0, 1)]
+        for part, fit in parts:
             at = np.flatnonzero(part)
             if len(at):
-                runs = Runs([found.runs[i] for i in at])
-                predicted[at] = layer_seconds(runs, known)
+                runs = Runs([profiles.runs[i] for i in at])
+                predicted[at] = layer_seconds(runs, fit)
     return predicted
 
 
 def _without(known: Constants, kind: DeviceKind) -> Constants:
-    """Constants that have nothing of a kind."""
+    """Returns constants without those of a kind."""
     name = _stored_name(kind)
     blocks = {key: share for key, share in known.blocks.items() if key[0] != name}
     memory = {key: share for key, share in known.memory.items() if key != name}
@@ -235,11 +237,11 @@ def _without(known: Constants, kind: DeviceKind) -> Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """How well the ratio of two kinds is predicted.
+    """Errors of the predicted ratio of two kinds.
 
     Attributes:
-        kinds: as the table names them.
-        ratios: for each shape, predicted over measured.
+        kinds: Names of the kinds in the table.
+        ratios: Predicted over measured ratio for each shape.
     """
 
     kinds: tuple[str, str]
@@ -247,26 +249,26 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """The median over the shapes."""
+        """Median over the shapes."""
         return statistics.median(abs(ratio - 1.0) for ratio in self.ratios)
 
 
 def pairs(
-    found: Profiles, predicted: Array, least_tokens: int = LEAST_TOKENS
+    profiles: Profiles, predicted: Array, least_tokens: int = LEAST_TOKENS
 ) -> tuple[Pair, ...]:
-    """Every two kinds that were timed at some shape, the worst first."""
+    """Returns every two kinds that were timed at some shape, the worst first."""
     by_shape: dict[Shape, dict[str, int]] = defaultdict(dict)
-    for index in np.flatnonzero(found.tokens >= least_tokens).tolist():
-        by_shape[found.shapes[index]][found.devices[index]] = index
-    return _pairs(by_shape.values(), predicted / found.seconds)
+    for index in np.flatnonzero(profiles.tokens >= least_tokens).tolist():
+        by_shape[profiles.shapes[index]][profiles.devices[index]] = index
+    return _pairs(by_shape.values(), predicted / profiles.seconds)
 
 
 def _pairs(groups: Iterable[Mapping[str, int]], off: Array) -> tuple[Pair, ...]:
     ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
     for group in groups:
-        for one, other in itertools.combinations(sorted(group), 2):
-            ratios[one, other].append(float(off[group[one]] / off[group[other]]))
-    found = [
+        for first, second in itertools.combinations(sorted(group), 2):
+            ratios[first, second].append(float(off[group[first]] / off[group[second]]))
+    pairs = [
         Pair(kinds=kinds, ratios=tuple(values)) for kinds, values in ratios.items()
     ]
-    return tuple(sorted(found, key=lambda pair: -pair.error))
+    return tuple(sorted(pairs, key=lambda pair: -pair.error))

@@ -1,7 +1,7 @@
-"""Live jobs under a scheduler, disturbed from outside, and what became of them.
+"""Runs and disturbs live jobs under a scheduler, and audits them.
 
-What they train is in ``make``: layers whose metrics hold sample numbers, so that every
-sample of every step can be accounted for.
+They train ``make``: layers whose metrics have sample numbers, so that every sample of
+every step can be accounted for.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _LAYERS: Final = 6
 
 
 def make(seconds: float = 0.0, device_seconds: float = 0.0) -> wh.Job:
-    """A job.
+    """Returns a job.
 
     Args:
-        seconds: That its input takes in each step.
-        device_seconds: That a micro-batch takes beside what it computes, as on a device
-            of its own: other work on this machine slows it little.
+        seconds: Seconds of its input in each step.
+        device_seconds: Seconds of a micro-batch besides computation, as on a device of
+            its own: other work on this machine slows it little.
     """
 
     def wait(x: Any) -> Any:
@@ -82,10 +82,10 @@ def make(seconds: float = 0.0, device_seconds: float = 0.0) -> wh.Job:
 
     def batch(step: int, size: int) -> dict[str, np.ndarray]:
         time.sleep(seconds)
-        drawn = np.random.default_rng(step)
+        rng = np.random.default_rng(step)
         return {
-            "x": drawn.standard_normal((size, _WIDTH), np.float32),
-            "y": drawn.standard_normal((size, 2), np.float32),
+            "x": rng.standard_normal((size, _WIDTH), np.float32),
+            "y": rng.standard_normal((size, 2), np.float32),
             "number": np.arange(step * size, (step + 1) * size, dtype=np.int32),
         }
 
@@ -100,9 +100,11 @@ def make(seconds: float = 0.0, device_seconds: float = 0.0) -> wh.Job:
 
 
 def environment() -> dict[str, str]:
-    """Of the scheduler and its jobs: CPU only, and this checkout."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    """Returns variables of the scheduler and its jobs: CPU only, this checkout."""
+    variables = {
+        k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))
+    }
+    return {**variables, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
 class Serving:
@@ -111,12 +113,12 @@ class Serving:
     def __init__(
         self, folder: Path, *words: str, start: bool = True, cluster: str = "cpu:4"
     ) -> None:
-        """Start it.
+        """Starts the scheduler.
 
         Args:
-            folder: In which it runs.
+            folder: Folder in which it runs.
             words: Further options of ``jobs serve``.
-            start: Others start it where this is false.
+            start: Whether to start it here.
             cluster: Devices that the jobs divide.
         """
         self.folder, self.save = folder, folder / "jobs"
@@ -126,7 +128,7 @@ class Serving:
             self.start()
 
     def start(self) -> None:
-        """Start it, the first time or again, and wait until it listens."""
+        """Starts it, the first time or again, and waits until it listens."""
         with (self.folder / "serve.log").open("a") as log:
             self.process = subprocess.Popen(
                 [*self._command(), *self._words, "--save", str(self.save)],
@@ -142,7 +144,7 @@ class Serving:
         return [sys.executable, "-m", "whalejax", "jobs"]
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of ``whalejax jobs``."""
+        """Runs a command of ``whalejax jobs``."""
         return subprocess.run(
             [*self._command(), *words, "--save", str(self.save)],
             cwd=self.folder,
@@ -153,15 +155,15 @@ class Serving:
         )
 
     def add(self, name: str, *words: str, steps: int, devices: str = "1:4") -> None:
-        """Add a job of ``make``, and wait until it is planned."""
+        """Adds a job of ``make``, and waits until it is planned."""
         model = f"{Path(__file__).resolve()}:make"
-        given = ["--name", name, "--steps", str(steps), "--devices", devices]
-        given += ["--micro-batches", str(MICRO_BATCHES), "--save-every", "50"]
-        done = self.ask("add", model, *given, *words)
-        assert done.returncode == 0, done.stderr
+        options = ["--name", name, "--steps", str(steps), "--devices", devices]
+        options += ["--micro-batches", str(MICRO_BATCHES), "--save-every", "50"]
+        process = self.ask("add", model, *options, *words)
+        assert process.returncode == 0, process.stderr
 
     def shown(self) -> dict[str, Any]:
-        """What ``jobs show`` says of each job; with ``""`` for the scheduler itself."""
+        """Returns each job as ``jobs show`` does; ``""`` is the scheduler itself."""
         from whalejax.scheduler.job_table import JobError
         from whalejax.scheduler.live.local_socket import ask
         from whalejax.scheduler.live.requests import Jobs, ShowJobs
@@ -174,7 +176,7 @@ class Serving:
         return {"": answer, **{one.name: one for one in answer.jobs}}
 
     def until(self, true: Callable[[], bool], seconds: float = HANGS_SECONDS) -> bool:
-        """Wait for something; whether it came."""
+        """Waits for a condition; returns whether it became true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if true():
@@ -182,78 +184,77 @@ class Serving:
             time.sleep(0.1)
         return false_with_log(self.folder)
 
-    # What is known of a job, whoever runs.
+    # Facts of a job, whichever processes run.
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """What the journal of a job's run holds."""
+        """Returns the events of a job's run."""
         return journal.read(self.save / name / FOLDER / journal.EVENTS)
 
     def commits(self, name: str) -> list[dict[str, Any]]:
-        """Steps that a job has committed."""
+        """Returns the committed steps of a job."""
         return journal.read(self.save / name / FOLDER / journal.COMMITS)
 
     def book(self) -> list[dict[str, Any]]:
-        """The scheduler's own journal."""
+        """Returns the scheduler's journal."""
         return journal.read(self.save / "jobs.jsonl")
 
     def trades(self) -> int:
-        """Decisions that gave a running job another number of devices."""
+        """Returns how often a running job got another number of devices."""
         size: dict[str, int] = {}
         count = 0
-        for said in self.book():
-            if said["event"] == "placed":
-                before = size.get(said["name"], 0)
-                count += bool(before and said["size"] != before)
-                size[said["name"]] = said["size"]
+        for event in self.book():
+            if event["event"] == "placed":
+                old_size = size.get(event["name"], 0)
+                count += bool(old_size and event["size"] != old_size)
+                size[event["name"]] = event["size"]
         return count
 
     def members(self, name: str) -> list[int]:
-        """Processes of a job's members that are there."""
-        told = [e for e in self.events(name) if e["event"] == "started"]
-        return [e["pid"] for e in told if runs(e["pid"], e["began"])]
+        """Returns the living processes of a job's members."""
+        starts = [e for e in self.events(name) if e["event"] == "started"]
+        return [e["pid"] for e in starts if runs(e["pid"], e["began"])]
 
     def supervisor(self, name: str) -> int | None:
-        """Process of a job's supervisor."""
         return _holder(self.save / name / FOLDER)
 
     def front(self, name: str) -> int | None:
-        """Process that keeps a job's supervisor running."""
+        """Returns the process that restarts a job's supervisor."""
         return _holder(self.save / name / "front")
 
     # Disturbances.
 
     def kill_scheduler(self) -> None:
-        """Kill the scheduler outright, and start it again."""
+        """Kills the scheduler outright, and starts it again."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
         self.start()
 
     def kill_member(self, name: str, place: int = 0) -> bool:
-        """Kill a member of a job; whether there was one."""
-        found = self.members(name)
-        return bool(found) and _kill(found[place % len(found)])
+        """Kills a member of a job; returns whether there was one."""
+        pids = self.members(name)
+        return bool(pids) and _kill(pids[place % len(pids)])
 
     def kill_supervisor(self, name: str) -> bool:
-        """Kill the supervisor of a job; whether there was one."""
+        """Kills the supervisor of a job; returns whether there was one."""
         pid = self.supervisor(name)
         return pid is not None and _kill(pid)
 
     def kill_all_above(self, name: str) -> bool:
-        """Kill a job's supervisor and what would start it again; not its members."""
+        """Kills a job's supervisor and its restarter; not its members."""
         pid = self.front(name)
         return pid is not None and _kill(pid) and self.kill_supervisor(name)
 
     def end(self, names: Sequence[str]) -> None:
-        """Leave no process behind, whatever happened."""
+        """Ends all processes, whatever happened."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
         elif (pid := _holder(self.save)) is not None:
             _kill(pid)
-        for find in (self.front, self.supervisor):
+        for find_pid in (self.front, self.supervisor):
             for name in names:
-                pid = find(name)
+                pid = find_pid(name)
                 if pid is not None:
                     _kill(pid)
         for name in names:
@@ -262,27 +263,27 @@ class Serving:
                     os.killpg(pid, signal.SIGKILL)
 
     def leftovers(self, names: Sequence[str]) -> list[int]:
-        """Processes of jobs that stayed, though all have ended."""
-        found = [pid for name in names for pid in self.members(name)]
+        """Returns processes of ended jobs that still run."""
+        pids = [pid for name in names for pid in self.members(name)]
         holders = [find(n) for n in names for find in (self.front, self.supervisor)]
-        return found + [pid for pid in holders if pid is not None]
+        return pids + [pid for pid in holders if pid is not None]
 
 
 def false_with_log(folder: Path) -> bool:
-    """Print the scheduler's log, where something has not come."""
+    """Prints the scheduler's log after a timeout; returns False."""
     print((folder / "serve.log").read_text()[-3000:], file=sys.stderr, flush=True)
     return False
 
 
 def _holder(folder: Path) -> int | None:
-    """The process that holds a folder."""
+    """Returns the process that holds a folder."""
     try:
         holder = json.loads((folder / LOCK).read_text())
     except (OSError, ValueError):
         return None
     pid = holder.get("pid")
-    there = isinstance(pid, int) and began_at(pid) == holder.get("started")
-    return pid if there else None
+    is_alive = isinstance(pid, int) and began_at(pid) == holder.get("started")
+    return pid if is_alive else None
 
 
 def _kill(pid: int) -> bool:
@@ -292,11 +293,11 @@ def _kill(pid: int) -> bool:
     return False
 
 
-# What became of a job.
+# Audits.
 
 
 def undisturbed(folder: Path, steps: int, **values: Any) -> list[float]:
-    """Losses of the same job in one process that nothing disturbs, by step."""
+    """Returns the losses of the same job in one undisturbed process, by step."""
     folder.mkdir(exist_ok=True)
     options = {
         "model": f"{Path(__file__).resolve()}:make",
@@ -324,43 +325,43 @@ def undisturbed(folder: Path, steps: int, **values: Any) -> list[float]:
 def audit_faults(
     serving: Serving, folder: Path, steps: Mapping[str, int], **values: Any
 ) -> list[dict[str, Any]]:
-    """Returns the audits of jobs that are not as if nothing had disturbed them.
+    """Returns the audits of jobs that differ from undisturbed ones.
 
     Args:
         serving: Scheduler of the jobs.
-        folder: Folder of the run that nothing disturbs.
+        folder: Folder of the undisturbed run.
         steps: Number of steps of each job, by its name.
         values: Arguments of ``make`` for that run.
     """
     expected = undisturbed(folder, max(steps.values()), **values)
     faults = []
     for name, count in steps.items():
-        found = audited(serving, name, count, expected[:count])
-        is_whole = found["steps"] == found["compared_losses"] == count
-        is_once = not found["samples_lost"] and not found["samples_doubled"]
-        if not (is_whole and is_once and found["max_rel_loss_diff"] < 1e-5):
-            faults.append({"name": name, **found})
+        audit = audited(serving, name, count, expected[:count])
+        is_whole = audit["steps"] == audit["compared_losses"] == count
+        is_once = not audit["samples_lost"] and not audit["samples_doubled"]
+        if not (is_whole and is_once and audit["max_rel_loss_diff"] < 1e-5):
+            faults.append({"name": name, **audit})
     return faults
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Whole JSON lines of a file."""
-    found = []
+    """Returns the complete JSON lines of a file."""
+    lines = []
     for line in path.read_text().splitlines():
         with contextlib.suppress(ValueError):  # A kill may cut a line short.
-            found.append(json.loads(line))
-    return found
+            lines.append(json.loads(line))
+    return lines
 
 
 def audited(
     serving: Serving, name: str, steps: int, expected: Sequence[float]
 ) -> dict[str, Any]:
-    """Samples of a job that are missing or were in a step twice, and its losses.
+    """Returns the missing and repeated samples of a job, and its loss differences.
 
     Args:
-        serving: The scheduler.
+        serving: Scheduler of the job.
         name: Name of the job.
-        steps: Steps that it was to do.
+        steps: Number of its steps.
         expected: Losses of an undisturbed run, by step.
     """
     commits, seen = serving.commits(name), {}
@@ -374,12 +375,12 @@ def audited(
     for step, numbers in seen.items():
         if {*range((step - 1) * SIZE, step * SIZE)} - {*numbers}:
             lost.append(step)
-    for said in commits:
-        nodes = [(a, b) for n in said["parts"].values() for a, b in n]
+    for commit in commits:
+        nodes = [(a, b) for n in commit["parts"].values() for a, b in n]
         try:
             check_tiles(nodes, MICRO_BATCHES)
         except WhaleError:
-            doubled.append(said["step"])
+            doubled.append(commit["step"])
     differences = [
         abs(losses[n] - loss) / max(abs(loss), 1e-30)
         for n, loss in enumerate(expected, start=1)
@@ -394,10 +395,10 @@ def audited(
     }
 
 
-def summary(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The audits of several jobs together."""
+def summary(audits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the totals of the audits of several jobs."""
     return {
-        "live_lost": sum(one["samples_lost"] for one in each),
-        "live_doubled": sum(one["samples_doubled"] for one in each),
-        "live_max_rel_loss_diff": max(one["max_rel_loss_diff"] for one in each),
+        "live_lost": sum(audit["samples_lost"] for audit in audits),
+        "live_doubled": sum(audit["samples_doubled"] for audit in audits),
+        "live_max_rel_loss_diff": max(audit["max_rel_loss_diff"] for audit in audits),
     }

@@ -1,9 +1,9 @@
-"""Live jobs on four processes: seeded arrivals and kills, and a trace to simulate.
+"""Runs live jobs on four processes: seeded arrivals and kills, and traces to simulate.
 
-``traded`` lets jobs come and kills processes until devices were traded so many times,
-and audits every job. ``traced`` lets jobs come for a time and measures what they did;
-``simulated_over_live`` plays the jobs of one trace through with what another, earlier
-one has measured.
+``traded`` adds jobs and kills processes until devices were traded a number of times,
+and audits every job. ``traced`` adds jobs for a time and measures them;
+``simulated_over_live`` simulates the jobs of one trace with the measurements of an
+earlier one.
 """
 
 from __future__ import annotations
@@ -36,67 +36,62 @@ DEVICE_SECONDS: Final = 0.02
 EVERY: Final = 10.0
 RESIZE: Final = 8.0
 HORIZON: Final = 600.0
-_TURN_SECONDS: Final = 0.3
+_POLL_SECONDS: Final = 0.3
 _WORDS: Final = ("--set", f"seconds={INPUT_SECONDS}", "--no-wait")
 _TRACE_WORDS: Final = ("--set", f"device_seconds={DEVICE_SECONDS}", "--no-wait")
 _OPTIONS: Final = ("--every", f"{EVERY}", "--resize", f"{RESIZE}")
-_OVER: Final = ("complete", "failed", "refused", "cancelled")
+_ENDED: Final = ("complete", "failed", "refused", "cancelled")
 
 
 # Trades under kills.
 
 
 def traded(folder: Path, seed: int, trades: int) -> dict[str, Any]:
-    """Let jobs come and processes be killed until devices were traded so often.
-
-    Args:
-        folder: Of the scheduler.
-        seed: Of arrivals, sizes and kills.
-        trades: Number of changes of a running job's devices.
+    """Adds jobs and kills processes until devices were traded ``trades`` times.
 
     Returns:
-        The audit of all jobs together, in which every sample is counted.
+        Totals of the audits of all jobs, in which every sample is counted.
     """
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
     serving = Serving(folder, *_OPTIONS)
     steps: dict[str, int] = {}
-    done, kills, hangs = 0, Counter[str](), 0
-    arrives = strikes = 0.0
+    commits, kills, hangs = 0, Counter[str](), 0
+    next_arrival = next_fault = 0.0
     moved_at = time.monotonic()
     try:
         while True:
-            now, shown = time.monotonic(), serving.shown()
-            there = [n for n in steps if shown and shown[n].status not in _OVER]
-            enough = serving.trades() >= trades
-            if enough and not there:
+            now, jobs = time.monotonic(), serving.shown()
+            alive = [n for n in steps if jobs and jobs[n].status not in _ENDED]
+            is_enough = serving.trades() >= trades
+            if is_enough and not alive:
                 break
-            if not enough and len(there) < AT_ONCE and now >= arrives:
+            if not is_enough and len(alive) < AT_ONCE and now >= next_arrival:
                 name = f"job{len(steps)}"
-                steps[name] = drawn.randint(100, 300)
+                steps[name] = rng.randint(100, 300)
                 serving.add(name, *_WORDS, steps=steps[name])
-                arrives = now + drawn.expovariate(1 / 6)
-            elif there and now >= strikes:
-                kills[_strike(serving, drawn, there)] += 1
-                strikes = now + 3 + drawn.expovariate(1 / 8)
-            before, done = done, sum(len(serving.commits(n)) for n in steps)
-            if done > before:
+                next_arrival = now + rng.expovariate(1 / 6)
+            elif alive and now >= next_fault:
+                kills[_cause_fault(serving, rng, alive)] += 1
+                next_fault = now + 3 + rng.expovariate(1 / 8)
+            old_commits, commits = commits, sum(len(serving.commits(n)) for n in steps)
+            if commits > old_commits:
                 moved_at = now
             elif now - moved_at > HANGS_SECONDS:
                 hangs += 1
                 break
-            time.sleep(_TURN_SECONDS)
+            time.sleep(_POLL_SECONDS)
         expected = undisturbed(folder / "alone", max(steps.values()))
-        found = [audited(serving, n, s, expected[:s]) for n, s in steps.items()]
+        audits = [audited(serving, n, s, expected[:s]) for n, s in steps.items()]
         statuses = Counter(serving.shown()[name].status for name in steps)
         serving.until(lambda: not serving.leftovers([*steps]), 60.0)
         return {
             "live_trades": serving.trades(),
             "live_hangs": hangs,
-            **summary(found),
+            **summary(audits),
             "live_leftovers": len(serving.leftovers([*steps])),
             "live_unlike_steps": sum(
-                one["compared_losses"] != s
-                for one, s in zip(found, steps.values(), strict=True)
+                audit["compared_losses"] != s
+                for audit, s in zip(audits, steps.values(), strict=True)
             ),
             "jobs": len(steps),
             "ended": dict(statuses),
@@ -107,21 +102,21 @@ def traded(folder: Path, seed: int, trades: int) -> dict[str, Any]:
         serving.end([*steps])
 
 
-def _strike(serving: Serving, drawn: random.Random, there: Sequence[str]) -> str:
-    name = drawn.choice(there)
-    match drawn.randrange(5):
+def _cause_fault(serving: Serving, rng: random.Random, names: Sequence[str]) -> str:
+    name = rng.choice(names)
+    match rng.randrange(5):
         case 0 | 1:
-            place = drawn.randrange(DEVICES)
+            place = rng.randrange(DEVICES)
             return "member" if serving.kill_member(name, place) else "nobody"
         case 2:
-            if drawn.random() < 0.3:
+            if rng.random() < 0.3:
                 return "all above" if serving.kill_all_above(name) else "nobody"
             return "supervisor" if serving.kill_supervisor(name) else "nobody"
         case 3:
             serving.kill_scheduler()
             return "scheduler"
     serving.ask("pause", name)
-    time.sleep(drawn.uniform(0.0, 3.0))
+    time.sleep(rng.uniform(0.0, 3.0))
     serving.ask("resume", name)
     return "paused"
 
@@ -130,63 +125,57 @@ def _strike(serving: Serving, drawn: random.Random, there: Sequence[str]) -> str
 
 
 def traced(folder: Path, seed: int, seconds: float) -> dict[str, Any]:
-    """Let jobs come for a time; what they did, and what was measured.
-
-    Args:
-        folder: Of the scheduler.
-        seed: Of arrivals and sizes.
-        seconds: In which jobs come.
-    """
-    drawn = random.Random(seed)
+    """Adds jobs for some seconds; returns their measurements."""
+    rng = random.Random(seed)
     serving = Serving(folder, *_OPTIONS)
     steps: dict[str, int] = {}
-    began = time.monotonic()
-    arrives = 0.0
+    start = time.monotonic()
+    next_arrival = 0.0
     try:
         while True:
-            now = time.monotonic() - began
-            if now < seconds and now >= arrives:
+            now = time.monotonic() - start
+            if now < seconds and now >= next_arrival:
                 name = f"job{len(steps)}"
-                steps[name] = drawn.randint(300, 900)
+                steps[name] = rng.randint(300, 900)
                 serving.add(name, *_TRACE_WORDS, steps=steps[name])
-                arrives += drawn.expovariate(1 / 60)
+                next_arrival += rng.expovariate(1 / 60)
             elif now >= seconds:
                 shown = serving.shown()
-                if shown and all(shown[n].status in _OVER for n in steps):
+                if shown and all(shown[n].status in _ENDED for n in steps):
                     break
                 if now > seconds + 10 * HANGS_SECONDS:
                     raise SystemExit("jobs of the trace do not end")
-            time.sleep(_TURN_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return measurements(serving, steps)
     finally:
         serving.end([*steps])
 
 
 def measurements(serving: Serving, steps: Mapping[str, int]) -> dict[str, Any]:
-    """When jobs came and ended, how fast they were, and what changes cost."""
+    """Returns the times of jobs, their speeds, and the costs of changes."""
     moments: dict[str, dict[str, float]] = {name: {} for name in steps}
     placed: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
     predicted: dict[int, float] = {}
-    for said in serving.book():
-        name = said["job"]["name"] if said["event"] == "added" else said.get("name")
-        if said["event"] in ("added", "planned", "ended"):
-            moments[name][said["event"]] = said["time"]
-        if said["event"] == "planned":
-            predicted = {o["devices"]: o["samples_per_second"] for o in said["options"]}
-        if said["event"] == "placed":
-            placed[name].append((said["time"], said["size"]))
+    for e in serving.book():
+        name = e["job"]["name"] if e["event"] == "added" else e.get("name")
+        if e["event"] in ("added", "planned", "ended"):
+            moments[name][e["event"]] = e["time"]
+        if e["event"] == "planned":
+            predicted = {o["devices"]: o["samples_per_second"] for o in e["options"]}
+        if e["event"] == "placed":
+            placed[name].append((e["time"], e["size"]))
     costs, speeds, ends = ChangeCosts(), {n: [] for n in predicted}, []
     for name in steps:
         reader = RunReader(serving.save / name)
-        before = 0
+        old_size = 0
         for at, size in placed[name]:
-            reader.record_decision(at, before, size)
-            before = size
+            reader.record_decision(at, old_size, size)
+            old_size = size
         reader.poll()
         costs.add(reader.costs)
         for (_, count), speed in reader.steps_per_second().items():
             speeds.setdefault(count, []).append(SIZE * speed)
-        last = max(said["time"] for said in serving.commits(name))
+        last = max(e["time"] for e in serving.commits(name))
         ends.append(moments[name]["ended"] - last)
     return {
         "jobs": {
@@ -196,7 +185,7 @@ def measurements(serving: Serving, steps: Mapping[str, int]) -> dict[str, Any]:
         "measured": {n: statistics.fmean(x) for n, x in speeds.items() if x},
         "costs": costs.means(),
         "plan_seconds": statistics.fmean(
-            one["planned"] - one["added"] for one in moments.values()
+            times["planned"] - times["added"] for times in moments.values()
         ),
         "end_seconds": statistics.fmean(ends),
         "resizes": serving.trades(),
@@ -206,12 +195,12 @@ def measurements(serving: Serving, steps: Mapping[str, int]) -> dict[str, Any]:
 def simulated_over_live(
     live: Mapping[str, Any], earlier: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Mean completion by the simulator over that of the live trace.
+    """Returns the simulated mean completion over that of the live trace.
 
     Args:
-        live: A trace that ran.
-        earlier: What an earlier one has measured: throughputs, and the seconds that
-            planning, starts, resizes and ends take.
+        live: Trace that ran.
+        earlier: Measurements of an earlier one: throughputs, and the seconds of
+            planning, starts, resizes and ends.
     """
     options = {
         ("", int(n)): JobOption(place=("", int(n)), samples_per_second=speed)
@@ -223,77 +212,76 @@ def simulated_over_live(
             ScheduledJob(
                 name=name,
                 options=options,
-                samples=float(SIZE * one["steps"]),
-                arrival=one["added"] + earlier["plan_seconds"],
+                samples=float(SIZE * job["steps"]),
+                arrival=job["added"] + earlier["plan_seconds"],
                 **earlier["costs"],
             ),
             measured,
         )
-        for name, one in live["jobs"].items()
+        for name, job in live["jobs"].items()
     ]
-    there = {"": DEVICES}
-    decide = elastic(there, "throughput", HORIZON)
-    found = simulate(jobs, there, decide, every=EVERY)
-    beside = earlier["plan_seconds"] + earlier["end_seconds"]
-    simulated = found.mean_completion + beside
-    ran = statistics.fmean(x["ended"] - x["added"] for x in live["jobs"].values())
+    devices = {"": DEVICES}
+    decide = elastic(devices, "throughput", HORIZON)
+    simulation = simulate(jobs, devices, decide, every=EVERY)
+    overhead = earlier["plan_seconds"] + earlier["end_seconds"]
+    simulated = simulation.mean_completion + overhead
+    live_mean = statistics.fmean(x["ended"] - x["added"] for x in live["jobs"].values())
     return {
-        "sim_over_live": round(simulated / ran, 4),
+        "sim_over_live": round(simulated / live_mean, 4),
         "simulated_completion_s": round(simulated, 2),
-        "live_completion_s": round(ran, 2),
+        "live_completion_s": round(live_mean, 2),
     }
 
 
-# Kept results.
+# Stored results.
 
 
 def refreshed(trades: int, seconds: float) -> None:
-    """Measure anew: trades under kills, and two traces, each kept as it ends.
+    """Measures trades under kills, and two traces, and stores each as it ends.
 
     Args:
         trades: Changes of running jobs' devices.
-        seconds: In which jobs of a trace come.
+        seconds: Seconds in which jobs of a trace arrive.
     """
     if not checkout.is_clean():
-        raise SystemExit("--live keeps nothing here: the working tree was changed")
-    kept = read()
-    cases = kept["trades"]
+        raise SystemExit("--live stores nothing here: the working tree was changed")
+    stored = read()
+    cases = stored["trades"]
     with tempfile.TemporaryDirectory(prefix="whalejax-jobs-") as folder:
         case = traded(Path(folder), len(cases) + 1, trades)
     cases.append({**case, **_about()})
-    _write(kept)
-    traces = kept["traces"] = []
+    _write(stored)
+    traces = stored["traces"] = []
     for seed in (11, 12):
         with tempfile.TemporaryDirectory(prefix="whalejax-jobs-") as folder:
             traces.append({**traced(Path(folder), seed, seconds), **_about()})
-        _write(kept)
+        _write(stored)
 
 
 def results() -> dict[str, Any]:
-    """What is kept, as the keys of ``bench_jobs.py``; nothing where nothing is."""
-    kept = read()
-    found: dict[str, Any] = {}
+    """Returns the stored results as the keys of ``bench_jobs.py``; may be empty."""
+    stored = read()
+    report: dict[str, Any] = {}
     for key in ("trades", "hangs", "lost", "doubled", "leftovers"):
-        if kept["trades"]:
-            found[f"live_{key}"] = sum(one[f"live_{key}"] for one in kept["trades"])
-    if kept["trades"]:
+        if stored["trades"]:
+            report[f"live_{key}"] = sum(c[f"live_{key}"] for c in stored["trades"])
+    if stored["trades"]:
         name = "live_max_rel_loss_diff"
-        found[name] = max(one[name] for one in kept["trades"])
-        found["live_commits"] = sorted({one["commit"] for one in kept["trades"]})
-    if len(kept["traces"]) == 2:
-        earlier, live = kept["traces"]
-        found |= simulated_over_live(live, earlier)
-    return found
+        report[name] = max(c[name] for c in stored["trades"])
+        report["live_commits"] = sorted({c["commit"] for c in stored["trades"]})
+    if len(stored["traces"]) == 2:
+        earlier, live = stored["traces"]
+        report |= simulated_over_live(live, earlier)
+    return report
 
 
 def read() -> dict[str, Any]:
-    """What is kept."""
     data = json.loads(FILE.read_text()) if FILE.exists() else {}
     return {"trades": data.get("trades", []), "traces": data.get("traces", [])}
 
 
-def _write(kept: Mapping[str, Any]) -> None:
-    FILE.write_text(json.dumps(kept, indent=1) + "\n")
+def _write(stored: Mapping[str, Any]) -> None:
+    FILE.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 def _about() -> dict[str, Any]:

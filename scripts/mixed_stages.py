@@ -1,4 +1,4 @@
-"""Stages on two processes of unlike speed: ``bench_mixed.py --pipeline``."""
+"""Measures stages on two processes of different speed for ``bench_mixed.py``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 DEEP_SAMPLES = 64
-"""Of a global batch of --pipeline."""
+"""Samples of a global batch of --pipeline."""
 
 TIMED_SAMPLES = 8
-"""Of a micro-batch that is timed."""
+"""Samples of a timed micro-batch."""
 
 
 def median(seconds: list[float]) -> str:
@@ -22,13 +22,12 @@ def median(seconds: list[float]) -> str:
 
 
 def together(name: str) -> None:
-    """Wait for all processes."""
     from jax.experimental import multihost_utils
 
     multihost_utils.sync_global_devices(name)
 
 
-class _Piped:
+class _StagedRun:
     """A training run in two stages, one in each process."""
 
     def __init__(
@@ -47,8 +46,8 @@ class _Piped:
 
         job = models.job(f"{name}-test", annotated=False, **sizes)
         self.batch = job.batch_at(0, DEEP_SAMPLES)
-        given: dict[str, Any] = {} if schedule is None else {"schedule": schedule}
-        mark = wh.pipeline(num_stages=2, **given)
+        marks: dict[str, Any] = {} if schedule is None else {"schedule": schedule}
+        mark = wh.pipeline(num_stages=2, **marks)
 
         @functools.wraps(job.loss_fn)
         def loss(*arguments: Any) -> Any:
@@ -67,7 +66,7 @@ class _Piped:
         self.state = step.init(job.make_model, rng=jax.random.key(0))
 
     def step(self) -> float:
-        """Seconds of one step, to the last of it in both processes."""
+        """Returns the seconds of one step, until both processes have ended it."""
         import jax
 
         together("step")
@@ -81,53 +80,46 @@ class _Piped:
 def piped(
     name: str, sizes: dict[str, Any], arguments: argparse.Namespace, quota: Any
 ) -> dict[str, Any]:
-    """Stages as the planner has them for two speeds, against equal ones.
-
-    Args:
-        name: of the model.
-        sizes: of it.
-        arguments: of the script.
-        quota: of this process.
-    """
+    """Compares the planner's stages for two speeds with equal ones."""
     import numpy as np
 
     quota.set(50 if arguments.process else 100)
     cluster, ratio = _timed_kinds(name, sizes)
     quota.set(100)
-    chosen = _Piped(name, sizes, cluster, None)
+    chosen = _StagedRun(name, sizes, cluster, None)
     stages = chosen.plan.stages
     assert stages is not None
-    alike = dataclasses.replace(cluster, nodes=cluster.nodes[:1] * 2)
+    even = dataclasses.replace(cluster, nodes=cluster.nodes[:1] * 2)
     count = chosen.plan.num_micro_batches
-    equal = _Piped(name, sizes, alike, stages.schedule, num_micro_batches=count)
+    equal = _StagedRun(name, sizes, even, stages.schedule, num_micro_batches=count)
     for run in (chosen, equal):
         run.step()
     quota.set(50 if arguments.process else 100)
-    compiled = _count_compilations()
+    compilations = _count_compilations()
     seconds: dict[str, list[float]] = {"chosen": [], "equal": []}
     for _ in range(arguments.rounds):
         seconds["equal"].append(equal.step())
         seconds["chosen"].append(chosen.step())
     pairs = zip(seconds["equal"], seconds["chosen"], strict=True)
     ratios = [a / b for a, b in pairs]
-    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    low, median_ratio, high = np.quantile(ratios, [0.25, 0.5, 0.75])
     key = f"pipeline_{name}"
     if arguments.process == 0:
-        steps = [f"{median(several)} {which}" for which, several in seconds.items()]
-        words = stages.words(), *chosen.plan.notes, f"step {', '.join(steps)}"
-        print(f"{name}:", *words, sep="\n  ", flush=True)
+        steps = [f"{median(values)} {kind}" for kind, values in seconds.items()]
+        texts = stages.words(), *chosen.plan.notes, f"step {', '.join(steps)}"
+        print(f"{name}:", *texts, sep="\n  ", flush=True)
     return {
-        key: round(float(middle), 4),
+        key: round(float(median_ratio), 4),
         f"{key}_low": round(float(low), 4),
         f"{key}_high": round(float(high), 4),
         f"{key}_ratio": round(ratio, 4),
         f"{key}_count": count,
-        f"{key}_compilations": len(compiled),
+        f"{key}_compilations": len(compilations),
     }
 
 
 def _timed_kinds(name: str, sizes: dict[str, Any]) -> tuple[Any, float]:
-    """Both processes as a kind each, by a micro-batch timed in both at once."""
+    """Returns both processes as a device kind each, timed at once, and their ratio."""
     import numpy as np
     from jax.experimental import multihost_utils
 
@@ -138,34 +130,34 @@ def _timed_kinds(name: str, sizes: dict[str, Any]) -> tuple[Any, float]:
 
     job = models.job(f"{name}-test", annotated=False, **sizes)
     two = cluster("cpu:2")
-    _, timed = with_timing(two.part(1), job, TIMED_SAMPLES)
-    mine = np.array([timed.seconds], np.float32)
-    every = multihost_utils.process_allgather(mine).ravel().tolist()
+    _, timing = with_timing(two.part(1), job, TIMED_SAMPLES)
+    own_seconds = np.array([timing.seconds], np.float32)
+    all_seconds = multihost_utils.process_allgather(own_seconds).ravel().tolist()
     nodes = [
         Node(
             kind=dataclasses.replace(
                 two.kinds[0],
                 name=f"cpu-{index}",
                 label=f"CPU {index}",
-                timed_models=(dataclasses.replace(timed, seconds=seconds),),
+                timed_models=(dataclasses.replace(timing, seconds=seconds),),
             ),
             count=1,
         )
-        for index, seconds in enumerate(every)
+        for index, seconds in enumerate(all_seconds)
     ]
-    return dataclasses.replace(two, nodes=tuple(nodes)), every[1] / every[0]
+    return dataclasses.replace(two, nodes=tuple(nodes)), all_seconds[1] / all_seconds[0]
 
 
 def _count_compilations() -> list[str]:
-    """Grows by one whenever this process compiles a program."""
+    """Returns a list that grows by one whenever this process compiles a program."""
     import jax
 
-    found: list[str] = []
+    events: list[str] = []
 
-    def heard(event: str, duration_secs: float, **_: Any) -> None:
+    def listener(event: str, duration_secs: float, **_: Any) -> None:
         del duration_secs
         if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
+            events.append(event)
 
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    return found
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    return events

@@ -1,8 +1,8 @@
-"""Network namespaces at one bridge, whose links can be slowed and cut (Linux, root).
+"""Makes network namespaces at one bridge, with links to slow and cut (Linux, root).
 
 A process in a namespace reaches the others and this machine over a pair of virtual
-interfaces: ``eth0`` inside, and one at the bridge outside. ``tc tbf`` limits what goes
-over it, and either end can be set down.
+interfaces: ``eth0`` inside, and one at the bridge outside. ``tc tbf`` limits their
+traffic, and either end can be set down.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 
 
 BRIDGE_ADDRESS: Final = "10.77.0.1"
-"""Where processes in namespaces reach those outside."""
+"""Address at which processes in namespaces reach those outside."""
 
 _PREFIX: Final = "10.77.0."
 
@@ -29,9 +29,9 @@ class Space:
     """A network namespace.
 
     Attributes:
-        name: of the namespace.
-        address: of its interface.
-        outer: name of the interface at the bridge.
+        name: Name of the namespace.
+        address: Address of its interface.
+        outer: Name of the interface at the bridge.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Space:
 
     @property
     def inside(self) -> list[str]:
-        """Words before a command that is to run in it."""
+        """First words of a command that runs in it."""
         return ["ip", "netns", "exec", self.name]
 
 
@@ -53,7 +53,7 @@ def _ip(words: str) -> None:
 
 
 def why_none() -> str:
-    """Why no namespaces can be made here; empty where they can."""
+    """Returns why no namespaces can be made here; empty if they can."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"there is no program {program}"
@@ -62,19 +62,15 @@ def why_none() -> str:
 
 @contextlib.contextmanager
 def namespaces(count: int) -> Iterator[list[Space]]:
-    """Namespaces at one bridge, for the time of the block.
-
-    Args:
-        count: how many.
-    """
-    shown = ["ip", "-o", "addr", "show", "to", BRIDGE_ADDRESS]
-    if subprocess.run(shown, check=True, capture_output=True).stdout:
+    """Makes ``count`` namespaces at one bridge, for the time of the block."""
+    show = ["ip", "-o", "addr", "show", "to", BRIDGE_ADDRESS]
+    if subprocess.run(show, check=True, capture_output=True).stdout:
         raise SystemExit(
             f"{BRIDGE_ADDRESS} is in use: another benchmark has its namespaces at a "
             "bridge of that address. Start this one when that has ended"
         )
     tag = f"{os.getpid() % 10000}"
-    bridge, found = f"wjb{tag}", []
+    bridge, spaces = f"wjb{tag}", []
     try:
         _ip(f"link add {bridge} type bridge")
         _ip(f"addr add {BRIDGE_ADDRESS}/24 dev {bridge}")
@@ -83,7 +79,7 @@ def namespaces(count: int) -> Iterator[list[Space]]:
             name, outer, inner = f"wj{tag}-{n}", f"wjo{tag}-{n}", f"wji{tag}-{n}"
             space = Space(name=name, address=f"{_PREFIX}{n + 2}", outer=outer)
             _ip(f"netns add {name}")
-            found.append(space)
+            spaces.append(space)
             _ip(f"link add {outer} type veth peer name {inner}")
             _ip(f"link set {inner} netns {name}")
             _ip(f"link set {outer} master {bridge} up")
@@ -91,41 +87,36 @@ def namespaces(count: int) -> Iterator[list[Space]]:
             _ip(f"-n {name} link set {inner} name eth0")
             _ip(f"-n {name} addr add {space.address}/24 dev eth0")
             _ip(f"-n {name} link set eth0 up")
-        yield found
+        yield spaces
     finally:
-        for space in found:
+        for space in spaces:
             for words in (f"link del {space.outer}", f"netns del {space.name}"):
                 subprocess.run(["ip", *words.split()], capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
 
 def shape(space: Space, megabits: int) -> None:
-    """Limit what a namespace sends and receives.
-
-    Args:
-        space: the namespace.
-        megabits: a second, each way.
-    """
-    # A short queue: acknowledgements wait in it behind what goes the other way.
+    """Limits the traffic of a namespace to megabits a second, each way."""
+    # A short queue, because acknowledgements wait in it behind other traffic.
     limit = ["tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "50ms"]
     for words, name in ((space.inside, "eth0"), ([], space.outer)):
         _run([*words, "tc", "qdisc", "replace", "dev", name, "root", *limit])
 
 
 def unshape(space: Space) -> None:
-    """End the limit of ``shape``."""
+    """Ends the limit of ``shape``."""
     for words, name in ((space.inside, "eth0"), ([], space.outer)):
         _run([*words, "tc", "qdisc", "del", "dev", name, "root"])
 
 
 def set_link(space: Space, state: str, *, inside: bool) -> None:
-    """Set an end of a link up or down.
+    """Sets an end of a link up or down.
 
     Args:
-        space: whose link.
+        space: Namespace of the link.
         state: ``"up"`` or ``"down"``.
-        inside: its own end, so that what it sends fails at once; the end at the bridge
-            otherwise, so that it is lost.
+        inside: Whether it is the end inside, so that sending fails at once; at the
+            bridge's end, traffic is lost.
     """
     if inside:
         _ip(f"-n {space.name} link set eth0 {state}")
@@ -159,17 +150,13 @@ print(got / (time.monotonic() - begun), flush=True)
 
 
 def goodput(spaces: Sequence[Space], seconds: float = 4.0) -> float:
-    """Bytes a second that TCP carries each way, both ways at once, between two spaces.
+    """Returns the bytes a second of TCP each way, both at once, between two spaces.
 
-    Less than the links' rate, which headers and acknowledgements count against.
-
-    Args:
-        spaces: of which the first two are used.
-        seconds: to send.
+    They are less than the links' rate, which includes headers and acknowledgements.
     """
     first, second = spaces[:2]
-    words = [first.address, "9000", str(seconds)]
-    program = [sys.executable, "-c", _EXCHANGE, *words]
+    arguments = [first.address, "9000", str(seconds)]
+    program = [sys.executable, "-c", _EXCHANGE, *arguments]
     ends = []
     for space, listens in ((first, "yes"), (second, "no")):
         process = subprocess.Popen(
@@ -184,6 +171,6 @@ def goodput(spaces: Sequence[Space], seconds: float = 4.0) -> float:
 
 
 def carried(space: Space) -> int:
-    """Bytes that went over a link, both ways together."""
-    at = Path("/sys/class/net") / space.outer / "statistics"
-    return sum(int((at / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
+    """Returns the bytes that went over a link, both ways together."""
+    folder = Path("/sys/class/net") / space.outer / "statistics"
+    return sum(int((folder / name).read_text()) for name in ("rx_bytes", "tx_bytes"))

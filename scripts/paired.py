@@ -1,7 +1,7 @@
-"""Paired timing for the benchmarks: two programs in turn, and the ratio of each pair.
+"""Times two programs in turn and compares each pair, for ``scripts/bench_*.py``.
 
-The machine's speed drifts; two timings next to each other drift together, so only
-their ratio is quoted. Shared by ``scripts/bench_*.py``.
+The machine's speed drifts; two timings next to each other drift together, so that their
+ratio is reliable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def eight_devices() -> None:
-    """Ask for eight virtual CPU devices; call it before JAX is imported."""
+    """Requests eight virtual CPU devices; call it before JAX is imported."""
     flag = "--xla_force_host_platform_device_count=8"
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
@@ -33,14 +33,14 @@ KEPT_MEMORY: Final = {
     "MALLOC_TOP_PAD_": "1000000000",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
 }
-"""With these, glibc keeps what is freed for what is allocated next."""
+"""Variables with which glibc keeps freed memory for later allocations."""
 
 
 def keep_memory() -> None:
-    """Begin again with ``KEPT_MEMORY``; call it before JAX is imported.
+    """Restarts the script with ``KEPT_MEMORY``; call it before JAX is imported.
 
-    A CPU program gets its temporary memory anew each time that it runs, which costs it
-    a page fault for every 4 KiB of it. On other devices nothing does.
+    A CPU program gets new temporary memory at each run, which costs a page fault for
+    every 4 KiB. On other devices this cost does not exist.
     """
     if any(os.environ.get(name) != value for name, value in KEPT_MEMORY.items()):
         os.environ.update(KEPT_MEMORY)
@@ -49,12 +49,6 @@ def keep_memory() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """Timings of two programs in turn.
-
-    Attributes:
-        first_seconds, second_seconds: the timings, pair by pair.
-    """
-
     first_seconds: tuple[float, ...]
     second_seconds: tuple[float, ...]
 
@@ -68,20 +62,20 @@ class Pairs:
 def timed_pairs(
     first: Callable[[], Any], second: Callable[[], Any], *, pairs: int, warm: int = 2
 ) -> Pairs:
-    """Time two callables in turn, the order swapped from pair to pair.
+    """Times two callables in turn, with the order swapped from pair to pair.
 
     Args:
-        first, second: each runs once and blocks until done.
-        pairs: timed pairs.
-        warm: pairs that are run first and not counted.
+        first, second: Callables that run once and block until done.
+        pairs: Number of timed pairs.
+        warm: Number of earlier pairs that do not count.
     """
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(warm + pairs):
         order = (0, 1) if index % 2 else (1, 0)
-        for which in order:
+        for place in order:
             start = time.perf_counter()
-            (first, second)[which]()
+            (first, second)[place]()
             elapsed = time.perf_counter() - start
             if index >= warm:
-                times[which].append(elapsed)
+                times[place].append(elapsed)
     return Pairs(first_seconds=tuple(times[0]), second_seconds=tuple(times[1]))

@@ -1,4 +1,4 @@
-"""Takes the pictures of the documentation: what a browser shows of displays.
+"""Takes the pictures of the documentation: displays in a browser.
 
 Every display is written to docs/pictures in light and in dark. A browser without a
 screen has to be on the path, such as Debian's ``chromium``.
@@ -30,32 +30,32 @@ WIDTH: Final = 900
 
 
 def pages() -> Iterator[tuple[str, int, str]]:
-    """Name, height in pixels and text of every page, by docs/start/notebooks.md.
+    """Yields the name, height in pixels and text of every page of a display.
 
-    The blocks of that page run as they are typed, so that each picture is of its code.
+    The blocks of docs/start/notebooks.md run as they are, so that each picture is of
+    its code.
     """
     text = (ROOT / "docs" / "start" / "notebooks.md").read_text()
-    given: dict[str, Any] = {"__name__": "__main__"}
+    names: dict[str, Any] = {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
-            exec(block, given)
+            exec(block, names)
         target = Path(folder) / "chart.html"
-        given["found"].chart().save(target)
+        names["found"].chart().save(target)
         yield "chart", 500, target.read_text()
-    yield "plan", 880, shown(given["plan"])
-    yield "topology", 200, shown(given["across"])
-    yield "shards", 400, shown(given["kernel"])
-    yield "timeline", 260, shown(given["line"])
+    yield "plan", 880, display_page(names["plan"])
+    yield "topology", 200, display_page(names["across"])
+    yield "shards", 400, display_page(names["kernel"])
+    yield "timeline", 260, display_page(names["line"])
 
 
-def shown(value: object) -> str:
-    """A page of what a notebook shows of a value."""
+def display_page(value: object) -> str:
+    """Returns a page with a notebook's display of a value."""
     bundle: dict[str, str] = value._repr_mimebundle_()  # type: ignore[attr-defined]
     return page(bundle["text/html"], "Plan" if isinstance(value, Plan) else "Picture")
 
 
 def main() -> int:
-    """Take all pictures."""
     parser = argparse.ArgumentParser(description="Takes the pictures of the docs.")
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "pictures")
     folder: Path = parser.parse_args().to

@@ -1,4 +1,4 @@
-"""A key for the runs of one benchmark, which goes with its process."""
+"""Makes a key for the runs of one benchmark, which ends with its process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whalejax.wire.keys import Key, load_key, make_key
 
 
 def new_key() -> Key:
-    """Make one, in a folder that is removed at the end."""
+    """Makes a key, in a folder that is removed at the end."""
     folder = tempfile.TemporaryDirectory(prefix="whalejax-key-")
     atexit.register(folder.cleanup)
     path = Path(folder.name) / "key"

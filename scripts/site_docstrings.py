@@ -1,8 +1,7 @@
-"""Docstrings as the site shows them: griffe reads them through this extension.
+"""Prepares docstrings for the site: griffe reads them through this extension.
 
 Markdown takes lines that begin with ``>>>`` for quotations; a fence around them makes
-them the code that the doctests run. Parameters that share a description (``a, b: ...``)
-are listed one by one, each under its own name.
+them code. Parameters that share a description (``a, b: ...``) are listed one by one.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ _TOGETHER: Final = re.compile(
 
 
 def fenced(docstring: str) -> str:
-    """A docstring with a fence around every example and what it prints."""
+    """Returns a docstring with a fence around every example and its output."""
     return _EXAMPLE.sub(
-        lambda found: f"{found['indent']}```pycon\n{found[0]}\n{found['indent']}```",
+        lambda match: f"{match['indent']}```pycon\n{match[0]}\n{match['indent']}```",
         docstring,
     )
 
 
 def one_by_one(docstring: str) -> str:
-    """A docstring whose parameters each have a description of their own."""
+    """Returns a docstring in which each parameter has its own description."""
     return _TOGETHER.sub(
-        lambda found: "\n".join(
-            f"{found['indent']}{name}: {found['text']}"
-            for name in found["names"].split(", ")
+        lambda match: "\n".join(
+            f"{match['indent']}{name}: {match['text']}"
+            for name in match["names"].split(", ")
         ),
         docstring,
     )
 
 
 class Shown(griffe.Extension):
-    """Every docstring that is read, as it is shown."""
+    """Extension that prepares every docstring."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for each module, class, function and attribute."""
+        """Prepares a docstring; griffe calls this for each object."""
         if obj.docstring is not None:
             obj.docstring.value = fenced(one_by_one(obj.docstring.value))

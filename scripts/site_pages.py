@@ -1,9 +1,9 @@
-"""What the site shows otherwise than the repository: mkdocs calls this as a hook.
+"""Makes the site's pages from the repository: mkdocs calls this as a hook.
 
-README, CONTRIBUTING, CHANGELOG and the notebooks become pages where they stand, so that
-none of them has a second copy; links to files that are no page (scripts, the licence)
-become words. Notebooks are run, and their pages have what they show. Pictures are light
-or dark as the page is. Pages that have moved are still found by their earlier names.
+README, CONTRIBUTING, CHANGELOG and the notebooks become pages without second copies;
+links to files without a page (scripts, the licence) become text. Notebooks run, and
+their pages include the outputs. Pictures are light or dark as the page is. Moved pages
+stay reachable under their earlier names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGES: Final = {
     "CHANGELOG.md": "changelog.md",
     **{f"notebooks/{name}.ipynb": f"start/{name}.md" for name in NOTEBOOKS},
 }
-"""Files outside the folder of documents and the pages that they become."""
+"""Files outside the folder of documents, and their pages."""
 
 MOVED: Final = {
     "accuracy.html": "reference/accuracy.html",
@@ -58,7 +58,7 @@ MOVED: Final = {
     "taxonomy.html": "reference/taxonomy.html",
     "verify.html": "run/verify.html",
 }
-"""Earlier addresses of pages, and where they are now."""
+"""Earlier and present addresses of moved pages."""
 
 _CODE: Final = r"^```.*?^```|`[^`\n]+`"
 _LINK: Final = r"(?<!!)\[((?:`[^`\n]+`|[^]`])*)\]\(([^)#\s]*)(#[^)\s]*)?\)"
@@ -72,7 +72,7 @@ _CACHE: Final = ROOT / ".cache" / "notebooks"
 
 
 def as_page(text: str, source: str, page: str) -> str:
-    """A document with its links and pictures as they are on the site.
+    """Returns a document with links and pictures for the site.
 
     Args:
         text: Markdown.
@@ -83,30 +83,30 @@ def as_page(text: str, source: str, page: str) -> str:
     def site_path(target: str) -> str:
         path = (ROOT / source).parent / target
         name = path.resolve().relative_to(ROOT).as_posix()
-        found = PAGES.get(name, name.removeprefix("docs/"))
+        target_page = PAGES.get(name, name.removeprefix("docs/"))
         if name not in PAGES and not name.startswith("docs/"):
             return ""
-        return os.path.relpath(found, Path(page).parent)
+        return os.path.relpath(target_page, Path(page).parent)
 
-    def turned(link: re.Match[str]) -> str:
-        words, target, anchor = link[1], link[2], link[3] or ""
+    def site_link(link: re.Match[str]) -> str:
+        text, target, anchor = link[1], link[2], link[3] or ""
         if not target or re.match(r"[a-z]+:", target):  # code has none
             return link[0]
         path = site_path(target)
-        return f"[{words}]({path}{anchor})" if path else words
+        return f"[{text}]({path}{anchor})" if path else text
 
-    def themed(picture: re.Match[str]) -> str:
-        dark, words, light = picture.groups()
+    def themed_picture(picture: re.Match[str]) -> str:
+        dark, text, light = picture.groups()
         return (
-            f"![{words}]({site_path(light)}#only-light)\n"
-            f"![{words}]({site_path(dark)}#only-dark)"
+            f"![{text}]({site_path(light)}#only-light)\n"
+            f"![{text}]({site_path(dark)}#only-dark)"
         )
 
-    return _PICTURE.sub(themed, _LINK_OR_CODE.sub(turned, text))
+    return _PICTURE.sub(themed_picture, _LINK_OR_CODE.sub(site_link, text))
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Add the pages; called by mkdocs once it has listed the folder of documents."""
+    """Adds the pages; mkdocs calls it with the listed documents."""
     generated = importlib.import_module("mkdocs.structure.files").File.generated
     for name, page in PAGES.items():
         path = ROOT / name
@@ -117,14 +117,14 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Turn the links of a page; called by mkdocs for each. Those added are turned."""
+    """Changes the links of a page, unless ``on_files`` added it; mkdocs calls it."""
     path = page.file.src_uri
     is_turned = path in PAGES.values()
     return markdown if is_turned else as_page(markdown, f"docs/{path}", path)
 
 
 def on_post_build(*, config: Any) -> None:
-    """Write a page that leads on for each that has moved; called by mkdocs."""
+    """Writes a redirect for each moved page; mkdocs calls it."""
     for old, new in MOVED.items():
         target = Path(config["site_dir"]) / old
         target.write_text(
@@ -135,12 +135,11 @@ def on_post_build(*, config: Any) -> None:
 
 
 def notebook_text(path: Path) -> str:
-    """A notebook as Markdown, with what its cells show.
+    """Returns a notebook as Markdown, with the outputs of its cells.
 
     Args:
-        path: Path of the notebook, which is kept without outputs. It runs in a kernel
-            of its own, and once for each state of the package: what it shows is kept
-            in ``.cache``.
+        path: Path of the notebook, which is stored without outputs. It runs in its own
+            kernel, once for each state of the package; ``.cache`` stores the outputs.
     """
     cells = _run_notebook(path).cells
     parts = []
@@ -155,9 +154,9 @@ def notebook_text(path: Path) -> str:
 
 def _run_notebook(path: Path) -> Any:
     nbformat: Any = importlib.import_module("nbformat")
-    kept = _CACHE / f"{path.stem}-{_state(path)}.ipynb"
-    if kept.is_file():
-        return nbformat.read(kept, as_version=4)
+    cached = _CACHE / f"{path.stem}-{_state(path)}.ipynb"
+    if cached.is_file():
+        return nbformat.read(cached, as_version=4)
     notebook = nbformat.read(path, as_version=4)
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.getenv('PYTHONPATH', '')}"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -168,34 +167,34 @@ def _run_notebook(path: Path) -> Any:
         kernel_name="python3",
         resources={"metadata": {"path": str(_CACHE)}},
     ).execute()
-    nbformat.write(notebook, kept)
+    nbformat.write(notebook, cached)
     return notebook
 
 
 def _state(path: Path) -> str:
-    """A hash of a notebook, and of all Python and data that it may read."""
-    found = hashlib.sha256(path.read_bytes())
+    """Returns a hash of a notebook, and of all Python and data that it may read."""
+    digest = hashlib.sha256(path.read_bytes())
     for room in ("whalejax", "planner", "meshes", "models"):
         for file in sorted((ROOT / room).rglob("*")):
             if file.suffix in _READ:
-                found.update(file.read_bytes())
-    return found.hexdigest()[:16]
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _shown(output: Any) -> str:
-    """What a cell shows, as HTML without scripts, or as text."""
+    """Returns a cell's output, as HTML without scripts, or as text."""
     if output.output_type == "stream":
         return _words(output.text)
     data = output.get("data", {})
-    drawn = data.get("image/svg+xml") or data.get("text/html")
-    if drawn is not None:  # Markdown ends a block of HTML at an empty line.
-        inner = re.sub(r"\n\s*\n+", "\n", "".join(drawn))
+    markup = data.get("image/svg+xml") or data.get("text/html")
+    if markup is not None:  # Markdown ends a block of HTML at an empty line.
+        inner = re.sub(r"\n\s*\n+", "\n", "".join(markup))
         return f'<div class="shown" markdown="0">{inner}</div>'
     return _words("".join(data.get("text/plain", "")))
 
 
 def _words(text: str) -> str:
-    """Printed text as a block that keeps its lines and wraps long ones."""
+    """Returns printed text as a block that keeps its lines and wraps long ones."""
     lines = [line or " " for line in escape(text.rstrip(), quote=False).split("\n")]
     joined = "\n".join(lines)
     return f'<div class="shown" markdown="0"><pre>{joined}</pre></div>' if text else ""

@@ -1,13 +1,13 @@
-"""A peer that ends itself, or stands still, at a point of the protocol.
+"""Serves a stage as a peer that can end or freeze at a point of the protocol.
 
-What ``bench_swarm.py`` and the tests start as processes of their own. A fault is
+``bench_swarm.py`` and the tests start it as processes of their own. A fault is
 ``[point, step, signal]``: the first time that the peer reaches that point in that step
 or a later one, it writes a line into the file ``mark`` and sends itself that signal.
 
     python scripts/swarm_peer.py '{"job": "…", "registry": ["127.0.0.1", 8476], …}'
 
-``spare`` is for processes that a parent forks: it cuts the job and compiles, and waits
-until the parent tells it what to serve.
+``spare`` is for forked processes: it cuts the job and compiles, and waits until the
+parent sends further options.
 """
 
 from __future__ import annotations
@@ -51,87 +51,82 @@ class Fault:
             os.kill(os.getpid(), getattr(signal, self._name))
 
 
-def job_of(given: dict[str, Any]) -> Any:
-    """The job that options name: a module's function, or a model of the package."""
-    if ":" in given["job"]:
-        module, _, function = given["job"].partition(":")
+def job_of(options: dict[str, Any]) -> Any:
+    """Returns the job of the options: a module's function, or a reference model."""
+    if ":" in options["job"]:
+        module, _, function = options["job"].partition(":")
         return getattr(importlib.import_module(module), function)()
     from whalejax import models
 
-    return models.job(given["job"], **given.get("options", {}))
+    return models.job(options["job"], **options.get("options", {}))
 
 
-def cut_of(given: dict[str, Any]) -> StagedJob:
-    """The job in stages."""
+def cut_of(options: dict[str, Any]) -> StagedJob:
+    """Returns the job in stages."""
     return StagedJob(
-        job_of(given),
-        stages=given["stages"],
-        micro_batches=given["micro_batches"],
-        seed=given.get("seed", 0),
+        job_of(options),
+        stages=options["stages"],
+        micro_batches=options["micro_batches"],
+        seed=options.get("seed", 0),
     )
 
 
 def sleep_in_calls(forward: float, backward: float) -> None:
-    """Have calls of this process take so many seconds, the last stage's both.
-
-    Args:
-        forward, backward: seconds.
-    """
+    """Makes calls of this process take these seconds, the last stage's both."""
     real_forward, real_backward = StagePrograms.forward, StagePrograms.backward
 
-    def slept(real: Any, seconds: float, stage: StagePrograms, given: Any) -> Any:
-        begun = time.monotonic()
-        found = real(stage, *given)
-        time.sleep(max(0.0, begun + seconds - time.monotonic()))
-        return found
+    def run_slowly(real: Any, seconds: float, stage: StagePrograms, given: Any) -> Any:
+        start = time.monotonic()
+        result = real(stage, *given)
+        time.sleep(max(0.0, start + seconds - time.monotonic()))
+        return result
 
     def slow_forward(self: StagePrograms, *given: Any) -> Any:
-        return slept(real_forward, forward, self, given)
+        return run_slowly(real_forward, forward, self, given)
 
     def slow_backward(self: StagePrograms, *given: Any) -> Any:
         seconds = backward + (forward if self.last else 0.0)
-        return slept(real_backward, seconds, self, given)
+        return run_slowly(real_backward, seconds, self, given)
 
     StagePrograms.forward = slow_forward  # type: ignore[method-assign]
     StagePrograms.backward = slow_backward  # type: ignore[method-assign]
 
 
-def trainer_of(given: dict[str, Any], cut: StagedJob) -> SecondaryTrainer:
-    """A further trainer."""
-    host, port = given["registry"]
+def trainer_of(options: dict[str, Any], cut: StagedJob) -> SecondaryTrainer:
+    """Returns a secondary trainer."""
+    host, port = options["registry"]
     return SecondaryTrainer(
         cut,
-        load_key(Path(given["key"])),
+        load_key(Path(options["key"])),
         (host, port),
-        host=given.get("host", "127.0.0.1"),
-        wire=given.get("wire", "f32"),
-        call_seconds=given.get("call_seconds", 10.0),
+        host=options.get("host", "127.0.0.1"),
+        wire=options.get("wire", "f32"),
+        call_seconds=options.get("call_seconds", 10.0),
     )
 
 
-def peer_of(given: dict[str, Any], cut: StagedJob) -> Peer:
-    """A peer."""
-    fault, mark = given.get("fault"), given.get("mark", "")
-    host, port = given["registry"]
+def peer_of(options: dict[str, Any], cut: StagedJob) -> Peer:
+    fault, mark = options.get("fault"), options.get("mark", "")
+    host, port = options["registry"]
     return Peer(
         cut,
-        load_key(Path(given["key"])),
+        load_key(Path(options["key"])),
         (host, port),
-        stage=given["stage"],
-        host=given.get("host", "127.0.0.1"),
-        wire=given.get("wire", "f32"),
-        pull_seconds=given.get("pull_seconds", 10.0),
+        stage=options["stage"],
+        host=options.get("host", "127.0.0.1"),
+        wire=options.get("wire", "f32"),
+        pull_seconds=options.get("pull_seconds", 10.0),
         hook=Fault(*fault, mark=mark) if fault else lambda point, step: None,
     )
 
 
-def main(given: dict[str, Any], cut: StagedJob | None = None) -> None:
-    """Serve a stage, or lead where that is no number, until the run is over."""
-    cut = cut or cut_of(given)
-    if "call_takes" in given:
-        sleep_in_calls(*given["call_takes"])
-    leads = given["stage"] == "trainer"
-    peer = trainer_of(given, cut) if leads else peer_of(given, cut)
+def main(options: dict[str, Any], cut: StagedJob | None = None) -> None:
+    """Serves a stage, or runs a secondary trainer, until the run is over."""
+    cut = cut or cut_of(options)
+    if "call_takes" in options:
+        sleep_in_calls(*options["call_takes"])
+    is_trainer = options["stage"] == "trainer"
+    peer = trainer_of(options, cut) if is_trainer else peer_of(options, cut)
     signal.signal(signal.SIGTERM, lambda *_: peer.leave())
     peer.start()
     while not peer.wait(0.5):
@@ -140,29 +135,30 @@ def main(given: dict[str, Any], cut: StagedJob | None = None) -> None:
     peer.close()
 
 
-def spare(given: dict[str, Any], pipe: Connection, log: str) -> None:
-    """Make ready for a stage; then serve what the parent says, until the run is over.
+def spare(options: dict[str, Any], pipe: Connection, log: str) -> None:
+    """Prepares a stage; then serves with the parent's options, until the run is over.
 
-    SIGUSR1 writes what each thread does into the log.
+    SIGUSR1 writes the stacks of all threads into the log.
 
     Args:
-        given: options that are known by now.
-        pipe: from which the others come, as JSON; the process ends where it is closed.
-        log: file for all that the process writes.
+        options: Options that are known by now.
+        pipe: Connection for the other options as JSON; the process ends if it is
+            closed.
+        log: File for all output of the process.
     """
     with open(log, "wb") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     faulthandler.register(signal.SIGUSR1)
-    cut = cut_of(given)
+    cut = cut_of(options)
     facts_of(cut, "f32", "f32")
-    if given["stage"] != "trainer":
-        ready_stage(cut, given["stage"])
+    if options["stage"] != "trainer":
+        ready_stage(cut, options["stage"])
     try:
-        told = json.loads(pipe.recv_bytes())
+        further = json.loads(pipe.recv_bytes())
     except EOFError:
         return
-    main({**given, **told}, cut)
+    main({**options, **further}, cut)
 
 
 if __name__ == "__main__":

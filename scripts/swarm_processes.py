@@ -1,8 +1,7 @@
-"""Peers and trainers of a swarm as processes that are to fail, and those after them.
+"""Runs peers and trainers of a swarm as processes that fail and are replaced.
 
 Each is forked from a server that has imported everything, cuts the job and compiles the
-programs of a stage before anybody needs it, and waits: so one that takes the place of
-another joins at once.
+programs of a stage in advance, and waits: so that a replacement joins at once.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ CACHED: Final = {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
-"""So that a peer that takes another's place compiles nothing."""
+"""Variables with which a replacement compiles nothing."""
 
 MOST_STEPS: Final = 3
-"""A peer whose fault has not come about after so many is killed from outside."""
+"""Steps after which a peer whose fault did not happen is killed."""
 
 TRAINER_STEPS: Final = 10
-"""After which a further trainer is ended, and another started."""
+"""Steps after which a secondary trainer is ended, and another started."""
 
 SPARES: Final = 2
-"""Of each stage; starting one takes longer than most steps."""
+"""Spares of each stage; starting one takes longer than most steps."""
 
 READY_SECONDS: Final = 1200.0
 _STACKS_SECONDS: Final = 2.0
-_MOST_WORDS: Final = 6000
+_MOST_CHARACTERS: Final = 6000
 
 
 def prepare() -> None:
-    """Have processes forked from a server with all modules; call it before any is."""
+    """Sets up a fork server with all modules; call it before any process starts."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
     os.environ.update(CACHED, PYTHONPATH=path)
     multiprocessing.set_start_method("forkserver")
@@ -64,15 +63,15 @@ def prepare() -> None:
 
 @dataclass(kw_only=True)
 class Forked:
-    """A process, and the way to tell it what to serve.
+    """A forked process with a pipe for its options.
 
     Attributes:
-        process: of the operating system.
-        pipe: to it.
-        stage: that it is ready for.
-        host: address by which it is known among the registry's peers.
-        log: what it writes.
-        due: step of its fault; None where it has none.
+        process: Process of the operating system.
+        pipe: Connection to it.
+        stage: Stage for which it is ready.
+        host: Address among the registry's peers.
+        log: File of its output.
+        due: Step of its fault; None without one.
     """
 
     process: Any
@@ -83,35 +82,33 @@ class Forked:
     due: int | None = None
 
     def tell(self, options: dict[str, Any]) -> None:
-        """Let it serve."""
-        with contextlib.suppress(OSError):  # It has ended; that is found later.
+        """Sends the options with which it serves."""
+        with contextlib.suppress(OSError):  # It has ended.
             self.pipe.send_bytes(json.dumps(options).encode())
 
     def end(self) -> None:
-        """Kill it."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
     @property
     def state(self) -> str:
-        """Letter of its state: T where it stands still; empty where it has ended."""
+        """Letter of its state: T if it is stopped; empty if it has ended."""
         if self.process.is_alive():
             with contextlib.suppress(OSError):
-                said = Path(f"/proc/{self.process.pid}/stat").read_text()
-                return said.rpartition(")")[2].split()[0]
+                text = Path(f"/proc/{self.process.pid}/stat").read_text()
+                return text.rpartition(")")[2].split()[0]
         return ""
 
 
 class Processes:
-    """Peers, replaced where they have ended or stand still.
+    """Peers, replaced if they have ended or are stopped.
 
     Attributes:
-        left: faults that are to be given to peers yet.
-        faults: that were given, in words.
-        outside: peers that were killed because nobody asked for what they were to end
-            at.
-        waited: seconds in which the run stood still until peers were ready.
+        left: Number of faults that peers will get.
+        faults: Faults that peers got, as text.
+        outside: Peers that were killed because they did not reach their fault.
+        waited: Seconds in which the run waited for peers.
     """
 
     def __init__(
@@ -126,17 +123,17 @@ class Processes:
         call_seconds: float,
         write: Callable[..., None],
     ) -> None:
-        """Start nothing yet.
+        """Prepares the options; starts nothing yet.
 
         Args:
-            serving: that they join.
-            options: of their job.
-            key: file of the key of the swarm.
-            draw: gives signals.
-            faults: to be given to peers.
-            steps: of the run.
-            call_seconds: deadline of a further trainer's calls.
-            write: is told, with the time, what befell whom.
+            serving: Registry that they join.
+            options: Options of their job.
+            key: File of the key of the swarm.
+            draw: Random choice of signals.
+            faults: Number of faults that peers get.
+            steps: Steps of the run.
+            call_seconds: Deadline of a secondary trainer's calls.
+            write: Function that records ended peers, with the time.
         """
         self._serving, self._draw, self._write = serving, draw, write
         self._options = {
@@ -174,102 +171,104 @@ class Processes:
         return Forked(process=process, pipe=ours, stage=stage, host=host, log=log)
 
     def _prepare(self) -> None:
-        """Have spares of each stage, as long as faults are left, and a trainer."""
-        wanted: list[tuple[int | str, int]] = [("trainer", 1)]
+        """Starts spares of each stage, while faults are left, and a trainer."""
+        targets: list[tuple[int | str, int]] = [("trainer", 1)]
         if self.left:
-            wanted += [(stage, SPARES) for stage in range(self._options["stages"])]
-        for stage, count in wanted:
-            there = sum(one.stage == stage for one in self._spares if one.state)
-            self._spares += [self._fork(stage) for _ in range(count - there)]
+            targets += [(stage, SPARES) for stage in range(self._options["stages"])]
+        for stage, count in targets:
+            present = sum(
+                process.stage == stage for process in self._spares if process.state
+            )
+            self._spares += [self._fork(stage) for _ in range(count - present)]
 
-    def _taken(self, stage: int | str) -> Forked:
-        """A spare; a new process where there is none."""
-        for one in self._spares:
-            if one.stage == stage and one.state:
-                self._spares.remove(one)
-                return one
+    def _take(self, stage: int | str) -> Forked:
+        """Returns a spare, or a new process without one."""
+        for process in self._spares:
+            if process.stage == stage and process.state:
+                self._spares.remove(process)
+                return process
         return self._fork(stage)
 
     def start(self, stage: int, step: int, *, faulty: bool) -> None:
-        """One more peer; with a fault from a step on, where there are faults left."""
-        one, options = self._taken(stage), {}
+        """Starts a peer; with a fault from a step on, if faults are left."""
+        peer, options = self._take(stage), {}
         if faulty and self.left:
             self.left -= 1
             number = len(self.faults)
             point, name = POINTS[number % len(POINTS)], SIGNALS[self._draw.randrange(2)]
             if point == "forward" and stage == self._options["stages"] - 1:
-                point = "backward"  # There both are one call.
+                point = "backward"  # The last stage has one call.
             # A newcomer takes the state once, as soon as it is ready.
             first = 0 if point == "download" else step
             options = {
                 "fault": [point, first, name],
                 "mark": str(self.marks / str(number)),
             }
-            one.due = step
+            peer.due = step
             self.faults.append(f"{point} {name} stage {stage} step {step}")
-        one.tell(options)
-        self._running.append(one)
+        peer.tell(options)
+        self._running.append(peer)
 
     def lead(self, step: int) -> None:
-        """Start and end further trainers, by the steps that are done."""
+        """Starts and ends secondary trainers, by the number of done steps."""
         if step % TRAINER_STEPS == 0 and step < self._steps - TRAINER_STEPS:
-            one = self._taken("trainer")
-            one.tell({})
-            self._trainers.append(one)
+            trainer = self._take("trainer")
+            trainer.tell({})
+            self._trainers.append(trainer)
         elif step % TRAINER_STEPS == TRAINER_STEPS - 1 and self._trainers:
             name = SIGNALS[(len(self._trainers) - 1) % 2]
             pid = self._trainers[-1].process.pid
             threading.Timer(0.2, _send, [pid, getattr(signal, name)]).start()
 
     def replace(self, step: int) -> None:
-        """Replace those that are gone, and wait until all are ready."""
-        begun = time.monotonic()
-        while waiting := self._replaced(step):
-            if time.monotonic() - begun > READY_SECONDS:
-                raise SystemExit(self._said(waiting))
+        """Replaces ended peers, and waits until all are ready."""
+        start = time.monotonic()
+        while waiting := self._replace_ended(step):
+            if time.monotonic() - start > READY_SECONDS:
+                raise SystemExit(self._waiting_text(waiting))
             time.sleep(0.05)
-        self.waited += time.monotonic() - begun
+        self.waited += time.monotonic() - start
         self._prepare()
 
-    def _replaced(self, step: int) -> list[Forked]:
-        """Replace those that are gone; those that are not ready."""
-        for one in [*self._running]:
-            if one.due is not None and step > one.due + MOST_STEPS and one.state:
-                # Nobody has asked it for what it was to end at.
+    def _replace_ended(self, step: int) -> list[Forked]:
+        """Replaces ended peers; returns those that are not ready."""
+        for peer in [*self._running]:
+            if peer.due is not None and step > peer.due + MOST_STEPS and peer.state:
+                # It did not reach the point of its fault.
                 self.outside += 1
-                one.process.kill()
-                one.process.join()
-            state = one.state
+                peer.process.kill()
+                peer.process.join()
+            state = peer.state
             if state not in ("", "T"):
                 continue
-            self._write("ended", {"host": one.host, "stage": one.stage, "was": state})
-            one.end()
-            self._running.remove(one)
-            assert isinstance(one.stage, int)
-            self.start(one.stage, step + 1, faulty=True)
+            self._write("ended", {"host": peer.host, "stage": peer.stage, "was": state})
+            peer.end()
+            self._running.remove(peer)
+            assert isinstance(peer.stage, int)
+            self.start(peer.stage, step + 1, faulty=True)
         members = self._serving.trainer.fleet.members()
         ready = {m.address[0] for m in members if m.ready}
-        return [one for one in self._running if one.host not in ready]
+        return [peer for peer in self._running if peer.host not in ready]
 
-    def _said(self, waiting: list[Forked]) -> str:
-        """Who is not ready, what the registry knows of it, and what it does."""
+    def _waiting_text(self, waiting: list[Forked]) -> str:
+        """Returns the unready peers with the registry's entries and their stacks."""
         members = {m.address[0]: m for m in self._serving.trainer.fleet.members()}
         texts = []
-        for one in waiting:
-            state = one.state
+        for peer in waiting:
+            state = peer.state
             if state:
-                _send(one.process.pid, signal.SIGUSR1)
+                _send(peer.process.pid, signal.SIGUSR1)
                 time.sleep(_STACKS_SECONDS)
-            written = one.log.read_text(errors="replace") if one.log.is_file() else ""
+            written = peer.log.read_text(errors="replace") if peer.log.is_file() else ""
             texts.append(
-                f"stage {one.stage} at {one.host}, state {state or 'ended'!r}, "
-                f"{members.get(one.host)}:\n{written[-_MOST_WORDS:]}"
+                f"stage {peer.stage} at {peer.host}, state {state or 'ended'!r}, "
+                f"{members.get(peer.host)}:\n{written[-_MOST_CHARACTERS:]}"
             )
         return "\n".join([f"after {READY_SECONDS} s peers are not ready:", *texts])
 
     @property
     def happened(self) -> list[str]:
-        """Of the faults, those that peers wrote of before they came about."""
+        """Faults that peers recorded before they happened."""
         return [
             f"{fault}: {path.read_text().strip()}"
             for number, fault in enumerate(self.faults)
@@ -277,9 +276,8 @@ class Processes:
         ]
 
     def close(self) -> None:
-        """End all, and forget what they wrote."""
-        for one in [*self._running, *self._trainers, *self._spares]:
-            one.end()
+        for process in [*self._running, *self._trainers, *self._spares]:
+            process.end()
         shutil.rmtree(self.marks, ignore_errors=True)
 
 

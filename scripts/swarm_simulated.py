@@ -1,22 +1,22 @@
-"""Simulated swarms: rebalancing under churn, and the setting of SWARM's paper.
+"""Simulates swarms: rebalancing under churn, and the setting of SWARM's paper.
 
     python scripts/swarm_simulated.py [--seeds 20] [--only churn,paper]
 
 The churn: 36 peers of speeds 0.5, 1 and 2 on links of 200 Mb/s and 20 ms serve 3 stages
 of 8 s a micro-batch (forward 2 s, backward 6 s; one call in the last stage), 96
 micro-batches a step; lifetimes are exponential with a mean of 4,000 s over two hours,
-half of the deaths are silent, and nobody comes, so the swarm dwindles to a sixth; 250
-MB of state are downloaded and 10 s compiled before a peer serves; a stage adds up 20 MB
-a step, and there is a snapshot every other step. Throughput is held against the
-oracle's, which places peers at their best after each change, at once and free of
-charge.
+half of the deaths are silent, and nobody joins, so the swarm shrinks to a sixth; a peer
+downloads 250 MB of state and compiles for 10 s before it serves; a stage reduces 20 MB
+of gradients a step, and there is a snapshot every other step. Throughput is compared
+with the oracle's, which places peers at their best after each change, at once and free
+of charge.
 
 The paper's setting: 1.01 billion shared parameters that 13 billion would compute with,
 width 4,096, sequences of 2,048 tokens, one a micro-batch, 4,096 a step; 3 stages; 400
-T4s on links of 200 Mb/s and 20 ms; int8 between stages, gradients added up in 8 bits
-and, beside it, in 16. A T4 is taken to reach the catalogue's part of 65 TFLOP/s.
+T4s on links of 200 Mb/s and 20 ms; int8 between stages, gradients reduced in 8 bits
+and, for comparison, in 16. A T4 reaches the catalogue's part of 65 TFLOP/s.
 
-The last line is one JSON object.
+The last line is one JSON object with the results of both under ``churn`` and ``paper``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CHURN: Final = Churn(
 
 
 def stage(forward_seconds: float, backward_seconds: float) -> StageCost:
-    """Of 20 MB of gradients and 250 MB of state, with borders of 2 MB."""
+    """Returns a stage of 20 MB of gradients and 250 MB of state, with cuts of 2 MB."""
     border = 2_000_000
     return StageCost(
         forward_seconds=forward_seconds,
@@ -75,7 +75,7 @@ SETTING: Final = Setting(
     snapshot_every=2,
 )
 SEEDS: Final = 20
-WAYS: Final[dict[str, dict[str, Any]]] = {
+RULES: Final[dict[str, dict[str, Any]]] = {
     "optimum": {"oracle": True},
     "none": {"rule": Rule.NONE},
     "T=300": {"period": 300.0},
@@ -85,38 +85,38 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
 
 
 def under_churn(seeds: int) -> dict[str, Any]:
-    """Throughput of each way over seeds, as parts of the optimum's."""
-    parts: dict[str, list[float]] = {way: [] for way in WAYS}
-    found: dict[str, list[SwarmSimulation]] = {way: [] for way in WAYS}
+    """Returns the throughput of each rule over seeds, as parts of the optimum's."""
+    parts: dict[str, list[float]] = {rule: [] for rule in RULES}
+    runs: dict[str, list[SwarmSimulation]] = {rule: [] for rule in RULES}
     for seed in range(seeds):
         trace = draw(CHURN, seed)
-        for way, changes in WAYS.items():
+        for rule, changes in RULES.items():
             setting = dataclasses.replace(SETTING, **changes)
-            found[way].append(simulate(setting, trace, CHURN.seconds))
-            best = found["optimum"][-1].micro_batches
-            parts[way].append(found[way][-1].micro_batches / best)
-        shown = ", ".join(f"{way} {parts[way][-1]:.3f}" for way in WAYS)
+            runs[rule].append(simulate(setting, trace, CHURN.seconds))
+            best = runs["optimum"][-1].micro_batches
+            parts[rule].append(runs[rule][-1].micro_batches / best)
+        shown = ", ".join(f"{rule} {parts[rule][-1]:.3f}" for rule in RULES)
         print(f"seed {seed}: {shown}", flush=True)
-    looked = [one for way in WAYS if way != "optimum" for one in found[way]]
+    real_runs = [run for rule in RULES if rule != "optimum" for run in runs[rule]]
     return {
         "of_optimum_under_churn": round(statistics.mean(parts["T=60"]), 4),
         "without_rebalancing": round(statistics.mean(parts["none"]), 4),
         "of_optimum": {
-            way: {
-                "mean": round(statistics.mean(parts[way]), 4),
-                "least": round(min(parts[way]), 4),
-                "interval": round(interval(parts[way]), 4),
+            rule: {
+                "mean": round(statistics.mean(parts[rule]), 4),
+                "least": round(min(parts[rule]), 4),
+                "interval": round(interval(parts[rule]), 4),
                 "of_max_flow": round(
-                    statistics.mean(one.of_max_flow for one in found[way]), 4
+                    statistics.mean(run.of_max_flow for run in runs[rule]), 4
                 ),
             }
-            for way in WAYS
+            for rule in RULES
         },
-        "emptied_by_moves": sum(one.emptied_by_moves for one in looked),
+        "emptied_by_moves": sum(run.emptied_by_moves for run in real_runs),
         "most_moves_a_change": {
-            way: round(max(one.moves / max(1, one.changes) for one in found[way]), 4)
-            for way in WAYS
-            if way != "optimum"
+            rule: round(max(run.moves / max(1, run.changes) for run in runs[rule]), 4)
+            for rule in RULES
+            if rule != "optimum"
         },
         "seeds": seeds,
     }
@@ -128,11 +128,7 @@ PAPER_WIDTH, PAPER_TOKENS, PAPER_BATCH, PAPER_PEERS = 4096, 2048, 4096, 400
 
 
 def paper_setting(sum_bytes: int) -> Setting:
-    """The setting of the paper.
-
-    Args:
-        sum_bytes: of each gradient, as it is added up.
-    """
+    """Returns the paper's setting, with ``sum_bytes`` for each reduced gradient."""
     kind = cluster("t4:1").kinds[0]
     flops_per_second = dict(kind.flops_per_second)["f16"] * kind.efficiency
     forward = 2 * PAPER_UNSHARED * PAPER_TOKENS / 3 / flops_per_second
@@ -159,9 +155,9 @@ def paper_setting(sum_bytes: int) -> Setting:
     )
 
 
-def of_the_paper() -> dict[str, Any]:
-    """Throughput of the paper's setting, without churn and with it."""
-    alone = Churn(
+def paper_results() -> dict[str, Any]:
+    """Returns the throughput of the paper's setting, with and without churn."""
+    quiet = Churn(
         peers=PAPER_PEERS,
         lifetime_seconds=1e12,
         join_seconds=math.inf,
@@ -170,48 +166,47 @@ def of_the_paper() -> dict[str, Any]:
     )
     # Each lives 4 hours on average, and as many come as go.
     churning = dataclasses.replace(
-        alone, lifetime_seconds=14_400.0, join_seconds=14_400.0 / PAPER_PEERS
+        quiet, lifetime_seconds=14_400.0, join_seconds=14_400.0 / PAPER_PEERS
     )
-    found = {}
+    report = {}
     for name, churn, sum_bytes in (
-        ("8-bit sum", alone, 1),
-        ("16-bit sum", alone, 2),
+        ("8-bit sum", quiet, 1),
+        ("16-bit sum", quiet, 2),
         ("8-bit sum, churn", churning, 1),
     ):
         setting = paper_setting(sum_bytes)
-        one = simulate(setting, draw(churn, 0), churn.seconds)
-        found[name] = {
-            "sequences_per_second": round(one.micro_batches_per_second, 2),
-            "step_seconds": round(statistics.mean(one.step_seconds), 1),
-            "utilization": round(one.utilization, 3),
-            "of_max_flow": round(one.of_max_flow, 3),
-            "changes": one.changes,
-            "moves": one.moves,
+        run = simulate(setting, draw(churn, 0), churn.seconds)
+        report[name] = {
+            "sequences_per_second": round(run.micro_batches_per_second, 2),
+            "step_seconds": round(statistics.mean(run.step_seconds), 1),
+            "utilization": round(run.utilization, 3),
+            "of_max_flow": round(run.of_max_flow, 3),
+            "changes": run.changes,
+            "moves": run.moves,
         }
-        print(f"{name}: {found[name]}", flush=True)
-    return found
+        print(f"{name}: {report[name]}", flush=True)
+    return report
 
 
 def interval(values: list[float]) -> float:
-    """Half of the 95 % interval of a mean."""
+    """Returns half of the 95 % interval of a mean."""
     if len(values) < 2:
         return 0.0
     return 1.96 * statistics.stdev(values) / len(values) ** 0.5
 
 
 def main() -> None:
-    """Simulate, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--only", default="churn,paper", metavar="A,B")
     arguments = parser.parse_args()
-    wanted = arguments.only.split(",")
-    found: dict[str, Any] = {}
-    if "paper" in wanted:
-        found["paper"] = of_the_paper()
-    if "churn" in wanted:
-        found["churn"] = under_churn(arguments.seeds)
-    print(json.dumps(found))
+    selected = arguments.only.split(",")
+    report: dict[str, Any] = {}
+    if "paper" in selected:
+        report["paper"] = paper_results()
+    if "churn" in selected:
+        report["churn"] = under_churn(arguments.seeds)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Training steps whose layout the planner chooses, for ``bench_verify.py``.
+"""Lists training steps whose layout the planner chooses, for ``bench_verify.py``.
 
 Names, sizes, devices and global batches only: mesh, micro-batches, rematerialization,
-attention and offload are whatever ``wh.plan`` takes by default.
+attention and offload are the defaults of ``wh.plan``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
-    """What is planned.
+    """A training step to plan.
 
     Attributes:
-        label: what it is called.
-        topology: the cluster, as text.
-        model: a reference model, or one of ``foreign_programs``.
-        batch: samples in the global batch.
-        options: of the model.
-        precision: as ``wh.plan`` takes it.
+        label: Name without cluster, batch and precision.
+        topology: Cluster as text.
+        model: A reference model, or one of ``foreign_programs``.
+        batch: Samples in the global batch.
+        options: Options of the model.
+        precision: Precision for ``wh.plan``.
     """
 
     label: str
@@ -33,7 +33,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Unlike every other."""
+        """Unique name."""
         return f"{self.label} {self.topology} batch {self.batch} {self.precision}"
 
 
@@ -182,7 +182,7 @@ CHOICES = (
     *_each("unet3d", "unet3d", {"v5e:2x2": 8, "v6e:1x1": 2}),
     *_each("cosmoflow", "cosmoflow", {"v5e:2x2": 64, "v6e:2x2": 256}),
 )
-"""Sizes chosen to fill the devices; none was looked at with a compiler beforehand."""
+"""Sizes that fill the devices, chosen without a compiler."""
 
 FOREIGN = (
     *_each("U-Net", "unet", {"v5e:2x2": 256}),
@@ -202,5 +202,5 @@ FOREIGN = (
         {**LLAMA_3B, "layers": 4, "sequence": 131_072},
     ),
 )
-"""Programs as users write them, and no judges: sizes of the U-Net, the 3-D ResNet and
-the GPT were raised after smaller ones had been compiled."""
+"""Programs as users write them; no judges, because sizes of the U-Net, the 3-D ResNet
+and the GPT were raised after smaller ones had been compiled."""
