@@ -58,7 +58,7 @@ class StagesData:
 
     Attributes:
         schedule: One of ``schedules.NAMES``.
-        chunks: Parts of the model on each stage.
+        chunks: Number of parts of the model on each stage.
         layers: Layers of each part, in model order; empty if parts are not full layers.
         executor: ``"spmd"``, one program in which all stages run one loop, or
             ``"mpmd"``, a program for each stage.
@@ -66,15 +66,15 @@ class StagesData:
             programs; empty if ``stage`` marks define the parts.
         plans: Plan of each such stage on its devices.
         kinds: Device kind of each stage, if they differ.
-        blocks: Index of each such stage's part of the devices, in node order; empty if
-            they are in order.
+        blocks: Index of each such stage's block of devices, in node order; empty if
+            the stages are in that order.
         turns, ahead, back: Turns of a step for lockstep stages, and the turns in which
             some stage computes forward and backward; else 0.
         stash: Saved values of a micro-batch in flight for lockstep stages:
             ``"inputs"``, from which the backward pass recomputes the layers, or
             ``"residuals"``, all values that their derivative reads.
         paces: Predictions for each part, in model order.
-        handed_seconds: Predicted transfer from one part to the next on another stage.
+        handed_seconds: Predicted seconds of a transfer to the next part's stage.
     """
 
     schedule: str
@@ -118,15 +118,15 @@ class PlannedQuestion(Protocol):
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a sample; None if the batch has no leaves of one length."""
+        """Tokens of a sample; None if the samples are not sequences of one length."""
         ...
 
     def replan(self, **changes: Any) -> Any:
-        """Plans with other settings; ``Plan.what_if``."""
+        """Plans with other settings; see ``Plan.what_if``."""
         ...
 
     def verify(self, plan: Any, topology: str | None, *, timeout_seconds: float) -> Any:
-        """Compiles a plan with the real compiler; ``Plan.verify``."""
+        """Compiles a plan with the real compiler; see ``Plan.verify``."""
         ...
 
 
@@ -209,7 +209,7 @@ class PlanData(StepOptions):
     def stage_plans(self) -> tuple[Self, ...]:
         """Plans of stage programs; empty without any."""
         plans: Any = () if self.stages is None else self.stages.plans
-        stage_plans: tuple[Self, ...] = plans  # of one class with this plan
+        stage_plans: tuple[Self, ...] = plans  # of the same class as this plan
         return stage_plans
 
     @property
@@ -249,7 +249,7 @@ class PlanData(StepOptions):
         problems.raise_if_any()
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
-            # With unequal shares: on the rank with most.
+            # Unequal shares: the rank with the most micro-batches counts.
             shares = self.shares
             if self.beyond is not None and self.beyond.shares:
                 shares = tuple(most for _, most in self.beyond.shares)
@@ -265,12 +265,11 @@ class PlanData(StepOptions):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether some of it computes in float16, where small gradients vanish."""
+        """Whether a part computes in float16, where small gradients underflow."""
         return "f16" in (self.precision, *dict(self.precisions).values())
 
     def home(self, path: str) -> Self:
-        """Returns the plan of the stage that stores a parameter, or itself without
-        stages.
+        """Returns the plan of the stage that stores a parameter; itself if none does.
 
         Args:
             path: Path of the parameter.
@@ -286,8 +285,8 @@ class PlanData(StepOptions):
         """Returns the plan of one parameter.
 
         Args:
-            path: Dotted path; with ``*`` as a layer's number, as in printed plans, the
-                first layer is taken.
+            path: Dotted path; ``*`` for a layer's number, as in printed plans, selects
+                the first layer.
 
         Raises:
             PlanError: No parameter has that path; lists the nearest paths.
@@ -303,11 +302,12 @@ class PlanData(StepOptions):
         return next(iter(self.alternatives(1)), None)
 
     def alternatives(self, n: int = 5) -> Candidates:
-        """Returns the best plans of other layouts that fit, best first; prints as one
-        line each.
+        """Returns the best other layouts that fit, best first.
+
+        They print as one line each.
 
         Args:
-            n: Most plans, 0 or more; a plan stores about a dozen.
+            n: Largest number of candidates; a plan stores about a dozen.
         """
         if not is_whole(n, 0):
             raise PlanError(f"alternatives: n is {short_repr(n)}; expected 0 or more")
@@ -318,7 +318,7 @@ class PlanData(StepOptions):
         """Returns the stored layout of every parameter.
 
         Returns:
-            Parameter's path to ``jax.sharding.PartitionSpec``.
+            ``jax.sharding.PartitionSpec`` of each parameter, by path.
         """
         from whalejax.meshes.jax_mesh import partition_spec
 

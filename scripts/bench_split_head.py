@@ -1,10 +1,10 @@
 """Compares data parallelism with replicate + split for 100,000 classes.
 
-Whale's own example (USENIX ATC 2022, section 5.3): the ResNet-50 backbone replicated,
-the classifier split over the same devices. Each variant trains in a process of its own
-with its state donated, a few steps of plain SGD in float32 on small images. Then a
-classifier of 1,000,000 classes with momentum is planned for eight devices of 4 GiB:
-data parallelism alone must be refused by its memory.
+This is Whale's own example (USENIX ATC 2022, section 5.3): the ResNet-50 backbone is
+replicated, and the classifier is split over the same devices. Each variant trains in
+its own process, with donated state, for a few steps of plain SGD in float32 on small
+images. Then a classifier of 1,000,000 classes with momentum is planned for eight
+devices of 4 GiB: data parallelism alone must be refused for lack of memory.
 
     python scripts/bench_split_head.py [--batch 32] [--classes 100000] [--steps 5]
 
@@ -103,7 +103,7 @@ def run_variant(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _filled(model: Any) -> Any:
-    """Returns the model with one small value everywhere."""
+    """Returns the model with every value set to one small number."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

@@ -2,32 +2,34 @@
 
 Every program is planned under a fixed layout, and compiled by the real TPU or GPU
 compiler. ``verified.json`` beside this script has the compilers' results, with their
-versions and the date; without options today's predictions are compared with these.
-Programs whose name hashes to 0 modulo 3 are judges: no constant was fitted to them.
+versions and dates. Without options, the script compares today's predictions with them.
+Programs whose name hashes to 0 modulo 3 are held out as judges: no constant was fitted
+to them.
 
     python scripts/bench_verify.py [--refresh] [--only TEXT] [--verbose]
         [--choices all|sample|none] [--seed N]
 
-Further programs have a layout that the planner chooses (``verified_choices.py``). The
-stored result of one counts if its plan is still the same. A random sample of them is
-planned anew (``--choices all`` plans all of them); if the choice has changed, the
-program is left out and counted in choices_changed until it is compiled again.
-``--refresh`` compiles (those whose name contains TEXT, or which the file lacks); it
-takes hours, can be interrupted, and needs the extra tpu-compile and, for GPUs,
-whalejax verify --setup-gpu. The last line is one JSON object; keys of GPUs begin with
-``gpu_``, those of the planner's choices with ``choices_``:
+Other programs have a layout that the planner chooses (``verified_choices.py``). Their
+stored results count only while the planner makes the same choice. A random sample of
+them is planned again (``--choices all`` plans all of them); a program whose plan has
+changed is left out, and counted in choices_changed, until it is compiled again.
+``--refresh`` compiles the programs whose name contains TEXT, or, without ``--only``,
+those without a stored result. It takes hours and can be interrupted. It needs the extra
+tpu-compile and, for GPUs, whalejax verify --setup-gpu. The last line is one JSON
+object; keys of GPUs begin with ``gpu_``, those of the planner's choices with
+``choices_``:
 
     judge_mean_memory_error, judge_p95_memory_error, judge_max_memory_error
                      relative error of peak memory
     false_fits       programs that were predicted to fit, and do not
     band_coverage, band_width
-                     part of the programs for TPUs, under fixed and chosen layouts,
-                     whose memory is in a band of all other kinds of programs, and the
-                     width of these bands relative to the prediction
+                     part of the TPU programs, with fixed and chosen layouts, whose
+                     memory is in the band made from all other kinds of programs, and
+                     the mean width of these bands relative to the prediction
     refused          programs that were predicted to fit with the margin of plans, and
                      do not; of choices, those that the compiler refused
     traffic_within   part of all pairs of a program and mesh axes whose bytes are within
-                     5 %; kinds_within the same by kind of collective, too
+                     5 %; kinds_within is the same, also by kind of collective
     choices_full_mean_slower, choices_full_max_slower
                      of choices that fill 80 % of a device, with or without the margin,
                      the part by which the margin makes predicted steps longer
@@ -66,7 +68,7 @@ LARGE_MEMORY = 2**43
 """Bytes of a device on which everything fits."""
 SECONDS = 3600.0
 FULL = 0.8
-"""Part of a device's memory from which a plan is called full."""
+"""Used part of a device's memory from which a plan counts as full."""
 LEAST = 0.001
 """Part of a program's traffic below which mesh axes do not count."""
 
@@ -139,7 +141,7 @@ class Program:
 
     @property
     def judges(self) -> bool:
-        """Whether nothing was fitted to it."""
+        """Whether it is held out: no constant was fitted to it."""
         return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % 3 == 0
 
 
@@ -390,7 +392,7 @@ class Line:
     """A program's prediction and compiled result.
 
     Attributes:
-        program: The program.
+        program: Program that was compiled.
         predicted, measured: Peak bytes.
         fits, predicted_fits: Whether it fits, by the compiler and by the prediction.
         traffic: Predicted and compiled bytes by mesh axes.
@@ -407,7 +409,7 @@ class Line:
 
     @property
     def band(self) -> MemoryBand:
-        """Likely range of the compiled memory, as parts of the predicted."""
+        """Likely range of the compiled memory, relative to the predicted memory."""
         by_default = self.program.model.startswith("llama")
         in_a_loop = self.program.options.get("scan_layers", by_default)
         return band_of(wh.cluster(self.program.topology).platform, in_a_loop=in_a_loop)
@@ -449,25 +451,25 @@ KINDS = {
 """Kind of program by the first part of a model's name."""
 
 TAIL = 4.6
-"""Percent of the programs of other kinds beyond each edge of a band, so that about nine
-in ten of a kind of its own are within."""
+"""Percentage of the programs of other kinds beyond each edge of a band; about nine in
+ten programs of a new kind are then within it."""
 
 
 def kind_of(model: str, options: Mapping[str, Any]) -> str:
-    """Returns the kind of a reference model; decoders are of two."""
+    """Returns the kind of a reference model; there are two kinds of decoders."""
     kind = KINDS[model.partition("-")[0]]
     loop = options.get("scan_layers", model.startswith("llama"))
     return kind if loop or kind != "decoder" else "decoder, layers written out"
 
 
 def band_quality(ratios: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Returns how well bands hold for kinds of programs that did not make them.
+    """Cross-validates the bands over kinds of programs.
 
     The result is the part of programs in the band of all other kinds, and the mean
     width of these bands.
 
     Args:
-        ratios: Kind of each program, and its compiled over its predicted memory.
+        ratios: Kind of each program, and its ratio of compiled to predicted memory.
     """
     inside, widths = [], []
     for kind, ratio in ratios:
@@ -495,7 +497,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def line_of(program: Program, result: Mapping[str, Any]) -> Line:
-    """Predicts a program anew and returns it with its stored result."""
+    """Returns a program's new prediction with its stored result."""
     plan = plan_program(program)
     usable = wh.cluster(program.topology).memory_bytes
     predicted = planned_bytes(plan)
@@ -516,7 +518,7 @@ def totals(
     measured: Mapping[str, float],
     key: Callable[[str], str],
 ) -> dict[str, tuple[float, float]]:
-    """Returns sums of both by a part of their names, without negligible ones."""
+    """Sums predicted and measured bytes by key; omits negligible sums."""
     sums: dict[str, list[float]] = {}
     for place, names in enumerate((predicted, measured)):
         for name, nbytes in names.items():
@@ -581,7 +583,7 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
 
 
 def facts_of(choice: Choice, plan: wh.Plan) -> dict[str, Any]:
-    """Returns facts of a choice's plan, to judge it without planning again."""
+    """Returns facts of a choice's plan, which is then judged without planning again."""
     without_margin = chosen_plan(choice, margin=0.0)
     filled = max(p.memory.total_bytes / p.room_bytes for p in (plan, without_margin))
     return {
@@ -624,7 +626,7 @@ def program_of(plan: wh.Plan) -> str:
 
 
 TOLERANCE = 2e-3
-"""Part by which predictions of one program may differ, if no digest was stored."""
+"""Allowed relative difference of a program's predictions if it has no digest."""
 
 
 def matches(facts: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:

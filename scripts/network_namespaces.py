@@ -1,8 +1,8 @@
-"""Makes network namespaces at one bridge, with links to slow and cut (Linux, root).
+"""Creates network namespaces on one bridge, with links that can be slowed or cut.
 
-A process in a namespace reaches the others and this machine over a pair of virtual
-interfaces: ``eth0`` inside, and one at the bridge outside. ``tc tbf`` limits their
-traffic, and either end can be set down.
+It needs Linux and root. A process in a namespace reaches the others and this machine
+over a pair of virtual interfaces: ``eth0`` inside, and one at the bridge outside. ``tc
+tbf`` limits their traffic, and either end can be set down.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Space:
 
     @property
     def inside(self) -> list[str]:
-        """First words of a command that runs in it."""
+        """Command prefix that runs a program in the namespace."""
         return ["ip", "netns", "exec", self.name]
 
 
@@ -53,7 +53,7 @@ def _ip(words: str) -> None:
 
 
 def why_none() -> str:
-    """Returns why no namespaces can be made here; empty if they can."""
+    """Returns the reason why namespaces cannot be created; empty if they can."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"there is no program {program}"
@@ -62,7 +62,7 @@ def why_none() -> str:
 
 @contextlib.contextmanager
 def namespaces(count: int) -> Iterator[list[Space]]:
-    """Makes ``count`` namespaces at one bridge, for the time of the block."""
+    """Creates ``count`` namespaces on one bridge; removes them after the block."""
     show = ["ip", "-o", "addr", "show", "to", BRIDGE_ADDRESS]
     if subprocess.run(show, check=True, capture_output=True).stdout:
         raise SystemExit(
@@ -104,7 +104,7 @@ def shape(space: Space, megabits: int) -> None:
 
 
 def unshape(space: Space) -> None:
-    """Ends the limit of ``shape``."""
+    """Removes the limit of ``shape``."""
     for words, name in ((space.inside, "eth0"), ([], space.outer)):
         _run([*words, "tc", "qdisc", "del", "dev", name, "root"])
 
@@ -115,7 +115,7 @@ def set_link(space: Space, state: str, *, inside: bool) -> None:
     Args:
         space: Namespace of the link.
         state: ``"up"`` or ``"down"``.
-        inside: Whether it is the end inside, so that sending fails at once; at the
+        inside: Whether to set the end inside, where sends then fail at once; at the
             bridge's end, traffic is lost.
     """
     if inside:
@@ -150,9 +150,9 @@ print(got / (time.monotonic() - begun), flush=True)
 
 
 def goodput(spaces: Sequence[Space], seconds: float = 4.0) -> float:
-    """Returns the bytes a second of TCP each way, both at once, between two spaces.
+    """Returns the TCP bytes per second in each direction, with both in use.
 
-    They are less than the links' rate, which includes headers and acknowledgements.
+    It is less than the links' rate, which includes headers and acknowledgements.
     """
     first, second = spaces[:2]
     arguments = [first.address, "9000", str(seconds)]
@@ -171,6 +171,6 @@ def goodput(spaces: Sequence[Space], seconds: float = 4.0) -> float:
 
 
 def carried(space: Space) -> int:
-    """Returns the bytes that went over a link, both ways together."""
+    """Returns the bytes that a link carried, in both directions together."""
     folder = Path("/sys/class/net") / space.outer / "statistics"
     return sum(int((folder / name).read_text()) for name in ("rx_bytes", "tx_bytes"))

@@ -1,7 +1,8 @@
 """Distances between two positions of a sequence, in buckets.
 
-Short distances have a bucket each, long ones share some. The module is separate from
-the layers that use it because it has only integers and can be tested alone.
+Each short distance has its own bucket; long distances share buckets. The module is
+separate from the layers that use it because it computes only with integers and can be
+tested alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def bucket_starts(buckets: int, longest_distance: int) -> tuple[int, ...]:
             "distance or fewer buckets."
         )
     wide = buckets - exact
-    # Powers of integers, since a rounded logarithm could move an edge.
+    # Integer powers are exact; a rounded logarithm could move an edge.
     starts = (
         next(
             distance

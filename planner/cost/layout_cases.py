@@ -34,8 +34,8 @@ class AxisHits:
     """Mesh axes that shard the roles of an operation, by layout.
 
     Attributes:
-        code: Number of each layout; equal if the same axes shard the same roles.
-        parts: Array of the shards of each sharded role.
+        code: Code of each layout; equal if the same axes shard the same roles.
+        parts: Number of shards of each sharded role, by layout.
         tensor: Whether ``tensor`` shards some of the roles.
     """
 
@@ -50,8 +50,8 @@ class LayoutGrid:
 
     Attributes:
         tables: Distinct compute tables by TaskGraph.
-        table: Index into ``tables`` of each layout.
-        mesh: Array of sizes of each mesh axis, outermost axis first.
+        table: For each layout, its index in ``tables``.
+        mesh: Sizes of each mesh axis by layout, outermost axis first.
     """
 
     tables: Sequence[Mapping[int, Table]]
@@ -87,12 +87,12 @@ class LayoutGrid:
     def hits(
         self, home: int, present: frozenset[int], divisible: Mapping[int, int]
     ) -> AxisHits:
-        """``operation_cost.hits_of`` for every layout.
+        """Implements ``operation_cost.hits_of`` for arrays of layouts.
 
         Args:
             home: TaskGraph of the operation.
             present: Roles of the operation.
-            divisible: Number that the shards of each role divide.
+            divisible: Number that the shard count of each role must divide.
         """
         key = home, present, tuple(divisible.items())
         if key not in self._hits:
@@ -130,8 +130,7 @@ class LayoutGrid:
     def codes(
         self, layout: Layout, sizes: Layout, home: int, fused: FusedLayout | None = None
     ) -> np.ndarray:
-        """Returns a number for each layout, equal if the same axes shard a tensor
-        equally.
+        """Returns a code for each layout; equal if the same axes shard a tensor.
 
         Args:
             layout: Roles of each dimension of the tensor, major atom first.
@@ -157,7 +156,7 @@ class LayoutCases:
 
     Attributes:
         grid: Meshes with their tables.
-        row: Index into the grid of each case.
+        row: For each case, the index of its layout in the grid.
         zero: ZeRO level over ``data``.
         count: Micro-batches of a step.
     """
@@ -216,7 +215,7 @@ class LayoutCases:
 
     @functools.cached_property
     def batches(self) -> list[tuple[Mapping[int, Table], np.ndarray]]:
-        """Tables of the cases, with the indices of their cases."""
+        """Distinct tables, with the indices of the cases that use them."""
         order = np.argsort(self.table, kind="stable")
         batches, first = np.unique(self.table[order], return_index=True)
         split = np.split(order, first[1:]) if len(batches) else []
@@ -226,8 +225,7 @@ class LayoutCases:
         ]
 
     def cuts(self, facts: LeafFacts) -> list[tuple[np.ndarray, Cuts]]:
-        """Returns the shard counts of each parameter group, for the cases of each
-        batch.
+        """Returns the cases of each of ``batches`` with their shard counts.
 
         Args:
             facts: Parameters of the model, in groups of equal ones.
@@ -252,7 +250,7 @@ class LayoutCases:
         return self._cuts[id(facts)][1]
 
     def _cuts_of_origin(self, facts: LeafFacts) -> list[Cuts] | None:
-        """Returns the counts from the cases that these were selected from, if known."""
+        """Selects the counts from those of the original cases; None if unknown."""
         origin, rows = self, np.arange(len(self))
         while id(facts) not in origin._cuts:
             if origin._origin is None:

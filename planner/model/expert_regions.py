@@ -74,10 +74,10 @@ def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
 
 
 def check_task_graphs(given: Iterable[str], graph: Graph, problems: Problems) -> None:
-    """Records every name that is no TaskGraph's.
+    """Records an error for each name that no TaskGraph has.
 
     Args:
-        given: Names, among them ``"*"`` for all others.
+        given: Names; ``"*"`` stands for all others.
         graph: The captured loss.
         problems: Collector of the errors.
     """
@@ -114,7 +114,7 @@ def _is_expert_op(
 
 
 def weight_homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
-    """Returns the TaskGraph that first computes with each parameter, through casts.
+    """Returns the TaskGraph that first computes with each parameter, ignoring casts.
 
     Args:
         graph: The captured loss.

@@ -2,8 +2,9 @@
 
 A strided convolution or a pooling makes a dimension shorter, and a transposed
 convolution longer. For devices that shard space it stays the same dimension: each has
-the same fraction of it before and after. This module ties such dimensions of different
-sizes by the windows of operations; the dimension analysis ties only equal ones.
+the same fraction of it before and after. This module unites such dimensions of
+different sizes through the windows of operations; the dimension analysis unites only
+dimensions of equal size.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Spatial:
     unshared: str
 
     def role(self, role: Any, sizes: Sequence[int]) -> Any:
-        """Returns the role of its classes, with the facts of this dimension.
+        """Returns a role with the facts of this dimension.
 
         Args:
             role: Role without these facts.
@@ -76,7 +77,7 @@ def spatial(
     Args:
         atoms: Atoms of the graph.
         classes: Union-find of atoms by class.
-        holds: For each class, by its representative, the tensors with it.
+        holds: Tensors that contain each class, by the class's representative.
 
     Returns:
         The spatial dimension of each such class, by its representative; for other
@@ -131,7 +132,7 @@ class _Chains:
     def spatial_chains(
         self, holds: Sequence[set[int]]
     ) -> tuple[dict[int, Spatial], dict[int, str]]:
-        """Finds the chains with a convolution, which names the spatial dimension.
+        """Finds the chains with a convolution; it names the spatial axis of a chain.
 
         Args:
             holds: Tensors of each class, as in ``spatial``.

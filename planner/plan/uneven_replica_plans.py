@@ -1,9 +1,9 @@
 """Plans with different data-parallel replicas, each with its own micro-batches.
 
-For every kind of device, a search of its own finds the time of a micro-batch on one
-replica, corrected by measurements (``measured_speed``). Shares are the integers with
-which the last replica ends earliest. All replicas have one layout: that of the kind
-with the least memory.
+A separate search for each kind of device finds the time of a micro-batch on one
+replica, corrected by measurements (``measured_speed``). Shares are the integers that
+minimise the time of the slowest replica. All replicas have the layout of the kind with
+the least memory.
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ Decide = Callable[..., Plan]
 """Function that searches for the plan of one replica; see ``decide.decide``."""
 
 MOST_COUNTS = 5
-"""Numbers of micro-batches to evaluate for replicas of one size."""
+"""Largest number of micro-batch counts to evaluate for replicas of one size."""
 
 MANY_DEVICES, MANY_CASES = 8, 8
-"""With more devices and more cases (sizes of replicas with numbers of micro-batches),
-only those estimated to be near the fastest are evaluated."""
+"""Above both limits, only cases with estimates near the fastest are evaluated.
+
+A case is a replica size with a number of micro-batches."""
 
 LEAST_TRIES, MOST_TRIES = 2, 12
-"""Fewest and most promising replicas to evaluate."""
+"""Minimum and maximum number of promising cases to evaluate."""
 
 
 def decide_shares(
@@ -87,11 +88,11 @@ def decide_shares(
     Args:
         graph: The captured loss.
         cluster: Cluster to plan for.
-        request: Options of the request; only the axis ``data`` is left to choose.
+        request: Options of the request; ``decide`` chooses axes other than ``data``.
         asked: Requested shares in node order, or None.
         even: Whether all replicas get the same share.
-        decide: Searches for the plan of one replica.
-        options: More options of that search.
+        decide: Function that searches for the plan of one replica.
+        options: Additional options of that search.
 
     Returns:
         The plan, with ``shares``.
@@ -188,7 +189,7 @@ class _Tries:
 
         Args:
             size: Devices of a replica.
-            several: Numbers of micro-batches, the most first.
+            several: Numbers of micro-batches, in descending order.
         """
         request = self.request
         for zero in (0, 1) if request.zero is None else (request.zero,):
@@ -197,14 +198,14 @@ class _Tries:
                 if request.zero is None and zero and _roomy(self.found, case, request):
                     continue
                 if self._lacks(case):
-                    break  # Fewer micro-batches are larger.
+                    break  # Fewer micro-batches need more memory.
 
     def add_fewest(self, size: int, several: Sequence[int]) -> None:
-        """Evaluates replicas of some size in the fewest micro-batches that fit.
+        """Finds by bisection the fewest micro-batches with which replicas fit.
 
         Args:
             size: Devices of a replica.
-            several: Numbers of micro-batches, the fewest first.
+            several: Numbers of micro-batches, in ascending order.
         """
         if not several:
             return
@@ -224,7 +225,7 @@ class _Tries:
     def add_likely(self, likely: Iterable[LikelyReplicas]) -> None:
         """Evaluates promising replicas, the best first, while they may be the fastest.
 
-        The estimate omits a similar part of each step.
+        The smallest ratio so far of evaluated to estimated time scales the estimates.
         """
         ratio, tries = 1.0, 0
         for one in likely:
@@ -253,7 +254,7 @@ class _Tries:
 
 
 def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
-    """Returns the error that lacks least, with the kind of least memory."""
+    """Returns the error with the fewest missing bytes; it names the smallest kind."""
     if not isinstance(problems[0], NothingFits):
         return problems[0]
     short = [error for error in problems if isinstance(error, NothingFits)]
@@ -285,17 +286,16 @@ def _roomy(found: Sequence[Replicas], case: SharesCase, request: Request) -> boo
 
 
 def _within(cluster: Cluster) -> int:
-    """Returns the devices of the largest replica inside a node, on every node."""
+    """Returns the largest replica size that divides the devices of every node."""
     return math.gcd(*(node.count for node in cluster.nodes))
 
 
 def _sizes(
     cluster: Cluster, request: Request, asked: Sequence[int] | None
 ) -> list[int]:
-    """Returns replica sizes, smallest first: of one kind, in part of a node or full
-    nodes.
+    """Returns the possible replica sizes, smallest first.
 
-    A replica is inside one node, or on full nodes.
+    A replica has devices of one kind, inside one node or on full nodes.
     """
     mesh = dict(request.mesh or {})
     data = mesh.pop(DATA, None)
@@ -359,9 +359,9 @@ def counts(
 
     Args:
         graph: The captured loss.
-        request, asked: Options of the request, and the shares that it fixes.
-        least: Micro-batches that keep all replicas busy.
-        even: Whether all have the same number.
+        request, asked: Options of the request, and the requested shares.
+        least: Fewest micro-batches that keep all replicas busy.
+        even: Whether all replicas get the same number.
     """
     fixed = sum(asked) if asked is not None else request.num_micro_batches
     if fixed is not None:
@@ -393,7 +393,7 @@ def _weigh(
         mesh=mesh,
         zero=None,
         is_part=True,
-        # Its number of micro-batches depends on its share.
+        # Bytes of one micro-batch: a replica's number of them depends on its share.
         batch_bytes=tuple(-(-nbytes // count) for nbytes in request.batch_bytes),
     )
     if case.zero:
@@ -432,7 +432,7 @@ def _weigh(
 
 
 def _pinned(request: Request, plan: Plan) -> Request:
-    """Returns the request for another kind, fixed to the plan of the first."""
+    """Returns a request that fixes the layout and options of the first kind's plan."""
     return dataclasses.replace(
         request,
         mesh={DATA: 1, **plan.axis_sizes},
@@ -446,7 +446,7 @@ def _pace(plan: Plan, count: int) -> float:
 
 
 def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, float]:
-    """Returns the all-reduce of summed gradients over replicas."""
+    """Returns the all-reduce of gradients over replicas, and its seconds."""
     summed = Collective(
         kind="all-reduce",
         axes=(DATA,),
@@ -463,7 +463,10 @@ def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, 
 def _build_plan(
     cluster: Cluster, found: Sequence[Replicas], asked: Sequence[int] | None
 ) -> Plan:
-    """Returns the plan of the fastest that fits; ``found`` has the fastest first."""
+    """Returns the plan of the fastest replicas that fit.
+
+    ``found`` is sorted by step time.
+    """
     best = next((one for one in found if one.fits), None)
     if best is None:
         raise nothing_fits(found, asked)

@@ -1,8 +1,7 @@
 """Errors if no layout is feasible: each with a reason and a remedy.
 
-This module is separate from the search because it runs only after the search failed.
-Users read its messages most closely: each names the parameter, the numbers and the
-remedy.
+This module is separate from the search because it runs only if the search fails. Users
+read these messages closely, so each names the parameter, the numbers and the remedy.
 """
 
 from __future__ import annotations
@@ -112,9 +111,7 @@ def _reason(search: Search, why: str) -> str:
 
 
 def _sorted_rows(search: Search, means: str) -> str:
-    """Returns the consequence of expert-sorted rows for an axis; empty if there are
-    none.
-    """
+    """Returns the consequence of rows sorted by expert; empty without such rows."""
     if all(op.kind not in RAGGED for op in search.graph.ops):
         return ""
     return (
@@ -161,7 +158,7 @@ def _no_space(search: Search) -> str:
 
 
 def _extents(search: Search) -> str:
-    """Returns the common divisors of the spatial extents."""
+    """Returns the spatial extents that an axis does not divide, with remedies."""
     extents, mesh = [], fixed_space(search.request.mesh)
     scaled = search.scaled_space(mesh)
     for axis, size in mesh.items():
@@ -173,7 +170,7 @@ def _extents(search: Search) -> str:
             padded = role.size // role.divisible * common
             devices = search.request.num_devices
             usable = ", ".join(map(str, divisors(math.gcd(role.divisible, devices))))
-            # Windows without padding change each extent by another amount.
+            # Windows without padding change each extent by a different amount.
             other = (
                 f"pad the extent to {padded}"
                 if axis in scaled
@@ -323,7 +320,7 @@ def _least_share(search: Search) -> int:
 
 
 def _unobeyed_pins(search: Search) -> Iterator[str]:
-    """Yields errors for dimensions that no size of their axis in metadata divides."""
+    """Yields errors for dimensions that no size of their metadata's axis divides."""
     allowed = search.meshes()
     for tensor in search.graph.params:
         for dim, axis in pins_of(tensor):

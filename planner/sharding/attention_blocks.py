@@ -1,4 +1,4 @@
-"""Blockwise (ring) attention: where it is possible, and its checks.
+"""Finds attention that can run blockwise (ring), and checks requests for it.
 
 Without it, keys and values of a sharded sequence are gathered, and all scores of a
 device's rows are in memory at once. With it, keys and values go round a ring of
@@ -97,8 +97,8 @@ def check_rings(
 def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]:
     """Returns the positions of the attention that runs blockwise.
 
-    Attention runs blockwise if that is chosen for its TaskGraph, queries and keys are
-    of one sequence, and no operand depends on parameters alone.
+    Attention runs blockwise if this is chosen for its TaskGraph, its queries and keys
+    belong to one sequence, and no operand depends on parameters alone.
 
     Args:
         graph: Captured loss with each attention as one operation.

@@ -33,7 +33,7 @@ class Region:
     Attributes:
         prefix: Position of the jaxpr that contains them.
         first, end: Half-open range of its equations.
-        policy: Policy of the values that are saved inside.
+        policy: Remat policy, which selects the values to save.
     """
 
     prefix: Position
@@ -43,7 +43,7 @@ class Region:
 
 
 def policy_for(task_graph: str, policies: Mapping[str, str]) -> str:
-    """Returns the policy of a TaskGraph: its own, or the one for all.
+    """Returns the policy of a TaskGraph: its own, or the default.
 
     >>> policy_for("split", {"*": "full", "replicate": "dots"})
     'full'
@@ -232,7 +232,10 @@ class _Level:
             at += size
 
     def _marked(self, first: int, end: int) -> list[int]:
-        """Returns the marked TaskGraph of each equation or the one before; else 0."""
+        """Returns the marked TaskGraph of each equation; 0 for one without marks.
+
+        An equation without operations has the TaskGraph of the one before it.
+        """
         index, least = first, min(self.ops)
         while index not in self.ops and index >= least:
             index -= 1
@@ -250,7 +253,7 @@ class _Level:
         return any(op.saves for index in inside for op in self.ops.get(index, ()))
 
     def _narrowest(self) -> tuple[int, ...]:
-        """Returns the bounds of the layers, all shifted to the point with fewest bytes.
+        """Returns the bounds of the layers, all shifted to cut the fewest bytes.
 
         Layers of equal length may be cut at any of their equations; a cut within a
         residual branch would save more than one between two blocks.
@@ -283,9 +286,7 @@ class _Level:
         return (*dict.fromkeys(parts), max(self.ops, default=0) + 1)
 
     def _kept_bytes(self, ops: Sequence[Op]) -> int:
-        """Returns the bytes of some operations' results that the backward
-        pass reads.
-        """
+        """Returns the bytes of operands and results that the backward pass reads."""
         slots = {(op.operands + op.results)[s] for op in ops for s in op.saves}
         return sum(self.graph.tensors[t].nbytes for t in slots)
 

@@ -1,8 +1,8 @@
 """Two parallel sections: tables on CPUs, and the dense part.
 
-With t_s seconds of a batch's lookups and updates in one process, n processes, t_w of
-its messages, t_d of the dense part, and lookups that lack at most s updates, s + 1
-batches are under way at once, and a step takes
+A batch takes t_s seconds of lookups and updates in one process, t_w seconds of messages
+and t_d seconds of the dense part. With n processes and lookups that lack at most s
+updates, s + 1 batches overlap, and a step takes
 
     max(t_s / n, t_w, t_d, (t_s / n + t_w + t_d) / (s + 1)).
 """
@@ -20,14 +20,13 @@ from whalejax.planner.tables.table import ID_BYTES, Table
 
 
 WIRE_BYTES_PER_SECOND: Final = 0.4e9
-"""Assumed, not measured: encrypted, between two processes of one machine, in both
-directions at once. It no longer matters once a run has measured its own times
-(``times=``)."""
+"""Assumed rate of encrypted transfers between two processes of one machine, in both
+directions at once. Not used if a run has measured its own times (``times=``)."""
 
 _WIRE_LATENCY: Final = 1e-3
-"""Seconds of a message, assumed like the rate above."""
+"""Assumed latency of a message, in seconds."""
 ENOUGH: Final = 1.01
-"""Factor by which a step may be longer so that fewer processes are chosen."""
+"""Factor by which fewer processes may make a step longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +37,10 @@ class SectionTimes:
         sparse_seconds: Lookups and updates of a batch, by one process.
         wire_seconds: Transfer of a batch's ids, vectors and gradients.
         dense_seconds: The dense part of a batch.
-        batch_seconds: Making of a batch, in one process of the sparse section; 0 if
-            batches are given.
-        tables: Names of the tables in processes; None for all. The others are part of
-            the dense section.
+        batch_seconds: Generation of a batch, in one process of the sparse section; 0
+            if batches are given.
+        tables: Names of the tables in the sparse section; None for all. The others are
+            part of the dense section.
     """
 
     sparse_seconds: float
@@ -93,7 +92,7 @@ class Sections:
         staleness: Number of newest updates that a lookup may lack.
         processes: Number of processes of the sparse section.
         most_processes: Number of such processes in the cluster.
-        queue_depth: Most batches under way at once.
+        queue_depth: Largest number of batches processed at once.
         times: Times of each section.
         is_measured: Whether the times were measured, not predicted.
     """
@@ -168,7 +167,7 @@ def choose_sections(
         if times.step_seconds(n, staleness) <= best * ENOUGH
     )
     loads = times.loads(processes).values()
-    # Enough to hide a batch's latency after the slowest section, plus one that waits.
+    # Enough batches to keep the slowest section busy, plus one that waits.
     hiding = math.ceil(round(sum(loads) / max(*loads, 1e-12), 6))
     return Sections(
         staleness=staleness,

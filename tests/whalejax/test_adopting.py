@@ -136,7 +136,7 @@ def test_states_of_stages_apart_are_moved() -> None:
 
     one = compiled(mesh={"data": 2}, num_micro_batches=2)
     other = compiled(mesh={"stage": 2}, num_micro_batches=2)
-    assert other.plan.apart
+    assert other.plan.stage_plans
     state = one(one.init_from(model), X)[0]
     moved = other.adopt(state)
     assert same(moved, state)

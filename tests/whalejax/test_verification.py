@@ -369,6 +369,25 @@ def test_programs_of_their_own_are_verified_one_by_one(
     assert plan.what_if(cluster=first, shares=None, mesh=None).num_devices == 2
 
 
+def test_stages_with_their_own_programs_are_verified_together() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return ((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2).mean()
+
+    weights = {name: np.zeros((256, 256), np.float32) for name in "ab"}
+    plan = wh.plan(
+        loss,
+        weights,
+        np.zeros((16, 256), np.float32),
+        optimizer=optax.sgd(0.1),
+        cluster="cpu:2",
+        mesh={"stage": 2},
+        num_micro_batches=2,
+    )
+    assert len(plan.stage_plans) == 2
+    text = str(plan.verify())
+    assert "memory: stage 1: peak" in text and "handed back by part 1" in text
+
+
 def test_what_cannot_be_sent_is_named() -> None:
     lock = threading.Lock()
 

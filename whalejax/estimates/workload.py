@@ -50,17 +50,16 @@ from whalejax.planner.sharding.operation_rows import OperationRows, Row
 
 
 EMBED, LAYER, HEAD = 0, 1, 2
-"""Places of a decoder: before its layers, one of them, and after them."""
+"""Parts of a decoder: before its layers, one layer, and after them."""
 
 VIEW_PASSES = 5
-"""Reads and writes of a gradient of a view that was written into, in PyTorch: it is
-copied to the base's layout, the view's part cloned, filled in a separate copy (two),
-and copied back."""
+"""Passes over the gradient of a view that was written into, in PyTorch. The gradient is
+copied to the base's layout; the view's part is cloned, filled in a separate copy (two
+passes), and copied back."""
 
 UNFUSED_LOGIT_BYTES = 20
-"""Bytes of a float32 logit if the loss is no kernel of its own: the logits, a copy
-shifted by a token, their log-probabilities, and the cotangents of these and of the
-copy."""
+"""Bytes for each logit, in float32, if the loss is not one fused kernel: the logits, a
+copy shifted by a token, their log-probabilities, and the cotangents of the last two."""
 
 _PLACE_OF = {"embed": EMBED, "residual": LAYER, "inner": LAYER}
 _PLACE_OF |= {"experts": LAYER, "final": HEAD, "head": HEAD}
@@ -71,7 +70,7 @@ class Kernel:
     """Equal operations on one device in one micro-batch.
 
     Attributes:
-        place: ``EMBED``, ``LAYER`` or ``HEAD``; for one layer.
+        place: ``EMBED``, ``LAYER`` (the work of one layer) or ``HEAD``.
         m, k, n, batch: Sizes of the product; 1 without one.
         product: Whether the operations are products.
         share: Part of the product that is computed.
@@ -115,11 +114,11 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchWork:
-    """One micro-batch on one device.
+    """Work and memory of one micro-batch on one device.
 
     Attributes:
         kernels, traffic: Kernels and collectives of the micro-batch.
-        saved_bytes: Saved activations of one layer, by rematerialization.
+        saved_bytes: Bytes of saved activations of one layer, by remat policy.
         head_bytes: Largest temporaries around the loss.
     """
 
@@ -151,7 +150,7 @@ def _analyse_decoder(
 
 @functools.cache
 def _profile() -> Cluster:
-    """Returns a cluster whose compiler merges and scatters: frameworks do it by hand.
+    """Returns a cluster whose compiler optimizes collectives as frameworks do by hand.
 
     The graph of a decoder itself determines which operations form one kernel.
     """
@@ -235,8 +234,9 @@ def _work(
 def _gathered_behind(
     one: Collective, others: Sequence[Collective], s: CostSetting
 ) -> float:
-    """Returns the number of shards in which frameworks exchange values that a compiler
-    would gather first.
+    """Returns the number of shards of an all-to-all's value; else 1.
+
+    Frameworks exchange the shards; a compiler would gather them first.
     """
     if one.kind != "all-to-all":
         return 1.0
@@ -263,7 +263,7 @@ def _tables(
     batch = tuple(r.index for r in dims.batch)
     sequence = role("tokens", 1)
     vocabulary = role("embed.table", 0)
-    # After the router, the places at the experts replace the sequence.
+    # After the router, the experts' slots replace the sequence.
     sent = [op.results[0] for op in found.graph.ops if op.kind == "dispatch"]
     places = dims.layouts[sent[0]][2][:1] if sent else ()
     base: dict[str, tuple[int, ...]] = {"context": sequence + places, "expert": batch}
@@ -293,7 +293,7 @@ def _tables(
 def _with_parts(rows: Sequence[Row]) -> Iterator[tuple[Row, int]]:
     """Yields rows with their index in ``PRODUCTS``, or -1."""
     inner = [REGIONS.index(name) for name in ("inner", "experts")]
-    # A layer's products with weights are in their order; attention has none.
+    # Products with weights are in the order of PRODUCTS; attention has none.
     names = iter(name for name in PRODUCTS if name != "attention")
     for row in rows:
         if row.product is None or row.task_graph not in inner:
@@ -401,7 +401,7 @@ def _logit_bytes(
     """Returns the largest temporaries around the loss, on one device."""
     shards = s.mesh["tensor"] * s.mesh["context"]
     logits = micro_batch * sizes.seq * sizes.vocab / shards
-    # One kernel has the logits, twice their bytes, and their cotangent.
+    # A fused kernel needs the logits, twice their bytes more, and their cotangent.
     each = 4 * itemsize if sizes.fused_loss else UNFUSED_LOGIT_BYTES
     return float(logits * each)
 
@@ -409,12 +409,11 @@ def _logit_bytes(
 def _eager_bytes(
     s: CostSetting, sizes: DecoderSizes, micro_batch: int, itemsize: int, shared: bool
 ) -> float:
-    """Returns the additional saved bytes of a gated layer on one device without a fused
-    kernel.
+    """Returns the bytes that a gated layer saves in addition without fused kernels.
 
-    Two RMSNorms save four more bytes per element (their input in float32 instead of 16
-    bits, and the normalized input), and a gate two of its four values, which a kernel
-    recomputes.
+    Each of two RMSNorms saves four more bytes per element (its input in float32 instead
+    of 16 bits, and the normalized input). A gate saves two more of its four values,
+    which a fused kernel recomputes.
 
     Args:
         s, sizes, micro_batch, itemsize: Decoder and its layout.
@@ -449,7 +448,7 @@ def _as_single(sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...
 
 
 def _is_scores(sizes: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether sizes are sample, group, head, query, key, with equal last two."""
+    """Whether sizes are those of scores: sample, group, head, query, key."""
     return len(sizes) == 5 and sizes[3] == sizes[4] != ()
 
 
@@ -523,9 +522,7 @@ def _split(total: int, fits: int) -> tuple[int, int]:
 
 
 def arrays(kernels: list[tuple[int, Kernel]]) -> dict[str, np.ndarray]:
-    """Returns kernels of many runs as columns; ``run`` is the index of each
-    one's run.
-    """
+    """Returns kernels of many runs as columns; ``run`` has the index of the run."""
     names = [f.name for f in dataclasses.fields(Kernel)]
     result = {"run": np.array([i for i, _ in kernels], dtype=int)}
     for name in names:

@@ -35,8 +35,8 @@ def resize_refusal(run: ElasticRun, size: int) -> str:
 def resize(run: ElasticRun, now: float, event: ResizeEvent) -> None:
     """Fills new slots, or lets the members of the last slots leave after a step.
 
-    Members that have not reached a step are killed at once. A member that alone has the
-    state stays until another has it.
+    Members that have not reached a step are killed at once. The only member with the
+    state stays until another member has it.
     """
     if resize_refusal(run, event.size):
         return
@@ -54,7 +54,7 @@ def resize(run: ElasticRun, now: float, event: ResizeEvent) -> None:
 
 
 def leave_slots(run: ElasticRun, now: float) -> None:
-    """Lets members leave whose slots were removed."""
+    """Makes the members of removed slots leave."""
     why = f"the run has {run.size} members now"
     for member in run.present_members():
         if member.slot is None or member.slot in run.slots or member.leaving:

@@ -1,4 +1,4 @@
-"""Schedules of an optimizer that is initialised for an already trained model.
+"""Continues the schedules of a new optimizer for an already trained model.
 
 The module is separate from checkpoints because it depends on optax's states, and reads
 no file.
@@ -52,8 +52,8 @@ def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
 def with_schedule_counts(state: Any, updates: int) -> tuple[Any, int]:
     """Returns an optimizer state with continued schedules, and their number.
 
-    A count next to moments (as in Adam) corrects the bias of moments that started at
-    zero with it, so it is unchanged.
+    A count next to moments (as in Adam) corrects their bias. Both start at zero, so it
+    is not changed.
 
     Args:
         state: Initial state of an optimizer.

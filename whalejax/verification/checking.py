@@ -36,7 +36,7 @@ def check(
     timeout_seconds: float,
     again: Callable[..., Plan] | None,
 ) -> Verification:
-    """Compiles a plan for a topology, and compares both.
+    """Compiles a plan for a topology, and compares the result with its predictions.
 
     Args:
         plan: A runnable plan.
@@ -46,8 +46,8 @@ def check(
         batch_axes: Argument of ``wh.plan``, unchanged.
         topology: Text of a cluster; the plan's own if None.
         timeout_seconds: Deadline of the compiler.
-        again: Plans the same model under changes, for a plan that fits if this one does
-            not; None for no such plan.
+        again: Function that plans the same model with changes, to find a plan that fits
+            if this one does not; None to search for none.
 
     Raises:
         PlanError: The plan is an estimate, or for another number of devices.
@@ -134,7 +134,7 @@ def _compiler(target: Target) -> tuple[str, Sequence[str]]:
 def _next(
     plan: Plan, cluster: Cluster, found: Verification, again: Callable[..., Plan]
 ) -> Plan | None:
-    """Returns the best plan with a margin for the memory that this one lacked."""
+    """Plans for memory reduced by the prediction's error; None if no plan fits."""
     needed, predicted = found.peak.compiled, plan.memory.total_bytes
     capacity = found.capacity_bytes
     if not needed or not capacity or predicted <= 0:

@@ -21,9 +21,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whalejax.verification.targets import CHIP_CONFIGS, Target
+
+
+if TYPE_CHECKING:
+    from whalejax.planner.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +185,7 @@ def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
     }
 
 
-def _stages(rehearse: Callable[[], Any], plan: Any) -> dict[str, Any]:
+def _stages(rehearse: Callable[[], Any], plan: Plan) -> dict[str, Any]:
     """Describes the stages' own programs, and the transfers between stages."""
     start = time.monotonic()
     result = rehearse()
@@ -197,7 +201,7 @@ def _stages(rehearse: Callable[[], Any], plan: Any) -> dict[str, Any]:
     ]
     refused = ""
     for one in result.programs:
-        mesh = plan.apart[one.stage].axis_sizes
+        mesh = plan.stage_plans[one.stage].axis_sizes
         said = _program(one.compiled.as_text(), mesh)
         refused = refused or said["refused"]
         for entry in said["collectives"]:
@@ -253,7 +257,7 @@ def _versions(jax: Any, platform: str) -> dict[str, str]:
 _HEAP = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
 
 
-def _dumped(lowered: Any, plan: Any) -> tuple[Any, int | None]:
+def _dumped(lowered: Any, plan: Plan) -> tuple[Any, int | None]:
     """Returns a compiled program, and the size of its heap on a device.
 
     The peak in the compiler's statistics is the larger of the allocations on the device

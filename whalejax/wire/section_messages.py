@@ -36,7 +36,7 @@ class HelloHeard(Message):
 
 
 class BeginAnswer(Message, tag="begun"):
-    """``version`` is that of the rows that were read back; -1 for none."""
+    """``version`` is that of the restored rows; -1 for none."""
 
     version: Whole
 
@@ -118,9 +118,10 @@ class GetRows(Question[RowsChunk]):
 
 
 class Commit(Question[Saved]):
-    """Continues from the rows after some steps: unchanged, or with all updates.
+    """Applies the updates of the first ``version`` steps, and saves the rows.
 
-    The snapshot of version ``kept`` is not removed; -1 for none.
+    If ``fresh``, the written rows already contain them. The snapshot of version
+    ``kept`` is not removed; -1 for none.
     """
 
     version: Whole
@@ -140,7 +141,7 @@ class LookUp(Question[Vectors]):
 
 
 class Update(Question[Updated]):
-    """``arrays`` are gradients, and the ids if this process may not have them.
+    """``arrays`` are gradients, with the ids if the process may lack them.
 
     All lookups of the steps before ``received`` were received.
     """

@@ -3,8 +3,8 @@
 Logits are a product of hidden values with a kernel. One of the kernel's dimensions, the
 vocabulary, is in no final result: reductions and lookups over it leave a few numbers
 for each token. The operations between can be computed for some tokens at a time, so
-that all logits never exist at once. Nothing is matched by name, so cross-entropy may be
-written in any way that treats each token alone.
+that the full logits never exist. Nothing is matched by name, so cross-entropy may be
+written in any way that treats each token separately.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class NotTokensError(Exception):
 class Logits:
     """A product and the values computed from it, token by token.
 
-    Its dimensions are numbered like those of the product's result.
+    Tags are indices of dimensions of the product's result.
 
     Attributes:
         hidden, kernel: Operands of the product.
-        outside: Other variables that are read.
+        outside: Other variables that the nodes read.
         trained: Whether each of those has a gradient.
         product: Equation of the product.
         exits: Variables without the vocabulary that other equations read.
         nodes: Nodes that compute the exits, in an order in which they can run.
         source: Index of the product's node.
         ends: Indices of the exits' nodes.
-        tokens: Indices of the hidden values' own dimensions.
+        tokens: Indices of the hidden values' uncontracted dimensions.
         depth: Contracted dimensions of hidden values and kernel.
         vocab: Index of the vocabulary in the kernel.
         turned: Whether the kernel is the left operand.
-        outside_tags: Tags of each variable from outside.
+        outside_tags: Tags of each variable in ``outside``.
     """
 
     hidden: Any
@@ -209,11 +209,11 @@ class _Search:
     def _vocabulary_region(
         self, result: Any, vocab: int
     ) -> tuple[set[int], dict[Any, Tags]] | None:
-        """Returns equations between the product and the last with the vocabulary.
+        """Returns equations from the product to the last with the vocabulary.
 
         Returns:
-            Their ids, and the tags of their results; None if another value depends on
-            the logits.
+            Their ids, and the tags of their results; None if the vocabulary is in a
+            final result or cannot be followed.
         """
         shape = result.aval.shape
         tags: dict[Any, Tags] = {
@@ -251,7 +251,7 @@ class _Search:
         return region, tags
 
     def _exits(self, region: set[int], tags: Mapping[Any, Tags]) -> list[Any]:
-        """Returns the values that equations outside the region read."""
+        """Returns the region's values that are read outside it."""
         read = {v for v in self.body.outvars if not _compat.is_literal(v)}
         for equation in self.body.eqns:
             if id(equation) not in region:
@@ -343,7 +343,7 @@ def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | 
                     return None
                 result_tags[dim] = tag if result_tags[dim] is None else result_tags[dim]
         return tuple(result_tags)
-    # Every arrangement of known dimensions is checked against the rule.
+    # The rule must derive the known tags from the arranged ones.
     known = tags[candidates[0]]
     options = _arrangements(equation, known, shape, vocab)
     if options is None:

@@ -1,4 +1,4 @@
-"""Rules for matrix products and convolutions: where the FLOPs are."""
+"""Rules for matrix products and convolutions, which have most of the FLOPs."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ def _ragged_dot(equation: Equation) -> Behaviour:
 
 
 def _conv(equation: Equation) -> Behaviour:
-    """Returns the behaviour of a convolution; spatial dimensions with windows of one
-    are like any other.
+    """Returns the behaviour of a convolution.
+
+    Spatial dimensions with windows of size 1 are like any other dimension.
     """
     params = equation.params
     numbers = params["dimension_numbers"]
@@ -125,7 +126,7 @@ def _conv(equation: Equation) -> Behaviour:
 
 
 def pointwise(params: Mapping[str, Any], number: int, taps: int) -> bool:
-    """Returns whether each point of a convolution's spatial dimension is separate."""
+    """Returns whether a convolution treats each point of a dimension separately."""
     return bool(
         taps == params["window_strides"][number] == 1
         and params["lhs_dilation"][number] == 1

@@ -1,8 +1,8 @@
-"""Rules for operations on each element by itself.
+"""Rules for elementwise operations.
 
 The rules find how a result grows with its operands. A sum over the samples stays a sum
-only under linear operations. A value proportional to the number of samples stays so
-only under operations that a factor passes through.
+only under linear operations. A value proportional to a power of the number of samples
+stays so only under homogeneous operations.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DEGREES: Final[dict[str, float]] = {
     "ge": 0,
     "atan2": 0,
 }
-"""Exponent that the result has for a positive factor of all operands."""
+"""Degree d of homogeneity: a factor f > 0 of all operands is f**d in the result."""
 
 _OTHERS: Final = (
     "log log1p log2 one_minus_square sin cos tan asin acos atan sinh cosh tanh asinh "
@@ -182,7 +182,7 @@ def _div(equation: PairedEquation) -> list[Value]:
 
 
 FINEST: Final = 7
-"""Bits of bfloat16's mantissa; with fewer, a cast is more than rounding."""
+"""Mantissa bits of bfloat16; a cast to fewer does not count as linear."""
 
 
 def _convert(equation: PairedEquation) -> list[Value]:
@@ -228,8 +228,8 @@ def check_sum_dtype(dtype: Any) -> None:
 def check_unsigned_sum(equation: PairedEquation) -> None:
     """Refuses sums over the samples in unsigned dtypes if a number may wrap.
 
-    A negative value is a large number there, and a sum of such numbers may wrap for the
-    whole but not for a part.
+    A negative value becomes a large number, and a sum of such numbers may wrap for the
+    full batch but not for a part of it.
 
     Raises:
         CoupledError: Numbers may wrap.
@@ -281,7 +281,7 @@ _FOLDS: Final[dict[str, Callable[..., Any]]] = {
 
 
 def _fold_constants(equation: PairedEquation) -> list[Value] | None:
-    """Returns the result if all operands are numbers in the program."""
+    """Returns the result if all operands are constants; else None."""
     numbers = [v.numbers for v in equation.values]
     if None in numbers or not numbers:
         return None

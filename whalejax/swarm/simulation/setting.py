@@ -16,15 +16,15 @@ class StageCost:
     """Costs of a micro-batch and of a step in a stage, on a peer of speed 1.
 
     Attributes:
-        forward_seconds: Duration of a forward; 0 in the last stage, where one call does
-            both passes.
-        backward_seconds: Duration of a backward, including its recomputed forward.
-        forward_bytes: Bytes received and sent by a forward.
-        backward_bytes: Bytes received and sent by a backward.
+        forward_seconds: Duration of a forward pass; 0 in the last stage, where one call
+            does both passes.
+        backward_seconds: Duration of a backward pass with its recomputation.
+        forward_bytes: Bytes received and sent in a forward pass.
+        backward_bytes: Bytes received and sent in a backward pass.
         state_bytes: Bytes of parameters and optimizer state, which a new peer
             downloads.
-        gradient_bytes: Bytes of gradients that the stage's peers reduce in a step, as
-            sent.
+        gradient_bytes: Bytes of gradients that the stage's peers reduce in a step, in
+            the wire format.
         update_seconds: Duration of the optimizer's update.
     """
 
@@ -46,7 +46,7 @@ class Setting:
         micro_batches: Micro-batches of a step, over all trainers.
         in_flight: Micro-batches in flight, over all trainers; 0 means two for each
             serving peer.
-        trainers: Number of trainers that lead micro-batches; each has its own wirings.
+        trainers: Number of trainers; each has its own wirings.
         rule: Rule of rebalancing; with ``Rule.NONE`` no peer changes stage, not even to
             an empty one.
         period: Seconds between checks of the peers.
@@ -54,16 +54,14 @@ class Setting:
             for free, and new peers need no download: the reference for rebalancing.
         compile_seconds: Compile time of a new or moving peer, before it downloads the
             state.
-        notice_seconds: Seconds from a death with broken connections until trainers
-            know.
+        notice_seconds: Seconds until trainers notice a death that breaks connections.
         forget_seconds: Seconds after which the announcement of a dead peer expires.
-        threshold: Smallest gain for which a peer moves, as a part of the speed.
+        threshold: Smallest relative gain in speed for which a peer moves.
         snapshot_every: Steps between snapshots, to which all roll back if a stage has
             lost its last peer.
         delayed_updates: Whether gradients of a step are summed and applied while the
-            next step is computed; a step waits for the update before the last one. A
-            peer that dies during the update costs no more than one that dies between
-            steps.
+            next step is computed: step n waits for the update of step n - 2. A peer
+            that dies during the update costs no more than one that dies between steps.
         seed: Seed of the wirings.
     """
 
@@ -108,7 +106,7 @@ def check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
         trace: Trace of the peers.
 
     Raises:
-        WhaleError: Lists all problems.
+        WhaleError: Something is invalid; lists all problems.
     """
     with Problems("simulated swarm") as problems:
         if not setting.stages:

@@ -1,7 +1,7 @@
-"""The micro-batches of one step, and the trainer that leads each.
+"""Leases the micro-batches of one step to trainers.
 
-If a trainer is lost or returns a micro-batch, it is leased again under the next number;
-results under older numbers are refused.
+If a trainer fails or returns a micro-batch, the micro-batch is leased again under the
+next number; results under older numbers are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OWN: Final = ""
 """Name for the primary trainer, which has the registry."""
 
 ATTEMPTS: Final = 1 << 20
-"""More attempts than a trainer makes at one micro-batch."""
+"""Upper bound on the attempts of a trainer at one micro-batch."""
 
 _LOOK_SECONDS: Final = 0.05
 
@@ -30,7 +30,7 @@ class MicroBatchLease:
     Attributes:
         number: Number of the micro-batch.
         times: Number of its earlier leases.
-        trainer: Name of the trainer that leads it.
+        trainer: Name of the trainer that has the lease.
     """
 
     number: int
@@ -63,16 +63,16 @@ class MicroBatchQueue:
 
     @property
     def is_over(self) -> bool:
-        """Whether no micro-batch is left to lead."""
+        """Whether all micro-batches are finished, or the step was stopped."""
         return self._left == 0 or self._stop.is_set()
 
     def leading_count(self, trainer: str) -> int:
-        """Returns the number of micro-batches that a trainer leads now."""
+        """Returns the number of leases that a trainer has."""
         with self._changed:
             return sum(s.trainer == trainer for s in self._held.values())
 
     def take(self, trainer: str, most: int) -> MicroBatchLease | None:
-        """Returns the next micro-batch for a trainer; None if there is none now."""
+        """Leases the next micro-batch to a trainer; None if it gets none now."""
         with self._changed:
             if self.is_over or self.leading_count(trainer) >= most:
                 return None
@@ -90,29 +90,29 @@ class MicroBatchQueue:
     def wait_for(
         self, trainer: str, most: Callable[[], int], seconds: float
     ) -> MicroBatchLease | None:
-        """Waits for a micro-batch to lead, like ``take``.
+        """Waits until ``take`` leases a micro-batch; None if it does not.
 
         Args:
             trainer: Name of the trainer, or ``OWN``.
-            most: Function that returns how many it may lead at once.
+            most: Function that returns how many leases it may have at once.
             seconds: Longest wait.
         """
-        left = seconds
+        deadline = time.monotonic() + seconds
         while True:
             count = most()
             with self._changed:
                 wait = self.take(trainer, count)
+                left = deadline - time.monotonic()
                 if wait is not None or self.is_over or left <= 0:
                     return wait
                 self._changed.wait(min(left, _LOOK_SECONDS))
-            left -= _LOOK_SECONDS
 
     def finish(self, share: MicroBatchLease, count: Callable[[], None]) -> bool:
-        """Ends a lease after the last stage; returns whether it counts.
+        """Ends a lease after the last stage; returns whether the lease was valid.
 
         Args:
             share: Lease of the micro-batch.
-            count: Function that counts the results, if they count.
+            count: Function that counts the results; called only for a valid lease.
         """
         with self._changed:
             if self._held.get(share.number) != share or self._stop.is_set():
@@ -147,14 +147,14 @@ class MicroBatchQueue:
             return True
 
     def lose(self, trainer: str, but: Collection[tuple[int, int]] = ()) -> list[int]:
-        """Takes a trainer's micro-batches away, for others to lead.
+        """Revokes a trainer's leases, so that others get its micro-batches.
 
         Args:
             trainer: Name of the trainer.
             but: Number and times of the leases that it keeps.
 
         Returns:
-            Numbers of the other micro-batches.
+            Numbers of the micro-batches whose leases were revoked.
         """
         with self._changed:
             lost = [
