@@ -16,6 +16,7 @@ from whalejax.meshes.catalogue import (
     CatalogueEntry,
     Link,
     Torus,
+    entries,
     entry,
     is_kind,
     kind_names,
@@ -252,7 +253,11 @@ def _torus_part(
         return None
     groups = numbers.pop(0) if len(numbers) == dims + 1 else 1
     lengths = tuple(numbers)
-    if len(numbers) == 1:
+    # Other kinds have the torus of a similar one, and slices of their own.
+    is_listed = name in entries()
+    if len(numbers) == 1 and not is_listed:
+        lengths = near_cube(numbers[0], dims)
+    elif len(numbers) == 1:
         offered = torus.near_slices(lengths)[0]
         is_offered = math.prod(offered) == numbers[0]
         lengths = offered if is_offered else near_cube(numbers[0], dims)
@@ -264,7 +269,7 @@ def _torus_part(
             f"{name}:2x{'x'.join('4' * dims)}"
         )
         return None
-    if not torus.has_slice(lengths):
+    if is_listed and len(numbers) > 1 and not torus.has_slice(lengths):
         before = (groups,) if groups > 1 else ()
         near = [
             f"{name}:{'x'.join(map(str, before + shape))}"

@@ -129,26 +129,26 @@ def _tokens(graph: Graph, rows: int) -> int:
     They are the integers of a leaf with one of ``TOKEN_NAMES``, or else of one whose
     embeddings are the rows of most of the work with weights.
     """
-    leaves = {
-        tensor.path.rpartition(".")[2].partition("[")[0]: tensor
+    leaves = [
+        (tensor.path.rpartition(".")[2].partition("[")[0], tensor)
         for tensor in graph.tensors
         if tensor.kind == "batch"
         and tensor.dtype.startswith(("int", "uint"))
         and not tensor.dtype.endswith("int8")  # Images have this type.
         and len(tensor.shape) <= 2
         and math.prod(tensor.shape) > graph.batch_size
-    }
-    lookups = _lookups(graph)
-    named = next((leaves[name].id for name in TOKEN_NAMES if name in leaves), None)
+    ]
+    lookups, by_name = _lookups(graph), {name: leaf.id for name, leaf in leaves}
+    named = next((by_name[name] for name in TOKEN_NAMES if name in by_name), None)
     if named is not None:
         count = math.prod(graph.tensors[named].shape)
         # The last token of a sample is often only a target.
         read = rows if 0 <= count - rows <= graph.batch_size else count
     else:
-        by_rows = {lookups[t.id].rows: t.id for t in leaves.values() if t.id in lookups}
-        if rows not in by_rows or rows <= graph.batch_size:
-            return 0  # Work is proportional to something else, such as samples.
-        named, read = by_rows[rows], rows
+        # Other leaves may be candidates or negatives of the same table.
+        read_rows = {lookups[t.id].rows for _, t in leaves if t.id in lookups}
+        is_read = rows in read_rows and rows > graph.batch_size
+        return rows if is_read else 0  # Work may be proportional to samples.
     words = lookups[named].words if named in lookups else None
     return read + sum(
         lookup.rows

@@ -999,7 +999,12 @@ class Search:
                     self._refuse(reason, times)
                 return known.layouts.copy()
         before, self.refused = self.refused, {}
-        pairs = [(mesh, tables) for mesh in every for tables in self._tables(mesh)]
+        pairs = [
+            (mesh, tables)
+            for mesh in every
+            for tables in self._tables(mesh)
+            if self._micro_batches(mesh, tables)
+        ]
         layouts = self._on_grid(pairs)
         refused, self.refused = self.refused, before
         for reason, times in refused.items():

@@ -120,13 +120,39 @@ def test_every_torus_has_its_devices_or_an_error(name: str, numbers: list[int]) 
     lengths = tuple(numbers[-found.torus.dims :])
     is_too_large = math.prod(lengths) > found.torus.max_chips
     is_too_long = len(numbers) > found.torus.dims + 1
-    if is_too_long or is_too_large or not found.torus.has_slice(lengths):
+    is_offered = len(numbers) == 1 or found.torus.has_slice(lengths)
+    if is_too_long or is_too_large or not is_offered:
         with pytest.raises(WhaleError):
             cluster(text)
     else:
         parsed = cluster(text)
         assert parsed.num_devices == math.prod(numbers) * found.chip_devices
         assert Cluster.from_json(parsed.to_json()) == parsed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("v4:2x2x1", "v4:2x2x4", "v4:4x4x8", "v4:8x12x16", "v4:12x16x16"),
+        *("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x2", "v5e:8x16", "v5e:2x16x16"),
+        *("v5p:2x2x1", "v5p:2x2x2", "v5p:4x4x12", "v5p:16x16x24"),
+        *("v6e:1x1", "v6e:2x4", "v6e:8x8", "v6e:16x16", "v7x:2x2x1", "v7x:4x4x4"),
+        "v5e:12",
+    ],
+)
+def test_slices_that_the_vendor_offers(text: str) -> None:
+    assert math.prod(level.size for level in cluster(text).levels) > 0
+
+
+@pytest.mark.parametrize("text", ["v4:3x4x4", "v5e:3x4", "v5p:3x5x7", "v6e:16x32"])
+def test_slices_that_nobody_offers(text: str) -> None:
+    with pytest.raises(WhaleError, match="slice"):
+        cluster(text)
+
+
+def test_kinds_with_the_torus_of_another_have_their_own_slices() -> None:
+    with pytest.warns(UserWarning, match="joined as that is"):
+        assert cluster("v3:4x8").num_devices == 32
 
 
 @pytest.mark.parametrize("name", TORUS_KINDS)

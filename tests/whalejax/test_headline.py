@@ -90,6 +90,23 @@ def test_tokens_need_no_name(tables: int, tokens: int) -> None:
     assert plan.throughput().work.unit == ("tokens" if tokens else "samples")
 
 
+def test_candidates_of_the_same_table_are_no_tokens() -> None:
+    net = {
+        "items": jax.ShapeDtypeStruct((256, 32), jnp.float32),
+        "up": jax.ShapeDtypeStruct((32, 32), jnp.float32),
+    }
+
+    def loss(net: Any, batch: Any) -> Any:
+        hidden = jnp.tanh(net["items"][batch["seq"]] @ net["up"])
+        scores = [(hidden * net["items"][batch[k]]).sum(-1) for k in ("pos", "neg")]
+        return jnp.tanh(scores[0] - scores[1]).mean()
+
+    ids = jax.ShapeDtypeStruct((16, 24), jnp.int32)
+    batch = {"seq": ids, "pos": ids, "neg": ids}
+    plan = wh.plan(loss, net, batch, optimizer=optax.sgd(0.1), cluster="h100:2")
+    assert work_of(plan).tokens == 16 * 24
+
+
 def test_the_work_does_not_depend_on_the_plan() -> None:
     plain = planned("gpt-test", "h100:4")
     other = planned(

@@ -91,6 +91,21 @@ def test_a_batch_larger_than_any_that_is_tried() -> None:
     assert found[0].next_samples is None and f"≥ {found[0].samples:,}" in str(found)
 
 
+def test_sizes_between_are_tried_until_the_end() -> None:
+    """Ends of the search are no multiples of its step."""
+    net = {"w": jax.ShapeDtypeStruct((1187, 1187), jnp.float32)}
+    found = wh.largest_batch(
+        lambda net, x: (jnp.tanh(x @ net["w"]) ** 2).mean(),
+        net,
+        jax.ShapeDtypeStruct((8, 1187), jnp.float32),
+        clusters=["t4:1"],
+        optimizer=optax.sgd(0.1),
+    )
+    (batch,) = found
+    assert 0 < batch.samples < batch.next_samples
+    assert batch.next_samples - batch.samples <= batch.samples // 256 + 1
+
+
 def test_options_are_those_of_a_plan() -> None:
     plain, less = (
         wh.largest_batch(

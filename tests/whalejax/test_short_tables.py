@@ -55,6 +55,18 @@ def at_most(table: Any, length: int) -> Any:
     return table[jnp.minimum(jnp.arange(length), ROWS - 1)]
 
 
+def masked(table: Any, length: int) -> Any:
+    places = jnp.arange(length)
+    return table[places * (places < ROWS).astype(places.dtype)]
+
+
+def in_a_branch(table: Any, length: int) -> Any:
+    places = jnp.arange(length)
+    return jax.lax.cond(
+        table.sum() > 0, lambda: table[places], lambda: table[places % ROWS]
+    )
+
+
 def planned(read: Read, sequence: int) -> wh.Plan:
     def loss(net: Any, batch: Any) -> Any:
         ids = batch["ids"]
@@ -85,7 +97,22 @@ def test_rows_that_are_not_there_are_said(read: Read) -> None:
     assert ("NaN" in note) == (read is taken)
 
 
-@pytest.mark.parametrize("read", [clipped, wrapped, chosen, at_most])
+@pytest.mark.parametrize(
+    "read", [clipped, wrapped, chosen, at_most, masked, in_a_branch]
+)
 def test_indices_that_a_model_limits_are_its_own(read: Read) -> None:
     assert not any(n.startswith(BEYOND) for n in planned(read, 2 * ROWS).notes)
     assert planned(read, SEQUENCE).what_if(sequence=2 * ROWS).time.step_seconds > 0
+
+
+def test_keys_and_other_constants_of_a_loss_are_no_indices() -> None:
+    key, scale = jax.random.key(0), jnp.linspace(0.0, 1.0, 8)[None]
+
+    def loss(net: Any, batch: Any) -> Any:
+        kept = jax.random.bernoulli(key, 0.5, (1, 8)).astype(jnp.float32)
+        return (jnp.tanh(batch["x"] @ net["w"]) * kept * scale).mean()
+
+    net = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((16, 4), jnp.float32)}
+    plan = wh.plan(loss, net, batch, optimizer=optax.sgd(0.1), cluster="h100:2")
+    assert not any(note.startswith(BEYOND) for note in plan.notes)

@@ -179,7 +179,7 @@ class LargestBatches(Sequence[LargestBatch]):
             if batch.samples and batch.next_samples
         ]
         if above:
-            lines += paragraph("too many", [", ".join(above)], width)
+            lines += paragraph("refused", [", ".join(above)], width)
         text = (
             "a global batch of any multiple can be computed in parts, one after the "
             "other: num_micro_batches="
@@ -356,14 +356,15 @@ def _bisected(
             break
         first, last = low, high
         while last - first > unit:
-            middle = (first + last) // 2 // unit * unit
+            middle = first + max(1, (last - first) // 2 // unit) * unit
             if fits_alike(middle, layout):
                 first = middle
             else:
                 last = middle
         # Another layout may be better at this size, or hold the next one.
-        if first == low or not fits(first):
-            first = low
+        if first != low and not fits(first):
+            high, first = first, low
+            continue
         if fits(first + unit):
             low = first + unit
         else:

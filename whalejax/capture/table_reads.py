@@ -67,7 +67,11 @@ def _bounds(atom: Any, known: Mapping[Any, Interval]) -> Interval:
 
 
 def _constant(value: Any) -> Interval:
-    array = np.asarray(value) if hasattr(value, "dtype") else np.asarray([value])
+    dtype = getattr(value, "dtype", None)
+    is_elsewhere = not getattr(value, "is_fully_addressable", True)
+    if is_elsewhere or (dtype is not None and not _is_integer_dtype(dtype)):
+        return ANY
+    array = np.asarray(value) if dtype is not None else np.asarray([value])
     if array.dtype.kind not in "iub" or not array.size:
         return ANY
     return float(array.min()), float(array.max())
@@ -100,6 +104,8 @@ def _result_bounds(equation: Any, operands: list[Interval]) -> dict[Any, Interva
         return {}
     if equation.primitive.name == "select_n" and operands[0][0] != operands[0][1]:
         return {}  # Which values are chosen is not known, so neither is the largest.
+    if equation.primitive.name == "mul" and all(low != high for low, high in operands):
+        return {}  # A mask may be 0 where the other factor is large.
     low, high = equation_interval(equation, operands)
     finite = np.isfinite(low) and np.isfinite(high)
     return {equation.outvars[0]: (float(low), float(high))} if finite else {}
@@ -107,9 +113,11 @@ def _result_bounds(equation: Any, operands: list[Interval]) -> dict[Any, Interva
 
 def _is_integer(variable: Any) -> bool:
     dtype = getattr(variable.aval, "dtype", None)
-    if dtype is None or _compat.is_key_dtype(dtype):
-        return False
-    return np.dtype(dtype).kind in "iub"
+    return dtype is not None and _is_integer_dtype(dtype)
+
+
+def _is_integer_dtype(dtype: Any) -> bool:
+    return not _compat.is_key_dtype(dtype) and np.dtype(dtype).kind in "iub"
 
 
 def _inner_notes(
@@ -119,18 +127,17 @@ def _inner_notes(
     names: Mapping[Any, str],
 ) -> Iterator[str]:
     """Yields the notes of the programs inside an equation."""
+    if equation.primitive.name == "cond":
+        return  # A branch may run only where its indices are valid.
     for program in inner:
         body, _ = _compat.open_jaxpr(program)
-        # A conditional's first operand chooses the branch.
-        skipped = len(equation.invars) - len(body.invars)
-        if skipped not in (0, 1) or equation.primitive.name == "while":
-            continue
-        outer = equation.invars[skipped:]
+        if len(equation.invars) != len(body.invars):
+            continue  # Such as a loop whose length is computed.
         carried: range | tuple[()] = ()
         if equation.primitive.name == "scan":
             parts = _compat.scan_parts(equation)
             carried = range(parts.num_consts, parts.num_consts + parts.num_carries)
-        pairs = list(zip(body.invars, outer, operands[skipped:], strict=True))
+        pairs = list(zip(body.invars, equation.invars, operands, strict=True))
         given = {
             variable: bounds
             for index, (variable, _, bounds) in enumerate(pairs)

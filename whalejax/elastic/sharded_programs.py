@@ -192,7 +192,7 @@ def cluster_of(processes: int) -> Cluster:
     if processes == jax.process_count():
         return _detected()
     kind = _detected().nodes[0].kind
-    return parse_cluster(f"{kind}:{processes}x{each}")
+    return parse_cluster(f"{kind.name}:{processes}x{each}")
 
 
 @functools.cache

@@ -36,7 +36,8 @@ _OTHER_MODEL: Final = (
 
 _OTHER_LOSS: Final = (
     "this loss is not the one that the plan was made for: the model is the same, and "
-    "the operations are not (or another version of JAX traced them). The step trains "
+    "the operations are not (the model may be in another mode, such as eval, or "
+    "another version of JAX traced them). The step trains "
     "the loss that wh.compile was given; time and memory were predicted for the other. "
     "Plan again with wh.plan(loss_fn, …), or give wh.compile the loss of the plan"
 )

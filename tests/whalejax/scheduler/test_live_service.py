@@ -503,6 +503,21 @@ def test_what_user_code_prints_is_no_plan(tmp_path: Path) -> None:
     assert "ValueError: no model (at " in planned.refusal
 
 
+def test_settings_that_user_code_prints_are_no_plan(tmp_path: Path) -> None:
+    script = 'import os\nprint(\'{"options": {"lr": 1}}\', flush=True)\nos._exit(9)\n'
+    (tmp_path / "prints.py").write_text(script)
+    planning = Planning(cluster("cpu:4"))
+    try:
+        planning.submit(job(tmp_path, model=f"{tmp_path}/prints.py:make"))
+        end = time.monotonic() + 120
+        while (planned := planning.poll()) is None:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        planning.close()
+    assert "planning it ended with status 9" in planned.refusal
+
+
 BROKEN = """
 import jax.numpy as jnp, numpy as np, optax
 import whalejax as wh

@@ -28,7 +28,8 @@ _ALONE_SECONDS: Final = 20.0
 """Seconds after which the next job is planned beside one that is not done."""
 
 _MOST_AT_ONCE: Final = 4
-_RESULTS: Final = ("refused", "options")
+_RESULTS: Final = ({"refused"}, {"batch", "options"})
+"""Fields of the line with which a process ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,7 @@ def _result_in(lines: Sequence[str]) -> dict[str, Any] | None:
             told = json.loads(line)
         except ValueError:
             continue
-        if isinstance(told, dict) and not told.keys().isdisjoint(_RESULTS):
+        if isinstance(told, dict) and told.keys() in _RESULTS:
             return told
     return None
 

@@ -234,7 +234,10 @@ class JobRun:
         """Returns the hosts that the run does not ask for again, with the reasons."""
         if self._hosts is None or not self.is_alive:
             return {}
-        return _read_json(self.home / REFUSALS)
+        try:
+            return _read_json(self.home / REFUSALS)
+        except OSError:  # Such as too many open files; the next turn reads it.
+            return {}
 
     def alike_hosts(self, host: str) -> list[str]:
         """Returns the hosts that are asked for by the same command as one of them."""
