@@ -194,7 +194,9 @@ def test_streams_of_random_numbers_and_statistics() -> None:
         return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
     with jax.enable_x64(True):
-        job = wh.Job(loss, Noisy, batch, optax.sgd(0.1), batch_size=16)
+        job = wh.Job(
+            loss, Noisy, batch, optax.sgd(0.1), batch_size=16, per_micro_batch=True
+        )
         one = on_one_device(job, 4)
         found = check(one, steps=2, devices=3, mesh={"stage": 3})
         plain = compiled(job, one.model, devices=1, num_micro_batches=4)
