@@ -64,10 +64,10 @@ class StagesData:
             ``"mpmd"``, a program for each stage.
         starts: Parameters whose first read begins each part after the first, for stage
             programs; empty if ``stage`` marks define the parts.
-        plans: Plan of each such stage on its devices.
+        plans: Plan of each stage on its devices, for stage programs.
         kinds: Device kind of each stage, if they differ.
-        blocks: Index of each such stage's block of devices, in node order; empty if
-            the stages are in that order.
+        blocks: Index of each stage's block of devices, in node order, for stage
+            programs; empty if the stages are in that order.
         turns, ahead, back: Turns of a step for lockstep stages, and the turns in which
             some stage computes forward and backward; else 0.
         stash: Saved values of a micro-batch in flight for lockstep stages:
@@ -269,7 +269,7 @@ class PlanData(StepOptions):
         return "f16" in (self.precision, *dict(self.precisions).values())
 
     def home(self, path: str) -> Self:
-        """Returns the plan of the stage that stores a parameter; itself if none does.
+        """Returns the plan of the stage that stores a parameter, or this plan.
 
         Args:
             path: Path of the parameter.

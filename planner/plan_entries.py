@@ -49,7 +49,7 @@ class LeafPlan:
     Attributes:
         path: Dotted path in the model.
         shape, dtype: Shape and dtype of the global leaf.
-        roles: Name of the logical dimensions of each dimension, major atom first.
+        roles: Names of the logical dimensions in each dimension, major atom first.
         compute_spec: Layout in which the forward pass reads it.
         param_spec: Layout in which it is stored.
         gradient_spec: Layout in which its gradient is accumulated.
@@ -138,7 +138,7 @@ class Candidate:
         layout: Layout such as ``"data 2 × tensor 4, ZeRO-1"``.
         time, memory: Predictions by term.
         fits: Whether its memory fits the device.
-        verdict: Reason why it was not chosen.
+        verdict: ``"chosen"``, or the reason why it was not chosen.
     """
 
     layout: str
@@ -191,7 +191,7 @@ class VirtualStagePrediction:
         forward_seconds, backward_seconds: Seconds of the part; if stages run one loop,
             the backward pass first recomputes the forward pass.
         weight_seconds: Seconds of the parameters' gradient, if that is a separate
-            action; else 0, and it is in the backward pass.
+            action; 0 if it is part of the backward pass.
         handed_bytes: Bytes that other parts send to each of its devices, for stage
             programs.
         returned_bytes: Bytes of cotangents that it sends back to their devices.
@@ -216,7 +216,7 @@ class UnsupportedFeatures:
             ``"ring"``.
         shares: (device kind, most micro-batches of a replica) pairs, if replicas
             differ.
-        covered: Description of the plans that the search chose among.
+        covered: Number of plans that the search chose among.
         gap: Upper bound on the gain of another plan among these, as a fraction of its
             time.
     """
@@ -227,7 +227,7 @@ class UnsupportedFeatures:
     gap: float = 0.0
 
     def words(self) -> list[str]:
-        """Describes each of them briefly."""
+        """Describes each feature briefly."""
         words = []
         if self.attention:
             words.append(f"{self.attention} attention")
@@ -274,8 +274,8 @@ class ModelWork:
         trained: Number of trained elements.
         active: Number of elements that a token uses; fewer than all if there are
             experts, of which a token uses some.
-        samples: Samples of a global batch.
-        tokens: Tokens of a global batch; 0 if its leaves are no tokens.
+        samples: Number of samples of a global batch.
+        tokens: Number of tokens of a global batch; 0 if its leaves have no tokens.
         step_flops: FLOPs of the matrix products of a step over the global batch,
             without recomputation.
         dtype: Type of the operands of most products, such as ``"bf16"``.

@@ -1,7 +1,6 @@
 """The options of a step: recomputation, offload, chunks and the like.
 
-An option is a field of three classes here, one for each stage of planning, with what
-that stage knows of it:
+Each option is a field of three classes, one for each stage of planning:
 
     ``UserOptions``   as ``wh.plan`` takes it, checked without the model
     ``FixedOptions``  checked against the model: requirements of a search
@@ -47,7 +46,8 @@ class UserOptions:
             nothing.
         sequence_parallel: Whether ``tensor`` shards the sequence between products.
         attention: ``"ring"`` or ``"gather"``; or one for each TaskGraph by name.
-        loss_chunks: Parts of a device's tokens whose logits are computed in turn.
+        loss_chunks: Number of chunks of a device's tokens whose logits are computed in
+            turn.
         combine: One of ``COMBINATIONS``.
     """
 
@@ -68,7 +68,7 @@ class FixedOptions:
         offload: State in host memory, in the order of ``OFFLOADS``.
         sequence_parallel: Whether ``tensor`` shards the sequence between products.
         attention: Variant of attention, by TaskGraph.
-        loss_chunks: Parts of the tokens whose logits are computed in turn.
+        loss_chunks: Number of chunks of the tokens whose logits are computed in turn.
         combine: Combination of gradients over the ranks of ``data``.
     """
 
@@ -136,7 +136,8 @@ class StepOptions:
             whose other dimensions it shards.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) pairs for attention that
             differs from the model's; ``"*"`` means the others.
-        loss_chunks: Parts of a device's tokens whose logits are computed in turn.
+        loss_chunks: Number of chunks of a device's tokens whose logits are computed in
+            turn.
         combine: Combination of the ranks of ``data``, each with its own samples:
             ``"mean"`` of gradients, ``"adasum"`` of them, ``"adasum_nodes"`` of their
             means over the ranks of a node, or ``"adasum_updates"`` of the updates by
@@ -164,7 +165,7 @@ class ProgramOptions(NamedTuple):
 
     @classmethod
     def of(cls, fixed: FixedOptions, remat: Remat, attention: Chosen) -> Self:
-        """Returns a program with the fixed parts of logits, or with all logits at once.
+        """Returns a program's options, with the fixed number of loss chunks or one.
 
         Args:
             fixed: Options that the user fixed.
@@ -174,7 +175,7 @@ class ProgramOptions(NamedTuple):
 
 
 LOSS_CHUNKS: Final = 16
-"""Parts of a device's tokens that the planner tries if memory is short."""
+"""Number of chunks of a device's tokens that the planner tries if memory is short."""
 
 OPTION_NAMES: Final[Mapping[str, str]] = {
     "remat": "remat",
@@ -188,8 +189,8 @@ OPTION_NAMES: Final[Mapping[str, str]] = {
 
 
 def options_of(chosen: StepOptions | FixedOptions) -> dict[str, Any]:
-    """Returns only the options of a plan, a candidate or a request, to make another
-    with.
+    """Returns only the options of a plan, a candidate or a request, as arguments for
+    another.
 
     >>> options_of(StepOptions(loss_chunks=4))["loss_chunks"]
     4
@@ -198,7 +199,7 @@ def options_of(chosen: StepOptions | FixedOptions) -> dict[str, Any]:
 
 
 def options_off(*keep: str) -> dict[str, Any]:
-    """Returns options without effect, for models that other code decides about.
+    """Returns options without effect, for models whose options other code chooses.
 
     Args:
         keep: Names of options to omit from the result.
@@ -324,7 +325,7 @@ def _check_offload(offload: object, problems: Arguments) -> None:
 
 
 def is_nothing(offload: object) -> bool:
-    """Whether ``offload`` requests nothing in host memory.
+    """Returns whether ``offload`` requests nothing in host memory.
 
     >>> is_nothing("none"), is_nothing(()), is_nothing(["none"]), is_nothing("params")
     (True, True, True, False)
@@ -335,7 +336,7 @@ def is_nothing(offload: object) -> bool:
 
 
 def by_task_graph(value: object) -> bool:
-    """Whether a value is a dict of texts by TaskGraph."""
+    """Returns whether a value is a dict of texts by TaskGraph."""
     return isinstance(value, Mapping) and all(
         isinstance(text, str) and text.isprintable()
         for pair in value.items()
@@ -368,7 +369,7 @@ def offload_words(offload: tuple[str, ...]) -> str:
 def attention_words(attention: Chosen, axes: Container[str]) -> str:
     """Describes a plan's attention; empty if it runs as the model defines it.
 
-    Keys and values go round only where ``context`` shards the sequence; elsewhere each
+    Keys and values go round only if ``context`` shards the sequence; otherwise each
     device computes its scores in blocks.
 
     Args:

@@ -50,7 +50,7 @@ class Device:
         return self.static_bytes + pieces * self.piece_bytes
 
     def most(self, total: int) -> int:
-        """Returns the pieces, at most ``total``, that fit the memory.
+        """Returns the number of pieces, at most ``total``, that fit the memory.
 
         >>> Device(seconds=1.0, memory_bytes=9.0, piece_bytes=2.0).most(12)
         4
@@ -317,7 +317,7 @@ def _check_fractions(
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Divides pieces in proportion to weights; remainders decide about the rest.
+    """Divides pieces in proportion to weights; the largest remainders get the rest.
 
     Args:
         total: Total number of pieces.
@@ -360,7 +360,7 @@ def shares(
     which is optimal for pieces of one size. Of equal devices, the first takes more.
 
     Args:
-        total: Pieces (micro-batches), at least 0.
+        total: Number of pieces (micro-batches), at least 0.
         seconds: Seconds of one piece on each device.
         most: Pieces that fit each device, or None for no bound.
 
@@ -410,7 +410,7 @@ def _check(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> None:
 
 
 def _start(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> list[int]:
-    """Returns the pieces that every optimal division gives each device at least."""
+    """Returns a lower bound on each device's pieces in any optimal division."""
     speed = math.fsum(1.0 / t for t in seconds)
     if not speed:
         return [0] * len(seconds)

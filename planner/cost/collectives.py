@@ -128,7 +128,7 @@ def runs_as(
 
     Args:
         kind: Requested collective.
-        parts: From ``axis_parts``.
+        parts: Result of ``axis_parts``.
         cluster: Cluster, with its compiler's profile.
         payload_bytes: Bytes on one device; default: large.
 
@@ -151,7 +151,7 @@ def _reduces_whole(
     cluster: Cluster,
     payload_bytes: float = math.inf,
 ) -> Any:
-    """Whether a collective runs as an all-reduce; arrays of sizes give arrays."""
+    """Returns whether a collective runs as an all-reduce; sizes may be arrays."""
     compiler = cluster.compiler
     lengths = [x.size for x in cluster.levels if x.torus and x.size > 1]
     chips = math.prod((size for size, level in pieces if level.torus), start=1)
@@ -175,7 +175,8 @@ def _reduces_whole(
 
 
 _LONG, _LONG_FLAT = 4, 8
-"""Chips along a torus of three lengths, or of two, from which other ways are chosen."""
+"""Least chips along each axis of a torus from which all-reduces replace collectives;
+the second value is for gathers on a two-dimensional torus."""
 
 _SMALL_GATHER_BYTES = 2**25
 """Size below which gathers over a large flat torus run as all-reduces (16 MiB was seen
@@ -225,7 +226,7 @@ def spans_of(
     names: Sequence[str],
     cluster: Cluster,
 ) -> Spans:
-    """``axis_parts`` for arrays of sizes; missing parts of a mesh have size 1.
+    """Returns ``axis_parts`` for arrays of sizes; missing parts of a mesh have size 1.
 
     Args:
         axes: The axes a collective runs over.
@@ -250,7 +251,7 @@ def spans_of(
 
 
 def may_reduce_whole(cluster: Cluster) -> bool:
-    """Whether ``runs_as`` turns any reduce-scatter into an all-reduce on a cluster."""
+    """Returns whether ``runs_as`` turns some reduce-scatter into an all-reduce."""
     whole: list[tuple[Any, Level]] = [(level.size, level) for level in cluster.levels]
     torus = [(size, level) for size, level in whole if level.torus]
     return any(

@@ -87,7 +87,7 @@ class LayoutGrid:
     def hits(
         self, home: int, present: frozenset[int], divisible: Mapping[int, int]
     ) -> AxisHits:
-        """Implements ``operation_cost.hits_of`` for arrays of layouts.
+        """Returns ``operation_cost.hits_of`` for all layouts of the grid.
 
         Args:
             home: TaskGraph of the operation.
@@ -158,7 +158,7 @@ class LayoutCases:
         grid: Meshes with their tables.
         row: For each case, the index of its layout in the grid.
         zero: ZeRO level over ``data``.
-        count: Micro-batches of a step.
+        count: Number of micro-batches of a step.
     """
 
     grid: LayoutGrid
@@ -250,7 +250,7 @@ class LayoutCases:
         return self._cuts[id(facts)][1]
 
     def _cuts_of_origin(self, facts: LeafFacts) -> list[Cuts] | None:
-        """Selects the counts from those of the original cases; None if unknown."""
+        """Returns the counts, from those of the original cases; None if unknown."""
         origin, rows = self, np.arange(len(self))
         while id(facts) not in origin._cuts:
             if origin._origin is None:

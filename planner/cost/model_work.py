@@ -20,7 +20,7 @@ from whalejax.planner.plan_entries import ModelWork
 
 
 TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "input_tokens", "inputs")
-"""Names of a batch leaf whose integers are tokens, the surest first."""
+"""Names of a batch leaf whose integers are tokens, the most reliable first."""
 
 
 def model_work(graph: Graph, samples: int) -> ModelWork:
@@ -80,7 +80,7 @@ def _in_one_branch(graph: Graph, products: Sequence[Op]) -> list[Op]:
 
 
 def _of_weights(weight: Sequence[bool], op: Op) -> bool:
-    """Whether an operation reads only weights, so that the number of samples is
+    """Returns whether an operation reads only weights, so that the number of samples is
     irrelevant.
     """
     return all(weight[t] for t in op.operands)
@@ -124,7 +124,7 @@ def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
 
 
 def _tokens(graph: Graph, rows: int) -> int:
-    """Returns the tokens of the traced batch.
+    """Returns the number of tokens of the traced batch.
 
     They are the integers of a leaf with one of ``TOKEN_NAMES``, or else of one whose
     embeddings are the rows of most of the work with weights.
@@ -205,7 +205,7 @@ def _active_parameters(graph: Graph, products: Sequence[Op], rows: int) -> int:
 def _expert_shares(
     graph: Graph, products: Sequence[Op], rows: int
 ) -> Mapping[int, float]:
-    """Returns the parameters that a token uses in part: by tensor, the part."""
+    """Returns the used fractions of parameters that a token uses in part, by tensor."""
     weight = graph.weight_tensors()
     origin = _parameter_of(graph, weight)
     expert_shares = _gathered_shares(graph, weight, rows)
@@ -234,7 +234,9 @@ def _expert_shares(
 def _gathered_shares(
     graph: Graph, weight: Sequence[bool], rows: int
 ) -> dict[int, float]:
-    """Returns the used parts of stacks of matrices, if each token gathers its own."""
+    """Returns the used fractions of stacks of matrices from which each token gathers
+    its own.
+    """
     found: dict[int, float] = {}
     tensors = graph.tensors
     params = {t.id for t in graph.params}
@@ -277,7 +279,7 @@ def _experts(graph: Graph, op: Op) -> int:
 
 
 def _parameter_of(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
-    """Returns the parameter of each tensor that is made of one parameter alone."""
+    """Returns the parameter of each tensor that depends on one parameter alone."""
     parameter = {t.id: t.id for t in graph.params}
     for op in graph.ops:
         origins = {parameter[t] for t in op.operands if t in parameter}

@@ -52,10 +52,10 @@ class RowCost:
     """Cost of one row in one micro-batch, forward and backward.
 
     Attributes:
-        compute_seconds: Matrix products and memory traffic.
+        compute_seconds: Seconds of matrix products and memory traffic.
         collectives: Collectives of the row.
         launches: Number of separate kernels, for the fixed cost of launching.
-        covers_seconds: Computation that overlaps with a ring's transfers.
+        covers_seconds: Seconds of computation that overlap with a ring's transfers.
     """
 
     compute_seconds: float
@@ -70,7 +70,7 @@ class CostSetting:
 
     Attributes:
         mesh: Axis sizes; arrays represent many meshes at once.
-        num_micro_batches: Micro-batches of a step, or an array of them.
+        num_micro_batches: Number of micro-batches of a step, or an array of numbers.
         cluster: Cluster of the meshes.
         dims: The model's logical dimensions.
         batch_roles: Roles of the batch.
@@ -178,7 +178,7 @@ def row_cost(row: Row, hits: Mapping[str, int], s: CostSetting) -> RowCost:
 
 
 def slowest_kind(row: Row, cluster: Cluster) -> DeviceKind:
-    """Returns the kind of device that the others wait for in an operation."""
+    """Returns the kind of device that is slowest in an operation."""
     product = row.product
     return cluster.slowest if product is None else cluster.slowest_for(product.dtype)
 
@@ -186,11 +186,11 @@ def slowest_kind(row: Row, cluster: Cluster) -> DeviceKind:
 def row_seconds(
     row: Row, hits: Mapping[str, int], s: CostSetting, kind: DeviceKind
 ) -> tuple[Any, Any, float]:
-    """Returns the time of one operation on one device, both passes, and its kernels.
+    """Returns the time of one operation's passes on one device, and its kernels.
 
     Args:
         row: Row of the operation.
-        hits: Mesh axis to the role that it shards.
+        hits: Role that each mesh axis shards.
         s: Mesh and micro-batches; arrays give arrays.
         kind: Kind of device.
 
@@ -415,10 +415,10 @@ def _gradient_sums(
 def rounds_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collective]:
     """Returns the transfers of ring attention with a sharded sequence.
 
-    Keys and values go round forward and again backward. There their cotangents go with
-    them, and one step further, to their owner. In zig-zag order all rows are
-    distributed first, and results are sent back. If the mesh has arrays, so have
-    payloads and counts.
+    Keys and values go round the ring once in each pass. In the backward pass, their
+    cotangents go with them, and one step further to their owner. In zig-zag order, all
+    rows are distributed first, and results are sent back. With arrays in the mesh,
+    payloads and counts are arrays.
     """
     if row.kind != ATTENTION or row.product is None:
         return []
@@ -499,16 +499,16 @@ def _spatial_axes(row: Row, hits: Mapping[str, int]) -> dict[int, str]:
 def flow_cost(
     flow: Flow, tables: Mapping[int, Table], s: CostSetting
 ) -> tuple[Collective, ...]:
-    """Returns the collectives of a value between its maker and its readers, and of its
-    cotangent back.
+    """Returns the collectives of a value between its producer and its readers, and
+    those of its cotangent.
 
-    Forward, partial sums are reduced at the maker, or reduce-scattered if every reader
-    needs the value sharded over the same axis. Then the value is brought once into each
-    layout that a reader needs. Backward is the reverse: the readers' cotangents are
-    reduced, individually or after their sum, and brought back.
+    Forward, partial sums are reduced at the producer, or reduce-scattered if every
+    reader needs the value sharded over the same axis. Then the value is resharded once
+    to each layout that a reader needs. Backward is the reverse: the readers' cotangents
+    are reduced, individually or after their sum, and resharded back.
 
     Args:
-        flow: Value between its maker and its readers.
+        flow: Value between its producer and its readers.
         tables: Compute table of each TaskGraph.
         s: Mesh, micro-batches and the compiler's profile.
     """
@@ -565,7 +565,7 @@ class _Path:
     def reduce(
         self, spec: Spec, axes: Sequence[str], wanted: Mapping[str, int], phase: str
     ) -> Spec:
-        """Sums over some axes, scattering over those that the next layout needs.
+        """Adds the reductions over some axes, scattered over those in ``wanted``.
 
         Returns:
             Layout of the sum.
@@ -588,7 +588,7 @@ class _Path:
         return tuple(dims)
 
     def bring(self, before: Spec, after: Spec, phase: str) -> None:
-        """Changes the layout; slicing is free."""
+        """Adds the collectives of a reshard; slicing needs none."""
         if before == after:
             return
         old = {axis: d for d, axes in enumerate(before) for axis in axes}

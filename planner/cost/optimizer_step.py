@@ -89,8 +89,8 @@ def _gathers(
 
 
 GATHER_TURNS, CUT_TURNS = 1, 2
-"""Transposes at which XLA's CPU compiler is priced, for an array whose last dimension
-is gathered, and one that an update shards along its last dimension and gathers.
+"""Number of transposes in the cost of XLA's CPU compiler: of an array whose last
+dimension is gathered, and of one whose last dimension an update shards and gathers.
 
 It gathers along the first dimension and transposes the result in memory. Compared with
 arrays of 0.3 to 9 MB along other dimensions, gathers took longer by 0.6 to 0.8 times
@@ -115,7 +115,7 @@ def turning_seconds(
         cuts: Shard counts of each group.
         cluster: Devices and their compiler.
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
-        num_micro_batches: Micro-batches of the step.
+        num_micro_batches: Number of micro-batches of the step.
     """
     if cluster.platform != "cpu":
         return 0.0
@@ -183,7 +183,7 @@ def _odd(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> Any:
-    """Whether scattering a gradient leaves an odd number of tiles of the last
+    """Returns whether scattering a gradient leaves an odd number of tiles of the last
     dimension.
     """
     if len(group.shape) < 2:
@@ -199,7 +199,7 @@ def has_odd_tiles(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> Any:
-    """Whether scattering a gradient leaves an odd number of tiles.
+    """Returns whether scattering a gradient leaves an odd number of tiles.
 
     Args:
         group: Parameters of at least two dimensions.
@@ -219,7 +219,9 @@ def has_odd_tiles(
 
 
 def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:
-    """Whether gradients are all-reduced over several axes, even if some shard them."""
+    """Returns whether gradients are all-reduced over several axes at once, even if some
+    shard them.
+    """
     return len(axes) > 1 and not compiler.reduces_in_parts
 
 
@@ -230,7 +232,7 @@ def reduced_whole(
     s: CostSetting,
     cast_bytes: float,
 ) -> Any:
-    """Whether a sharded gradient is all-reduced and sliced, rather than scattered.
+    """Returns whether a sharded gradient is all-reduced and sliced, not scattered.
 
     Args:
         group: Group of the parameter.
@@ -254,7 +256,7 @@ def reduced_whole(
 
 
 def _torus_reduces_whole(cuts: LeafShardCounts, s: CostSetting) -> Any:
-    """Whether links turn the reduce-scatter of a gradient into an all-reduce."""
+    """Returns whether a torus turns a gradient's reduce-scatter into an all-reduce."""
     if not may_reduce_whole(s.cluster):
         return False
     added = added_axes(cuts.compute, cuts.gradient)
@@ -280,15 +282,15 @@ def reduced_gradients(
 
     XLA combines the all-reduces at the end of a step into one. If it can reduce-scatter
     and gradients are stored in shards, the axes that shard them carry half the traffic
-    and the others reduce the rest; or, by the compiler, all axes reduce at once.
+    and the others reduce the rest; some compilers reduce over all axes at once.
 
     Args:
         axes: Mesh axes.
         payload: Bytes of the gradients on one device; arrays are over cases.
         mesh: Sizes of the axes.
         compiler: Compiler of the step.
-        over_data: Whether ``data`` shards gradients, too.
-        odd, kept: From ``whole_shares``.
+        over_data: Whether ``data`` also shards gradients.
+        odd, kept: Results of ``whole_shares``.
 
     Yields:
         Collectives; of zero bytes if there is none.

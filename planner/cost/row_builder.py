@@ -59,16 +59,16 @@ Readers = tuple[tuple[tuple[int, int], int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A tensor between its maker and readers, whatever their TaskGraphs; numbers are
-    kinds.
+    """Tensor with its producer and readers, independent of TaskGraphs.
 
     Attributes:
-        kind: Kind of the maker.
-        home: Operation in whose TaskGraph the tensor is made, or None.
-        uses: Kinds of the readers, each with its operation; None is that of ``home``.
-        calm: Whether only a reader in another TaskGraph makes the tensor move.
+        kind: Index in ``Views.flow_kinds``.
+        home: Operation whose TaskGraph owns the tensor, or None.
+        uses: Index in ``Views.use_kinds`` and operation of each reader; None for a
+            reader in the TaskGraph of ``home``.
+        calm: Whether the tensor is transferred only to readers in other TaskGraphs.
         trip: Number of its transfers.
-        scope: Scope of one maker or reader.
+        scope: Scope of the producer or of a reader.
     """
 
     kind: int
@@ -80,9 +80,9 @@ class _Value:
 
 
 class Views:
-    """Operations and values in terms of roles, whatever their TaskGraphs.
+    """Operations and values in terms of roles, independent of TaskGraphs.
 
-    Stores who makes and who reads each tensor. Graphs that differ only in the
+    Stores the producer and the readers of each tensor. Graphs that differ only in the
     TaskGraphs of operations share the views.
     """
 
@@ -144,7 +144,7 @@ class Views:
         """Merges the operations of a graph into rows.
 
         Args:
-            graph: The same graph, apart from the TaskGraphs of its operations.
+            graph: Graph that differs only in the TaskGraphs of its operations.
         """
         ops, flows = self._op_rows(graph), self._flows(graph)
         return OperationRows(
@@ -202,11 +202,11 @@ class Views:
         return replace(flow, uses=tuple(readers))
 
     def _read(self) -> None:
-        """Finds the makers, readers and owners of the tensors."""
+        """Finds the producers, readers and owners of the tensors."""
         graph = self.graph
         read = {t for op in graph.ops if op.results for t in op.operands} | self.whole
         for index, op in enumerate(graph.ops):
-            # Flax's loops return their slices, and nobody reads them.
+            # Flax's loops return their slices, which no operation reads.
             idle = op.kind in LOOPS and len(op.operands) == 1 == len(op.results)
             if idle and op.results[0] not in read:
                 continue
@@ -219,7 +219,7 @@ class Views:
                 self.home[t] = None if self.weight[t] else index
 
     def slot(self, index: int, slot: int, tensor: int) -> int:
-        """Returns the number in ``slot_kinds`` of a tensor as an operation sees it."""
+        """Returns the index in ``slot_kinds`` of a tensor in an operation's layout."""
         layout = self.dims.seen.get((index, slot))
         return self.slots[tensor] if layout is None else self._slot(tensor, layout)
 
@@ -365,15 +365,15 @@ class Views:
             return tuple(reads)
 
         def reads_first(tensor: int) -> bool:
-            """Whether no earlier operation of its kernel has read the value."""
+            """Returns whether no earlier operation of the kernel reads the value."""
             here = (i for i, _ in self.readers[tensor] if kernels[i] == kernel)
             return index == next(here)
 
         return tuple(slot for slot in reads if reads_first(op.operands[slot]))
 
     def _in_memory(self, tensor: int, kernels: Sequence[int | None]) -> bool:
-        """Whether a value is written to memory: it stays on chip between fused
-        neighbours.
+        """Returns whether a value is written to memory; between fused neighbours, it
+        stays on chip.
 
         A fusion has one result, so a value with several readers is written.
         """
@@ -411,8 +411,8 @@ class Views:
         return self._role_sets[key]
 
     def _value(self, tensor: int) -> _Value:
-        """Returns a value with its maker and readers, its number of moves, and its
-        scope.
+        """Returns a value with its producer, its readers, its number of transfers and
+        its scope.
         """
         ops = self.graph.ops
         maker, readers = self.maker[tensor], self.readers[tensor]
@@ -470,7 +470,9 @@ class Views:
         )
 
     def _source(self, tensor: int) -> int:
-        """Returns a value as made: unsharded if its maker runs on a full sequence."""
+        """Returns a value's slot at its producer: unsharded if that runs on a full
+        sequence.
+        """
         maker = self.maker[tensor]
         if maker is not None:
             op = self.graph.ops[maker]
@@ -499,7 +501,7 @@ class Views:
         return fused
 
     def _is_reread(self, op: Op, tensor: int) -> bool:
-        """Whether a reader gathers a value again for its backward pass."""
+        """Returns whether a reader gathers a value again for its backward pass."""
         if op.remat is not None:
             return True
         others = (t for t in op.operands if t != tensor)

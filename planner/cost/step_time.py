@@ -63,7 +63,7 @@ class TimeColumns:
             micro-batch, by case.
         between: Compute seconds of a step that ``tensor`` does not shard, by case.
         wire: Payload bytes of all collectives of a step, by case.
-        gathered: Bytes of the largest value that is gathered between its maker and
+        gathered: Bytes of the largest value that is gathered between its producer and
             readers, by case.
         collectives: Every collective as the compiler runs it; only for a single case.
     """
@@ -114,11 +114,11 @@ class TimeColumns:
         return sum(self.terms.values(), np.zeros(len(self.ahead)))
 
     def sequence_parallel(self, tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the likely and least seconds of the layouts with sharded sequence,
-        too.
+        """Returns the likely and least step seconds if the sequence is also sharded, by
+        case.
 
-        Operations between products that ``tensor`` does not shard are then shared at
-        best evenly, and no value has to change its layout. An all-reduce becomes a
+        Operations between products that ``tensor`` does not shard are then divided at
+        best evenly, and no value is resharded. An all-reduce becomes a
         reduce-scatter and an all-gather of as many bytes. Several readers share the
         all-gather, so at least half of the all-reduce's time remains.
 
@@ -241,8 +241,8 @@ class _StageTimes:
         gradients: Bytes of reduced gradients, by mesh axes and case.
         compute, ahead: Compute seconds of a micro-batch, and of its forward pass.
         between: Compute seconds in operations that ``tensor`` does not shard.
-        launches: Kernels of a micro-batch.
-        covers: Seconds that overlap with a ring's rounds.
+        launches: Number of kernels of a micro-batch.
+        covers: Compute seconds that overlap with transfers of ring attention.
     """
 
     def __init__(

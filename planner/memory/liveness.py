@@ -211,7 +211,8 @@ class TensorUses:
         """Returns the use of each parameter by each span; see ``StepLiveness.used``.
 
         Args:
-            until: For some operations, the later one for which the result is written.
+            until: By product, the later operation that reads its result in another
+                form.
         """
         result = np.zeros((len(self.spans), len(self.users)), int)
         ends = [span.end for span in self.spans]
@@ -228,7 +229,7 @@ class TensorUses:
 
     @functools.cached_property
     def directly(self) -> np.ndarray:
-        """Use of each parameter by the operations of each span themselves."""
+        """Use of each parameter by each span's own operations."""
         return self.used({})
 
     @functools.cached_property
@@ -336,13 +337,13 @@ class Timeline:
     # Residuals.
 
     def _value(self, tensor: int) -> bool:
-        """Returns whether a tensor is computed from data, and is no leaf of the program
-        or weight.
+        """Returns whether a tensor is computed from data: neither an input of the
+        program nor a weight.
         """
         return self.uses.value[tensor]
 
     def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
-        """Returns the tensors from which fusions recompute a value; itself if none can.
+        """Returns the tensors from which fusions recompute a value; else itself.
 
         A sum of several large tensors counts as one source: otherwise the number of
         sources would grow with depth.
@@ -366,7 +367,7 @@ class Timeline:
         return self._sources[tensor, region]
 
     def _made_of(self, tensor: int, region: int | None) -> tuple[int, ...]:
-        """Returns the operands from which fusions recompute a value, if any do."""
+        """Returns the operands from which fusions recompute a value, if they can."""
         op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
         if (
             op is None
@@ -442,8 +443,8 @@ class Timeline:
         return lean
 
     def _saved(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """Returns first reader, bytes and owner of each saved (tensor, copy), outside
-        regions.
+        """Returns the first reader, bytes and owner of each saved (tensor, copy)
+        outside regions.
         """
         ops = self.graph.ops
         kept: dict[int, int] = {}
@@ -667,9 +668,7 @@ class Timeline:
         return fused_gradients
 
     def _ends_in_rows(self, tensor: int, readers: Mapping[int, list[Op]]) -> bool:
-        """Returns whether all readers of a value fuse, until rows are reduced to
-        numbers.
-        """
+        """Returns whether all readers of a value fuse, up to reductions of its rows."""
         tensors, stack = self.graph.tensors, [tensor]
         least = tensors[tensor].size
         while stack:
@@ -700,10 +699,10 @@ class Timeline:
         yield from _undominated([row for row in rows if row] or rows[:1])
 
     def _written_as(self, tensor: int, kept: set[int]) -> bool:
-        """Returns whether a tensor is saved, or is computed alone from a saved one and
-        not wider.
+        """Returns whether a tensor is saved, or is a form of a saved one that is not
+        wider.
 
-        The product that computes the saved one then writes this form of it.
+        The product that computes the saved tensor then writes it in this form.
         """
         nbytes, t = self.graph.tensors[tensor].nbytes, tensor
         while t not in kept or self.graph.tensors[t].nbytes < nbytes:
@@ -724,8 +723,8 @@ class Timeline:
         """Returns the temporaries of each product's backward pass.
 
         Returns:
-            Temporaries before a product's own gradients, in the backward pass of the
-            operations after it, and temporaries while they are computed.
+            Temporaries in the backward pass of the operations after a product, and
+            temporaries while the product's own gradients are computed.
         """
         before: dict[Any, dict[TensorEntry, float]] = {}
         making: dict[Any, dict[TensorEntry, float]] = {}
@@ -816,8 +815,8 @@ class Timeline:
     def _deferred(self, at: int, span: Span) -> dict[int, None]:
         """Returns the tensors that postponed gradients of weights read.
 
-        These are operands and gradients of the products after an operation whose
-        results other products of the loop read.
+        These are the operands of products after operation ``at`` whose results other
+        products of the loop read, and the gradients of these results.
         """
         ops, result = self.graph.ops, dict[int, None]()
         for j in range(at + 1, span.end):
@@ -839,8 +838,8 @@ class Timeline:
         return chooses and self.graph.tensors[op.results[0]].differentiable
 
     def _share(self, tensor: int) -> float:
-        """Returns the size factor of two gradients, of which products may read one in
-        half the width.
+        """Returns the size factor for two gradients, of which products may read one in
+        a type of half the width.
         """
         wide = self.graph.tensors[tensor].dtype == "float32"
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
@@ -919,8 +918,8 @@ class Timeline:
 
 
 def _hard(op: Op) -> bool:
-    """Returns whether an operation's operands must be materialised: it fuses with
-    nothing before it.
+    """Returns whether an operation's operands must be materialised, because it does
+    not fuse with their producers.
     """
     fuses = op.elementwise or op.reshape or op.kind.startswith("reduce")
     return not (fuses or op.matmul is not None or op.kind in LOOPS)
@@ -932,7 +931,7 @@ def _add(
     entry: TensorEntry,
     times: float,
 ) -> None:
-    """Adds a row: the held entries, and one entry a number of times more."""
+    """Adds a row: the held entries, with one entry's multiple raised by ``times``."""
     row = {**held, entry: held.get(entry, 0.0) + times}
     rows[frozenset(row.items())] = row
 
@@ -940,7 +939,6 @@ def _add(
 def _hold(
     held: dict[TensorEntry, float], more: Iterable[tuple[TensorEntry, float]]
 ) -> None:
-    """Adds entries to the held ones."""
     for entry, times in more:
         held[entry] = held.get(entry, 0) + times
 

@@ -2,8 +2,8 @@
 
 While the backward pass is in a span (see ``liveness``), memory holds the residuals of
 this and all earlier spans, the gradients of all later spans, and the temporaries of the
-span itself. The peak is the largest of these sums; moments within a span are not
-distinguished.
+span itself. The peak is the largest of these sums. In each span, two moments count:
+before its own gradients are computed, and meanwhile.
 
 The live sets do not depend on the layout, so the bytes of many layouts are products of
 the same matrices. All arrays here have one column per case, and a single plan is one
@@ -206,7 +206,7 @@ def _parameter_bytes(c: _PeakInputs, cast_bytes: float) -> _ParameterBytes:
     stored = nbytes / param
     cast = np.maximum(0.0, c.found.cast[:, None] * share - gone) * stored * narrow
     kept = gradient
-    if (turns == 1).all():  # Gradients are cut where the optimizer reads them.
+    if (turns == 1).all():  # Gradients are sharded where the optimizer reads them.
         whole = c.rows(
             reduced_whole(group, cut, c.tables[group.home], c.s, cast_bytes)
             for (group, _), cut in zip(c.facts.groups, c.cuts, strict=True)
@@ -291,7 +291,7 @@ def _saved_bytes(
 def _fuller_moment(
     c: _PeakInputs, leaves: _ParameterBytes, working: np.ndarray, making: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns gradients and temporaries at the larger of two moments of each span:
+    """Returns gradients and temporaries at the moment of each span with more bytes:
     before it computes its own gradients, or meanwhile.
 
     Before, the span's own gradients are not in memory; loops allocate theirs at the
@@ -309,8 +309,8 @@ def _fuller_moment(
 def _gathered_weight_bytes(
     c: _PeakInputs, leaves: _ParameterBytes, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes that weights add to each span's temporaries, and while it makes
-    gradients.
+    """Returns the bytes that weights add to each span's temporaries, before and while
+    it computes gradients.
 
     Weights that all iterations of a loop read are gathered before it, with copies. A
     compiler that reduces gradients after loops allocates their sums before the first
@@ -419,7 +419,7 @@ def peak_of(
         cast_bytes: Bytes of a parameter in its compute type, over its stored bytes.
         accumulates: Whether gradients of several micro-batches are summed, by case.
         away: Number of parameters in host memory, by group and case.
-        in_flight: Micro-batches whose activations are saved at once.
+        in_flight: Number of micro-batches whose activations are saved at once.
         gathered: Bytes of the largest value that is gathered along the sequence.
         postpones: Whether products of weights' gradients outside loops are postponed.
         stage: Share of the program that the device stores.
@@ -467,7 +467,9 @@ def _span_moments(
     *,
     postpones: bool,
 ) -> tuple[_ParameterBytes, _MomentBytes]:
-    """Returns the bytes of every span, and of the moments before and after them."""
+    """Returns the parameters with live gradients, and the bytes of every span and of
+    the moments before and after them.
+    """
     result, compiler = c.found, c.s.cluster.compiler
     saved, leaves = _saved_bytes(c, leaves, kinds, in_flight, postpones=postpones)
     worked = kinds * (np.asarray(c.stage.tensor_shares(result)) > 0)
@@ -522,7 +524,6 @@ def _with_update_moments(
 
 
 def _append_moment(moments: _MomentBytes, last: tuple[Any, Any, Any]) -> _MomentBytes:
-    """Returns the moments with one more at the end."""
     saved, born, working = (
         np.concatenate([rows, np.broadcast_to(end, (1, rows.shape[1]))])
         for rows, end in zip(moments, last, strict=True)

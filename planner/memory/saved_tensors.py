@@ -94,8 +94,8 @@ class SavedTensorGroup:
         nbytes: Bytes of one of them, unsharded.
         task_graph: TaskGraph whose table sets their sharding.
         count: Number of equal tensors.
-        made: Kind of the maker: ``"product"`` of a value with a weight, ``"name"`` for
-            one that the model names for checkpointing, or ``""``.
+        made: Kind of the producer: ``"product"`` of a value with a weight, ``"name"``
+            for a value that the model names for checkpointing, or ``""``.
         ends: Whether only its first or last dimension can be in lanes.
         last: Number of dimensions at its end that are one in another form of the value,
             like groups of channels.
@@ -117,7 +117,7 @@ class SavedTensorGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residents:
-    """Tensors that a forward and backward pass holds, folded.
+    """Tensors that a forward and backward pass holds, equal ones grouped.
 
     Attributes:
         saved: Tensors that the forward pass saves for the backward pass.
@@ -211,8 +211,8 @@ class _MaterializedTensors:
         }
 
     def counts(self, tensor: int) -> bool:
-        """Returns whether a tensor is computed from data, and is no leaf of the program
-        or weight.
+        """Returns whether a tensor is computed from data: neither an input of the
+        program nor a weight.
 
         Values inside one fused kernel are never in memory.
         """
@@ -235,7 +235,7 @@ class _MaterializedTensors:
         return made is None or made.remat != op.remat
 
     def behind(self, tensor: int) -> set[int]:
-        """Returns the tensors from which fusions recompute a value, or itself."""
+        """Returns the tensors from which fusions recompute a value, or the value."""
         behind: set[int] = set()
         seen: set[int] = set()
         stack = [tensor]

@@ -4,7 +4,7 @@ Capture (``whalejax.capture``) writes these from a traced loss; the planner read
 nothing else of the model. The module separates JAX from the planner: it has no JAX
 types.
 
-Every operation is described as an einsum is: a *factor* is one index letter with the
+Every operation is described like an einsum: a *factor* is one index letter with the
 dimensions of operands and results that have it. Sharding, collectives, FLOPs and memory
 all follow from the factors.
 """
@@ -193,8 +193,8 @@ class Op:
             unsharded.
         kernel: Id of the fused kernel it is part of, or None. Values inside a kernel
             stay on chip and are recomputed for the backward pass.
-        share: Part of the work that is done; below 1 if a causal mask skips some.
-        chunks: Number of parts of the tokens, with one part in memory at a time.
+        share: Fraction of the work that is done; below 1 if a causal mask skips some.
+        chunks: Number of chunks of the tokens; one is in memory at a time.
         zigzag: Whether the attention mask is causal, so that rows are distributed in
             zig-zag order.
         windows: Windows along spatial dimensions of operand 0 and result 0.
@@ -235,7 +235,7 @@ class Op:
     def column(self) -> int:
         """Sequence dimension of an attention's keys.
 
-        It is tied only to the values.
+        Only the values share its factor.
         """
         return next(
             dict(factor.members)[1]
@@ -245,7 +245,7 @@ class Op:
 
 
 def makes_weights(op: Op, weight: Sequence[bool]) -> bool:
-    """Whether an operation has results that depend only on parameters.
+    """Returns whether an operation has results that depend only on parameters.
 
     Args:
         op: The operation.
@@ -366,7 +366,7 @@ class Graph:
         return sum(t.nbytes for t in self.params if t.frozen)
 
     def homes(self) -> dict[int, int]:
-        """Returns the owner of each tensor: the TaskGraph that makes it, or reads it
+        """Returns the owner of each tensor: the TaskGraph that produces it, or reads it
         first.
         """
         homes: dict[int, int] = {}
@@ -377,10 +377,10 @@ class Graph:
         return homes
 
     def runs_again(self) -> tuple[bool, ...]:
-        """Whether the backward pass recomputes each operation of a remat region.
+        """Returns whether the backward pass recomputes each operation.
 
-        It recomputes what the backward pass reads, and what that is made of; the result
-        of a region is already known.
+        In a remat region, it recomputes the values that it reads, and their operands;
+        the results of a region are already known.
         """
         needed: set[tuple[int | None, int]] = set()
         result = [False] * len(self.ops)
@@ -396,7 +396,7 @@ class Graph:
         return tuple(result)
 
     def leaving(self) -> frozenset[int]:
-        """Returns values that are assembled from chunks, because others read them."""
+        """Returns values that are assembled from chunks for unchunked operations."""
         made = {t: op.chunks for op in self.ops for t in op.results}
         return frozenset(
             t
@@ -435,7 +435,7 @@ class Graph:
         first dimension of both its operands: the one with the rows is transposed.
 
         Returns:
-            Index of an operation to a slot: an operand, or the result, for its
+            Slot that is transposed, by operation index; the slot of a result means its
             cotangent.
         """
         source = {t.id: t.id for t in self.params if t.differentiable}

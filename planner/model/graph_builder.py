@@ -1,4 +1,4 @@
-"""Programs written by hand: a graph without tracing.
+"""Builds graphs of programs by hand, without tracing.
 
 ``GraphBuilder`` takes operations in einsum notation and manages tensor ids and factors.
 It serves models of which only sizes are known, such as those in a table of published
@@ -28,7 +28,7 @@ class GraphBuilder:
 
     Attributes:
         here: Index of the TaskGraph of new operations.
-        trip: Executions of new operations, as in the layers of a scanned stack.
+        trip: Number of executions of new operations, as in the layers of a scan.
         remat: Id of the checkpointed region of new operations, or None.
         kernels: Number of fused kernels.
     """
@@ -92,11 +92,11 @@ class GraphBuilder:
 
     @contextlib.contextmanager
     def kernel(self, *, fused: bool = True, share: float = 1.0) -> Iterator[None]:
-        """Operations inside are one kernel, such as those of flash attention.
+        """Makes the operations inside one kernel, such as those of flash attention.
 
         Args:
             fused: Whether the operations form a kernel; otherwise they stay separate.
-            share: Part of their work that is done.
+            share: Fraction of their work that is done.
         """
         before = self._kernel, self._share
         if fused:

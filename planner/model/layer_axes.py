@@ -1,10 +1,10 @@
 """Finds dimensions of a parameter that count layers, each with a tensor of its own.
 
-Layers are taken off a stack by scans (nested, or over parts of it), by a loop's index,
-or by constant indices. Values made of one parameter are followed through the program:
+Scans (nested, or over parts of a stack), loop indices or constant indices select a
+layer of a stack. Values computed from one parameter are followed through the program:
 each of their dimensions is a list of *atoms*, runs of elements of one of the
 parameter's dimensions. A dimension counts layers if single elements of all its atoms
-have been taken before the value meets the samples.
+are selected before an operation combines the value with samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PICKS = frozenset(
 """Kinds of operations whose result may have single elements of a dimension."""
 
 _COUNTED = frozenset(("dynamic_slice", "gather"))
-"""Those of them that choose elements by an index."""
+"""Kinds among ``_PICKS`` that select elements by an index."""
 
 _TURNS = frozenset(("rev", "concatenate", "pad", "roll"))
 """Kinds that keep a dimension's elements, reordered or among others."""
@@ -36,10 +36,9 @@ class LayerAxes:
     """Division of a parameter into layers.
 
     Attributes:
-        sizes: Dimensions of the parameter; one that counts layers and more is written
-            as several.
-        sources: For each of these, the parameter's dimension that it is, or is a part
-            of.
+        sizes: Dimensions of the parameter; one that counts layers and other elements is
+            split into several.
+        sources: Dimension of the parameter to which each of ``sizes`` belongs.
         layers: Indices of the dimensions in ``sizes`` that count layers.
     """
 
@@ -91,7 +90,8 @@ class LayerAxes:
         return cut.transpose(*(self.order.index(i) for i in places)).reshape(shape)
 
     def stacked_spec(self, spec: Spec, mesh: Mapping[str, int]) -> Spec:
-        """Returns the layout of ``stacked_shape``; layers are sharded in order, or not.
+        """Returns the layout of ``stacked_shape``; of several layer dimensions, only
+        the outermost is sharded.
 
         Args:
             spec: Spec of the parameter.
@@ -130,13 +130,13 @@ _Atoms = tuple[_Atom, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """A value made of one parameter, and perhaps of others.
+    """A value computed from one parameter, and perhaps from others.
 
     Attributes:
         param: Tensor of the parameter.
         dims: Atoms of each dimension.
         taken: Atoms of which the value has a single element.
-        counted: Dimensions whose element was chosen by a loop.
+        counted: Dimensions of the parameter whose element a loop selects.
     """
 
     param: int
@@ -146,7 +146,7 @@ class _View:
 
     @property
     def reads_elements(self) -> bool:
-        """Whether some elements are the parameter's own, not sums of all."""
+        """Whether some elements are those of the parameter, not sums over all."""
         return any(a.dim >= 0 for atoms in self.dims for a in atoms)
 
     def without(self, dim: int, *, counted: bool) -> _View:
@@ -169,8 +169,8 @@ def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
         graph: The captured loss.
 
     Returns:
-        Parameter's tensor id to its layers, or to None if it is read in blocks that do
-        not divide it. Other parameters are one tensor.
+        Layers by the parameter's tensor id, or None if it is read in blocks that do not
+        divide it. Parameters without layers are absent.
     """
     axes: dict[int, LayerAxes | None] = {}
     for param, reads in _ParameterFollower(graph).reads().items():
@@ -208,7 +208,7 @@ _Cut = tuple[tuple[int, bool], ...]
 
 
 def _counting(dim: int, size: int, reads: Sequence[_View]) -> _Cut | None:
-    """Divides one dimension; empty if it counts nothing, None if unclear."""
+    """Returns the division of a dimension; empty without layers, None if unclear."""
     took = [view for view in reads if any(a.dim == dim for a in view.taken)]
     looped = any(dim in view.counted for view in took)
     whole = any(view not in took and view.reads_elements for view in reads)
@@ -222,7 +222,7 @@ def _counting(dim: int, size: int, reads: Sequence[_View]) -> _Cut | None:
 
 
 def _division(dim: int, size: int, view: _View) -> _Cut | None:
-    """Divides a dimension by one read; None if the read takes blocks of a part."""
+    """Returns the division by one read, or None if it reads blocks of a part."""
     taken = sorted((a for a in view.taken if a.dim == dim), key=lambda a: -a.step)
     left = any(a.dim == dim for atoms in view.dims for a in atoms)
     if any(a.cut for a in taken):
@@ -237,7 +237,7 @@ def _division(dim: int, size: int, view: _View) -> _Cut | None:
 
 
 class _ParameterFollower:
-    """Follows parameters through a program until they meet its samples."""
+    """Follows parameters through a program until they are combined with samples."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -316,7 +316,7 @@ def _unknown(size: int) -> _Atoms:
 
 
 def _part(atoms: _Atoms, size: int) -> _Atoms:
-    """Returns atoms for some elements of a dimension, or for all among others."""
+    """Returns atoms for some elements of a dimension, or for all and some others."""
     if len(atoms) == 1:
         return (replace(atoms[0], size=size, cut=True),)
     return tuple(replace(a, cut=True) for a in atoms)

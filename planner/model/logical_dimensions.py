@@ -1,8 +1,8 @@
-"""Logical dimensions: finds which dimensions of all tensors are one and the same.
+"""Finds the logical dimensions: dimensions of several tensors that are always equal.
 
 The index letters of the operations (``planner.model.graph.Factor``) tie dimensions of
 different tensors together. The ties through the whole program leave a few *classes*:
-batch, sequence, embed, heads and so on, found and not declared. Equal layers give equal
+batch, sequence, embed, heads and so on, without declarations. Equal layers give equal
 classes; these are merged into one *role*, and a plan refers to roles.
 
 Three rules keep the classes from merging:
@@ -41,8 +41,8 @@ class _Edge(NamedTuple):
 
     Attributes:
         order: Sort key; ties are made in increasing order.
-        op, slot, dim, part: Operation, its operand or result, dimension and atom of
-            that; the cut if the tie is refused.
+        op, slot, dim, part: Operation, its operand or result, and a dimension and atom
+            of that, where the cut is if the tie is refused.
         wanted: Atom that the operation needs there.
         atom: Atom of the tensor there.
     """
@@ -152,7 +152,9 @@ def _anchor(
 def _operand_layouts(
     classes: _Classes, layouts: list[Layout], role_of: dict[int, int]
 ) -> tuple[dict[tuple[int, int], Layout], tuple[RefusedTie, ...]]:
-    """Returns the layouts in which operations see tensors differently, and the cuts."""
+    """Returns operands' and results' layouts that differ from their tensors', and the
+    cuts.
+    """
     graph = classes.graph
     seen: dict[tuple[int, int], Layout] = {}
     cuts: dict[tuple[int, int, int], RefusedTie] = {}
@@ -263,7 +265,7 @@ def _replace(
     dim: int,
     atoms: tuple[int, ...],
 ) -> None:
-    """Sets another class for one dimension of a tensor, as an operation sees it."""
+    """Sets another class for one dimension of a tensor in an operation's layout."""
     old = seen.get(key, layouts[slots[key[1]]])
     seen[key] = (*old[:dim], atoms, *old[dim + 1 :])
 
@@ -306,9 +308,7 @@ class _IdentityKeyedGraph:
 
 
 def _ties_alike(a: Op, b: Op) -> bool:
-    """Whether two operations tie the same dimensions, as far as the analysis reads
-    them.
-    """
+    """Returns whether two operations are equal in all that the analysis reads."""
     return (
         a.kind == b.kind
         and a.operands == b.operands
@@ -333,10 +333,10 @@ def _analyse_graph(same: _IdentityKeyedGraph) -> Dimensions:
 
 
 def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
-    """Returns the bytes of values that operations need in another layout than that of
-    their maker.
+    """Returns the bytes of values that operations need in another layout than their
+    producer's.
 
-    A result is made as partial sums, which are reduced first.
+    Results count twice: they are partial sums, which are reduced first.
     """
     return sum(
         graph.ops[op].trip
@@ -347,7 +347,7 @@ def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
 
 
 def _dear(graph: Graph, dims: Dimensions) -> bool:
-    """Whether the cut of some product may move more than a cut elsewhere."""
+    """Returns whether the cut of some product may move more than a cut elsewhere."""
     return any(
         graph.ops[cut.op].matmul is not None
         and (

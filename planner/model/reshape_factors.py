@@ -222,7 +222,7 @@ class Atoms:
 
 
 def _chain(points: set[int]) -> set[int]:
-    """Returns the points that each divide the next; barriers leave others."""
+    """Returns a chain of points that each divide the next; drops other points."""
     chain: list[int] = []
     for point in sorted(points):
         if not chain or point % chain[-1] == 0:

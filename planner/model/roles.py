@@ -240,7 +240,7 @@ class _Facts:
 
 
 def _blame(op: Op, factor: Factor) -> str:
-    # As users write marks: a scope has a mark's arguments in brackets.
+    # A scope has a mark's arguments in brackets; users write parentheses.
     scope = re.sub(r"wh\.(\w+)\[([^\]/]*)\]", r"\1(\2)", op.scope)
     place = f" at {scope}" if scope else ""
     if op.unknown:

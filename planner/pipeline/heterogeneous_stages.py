@@ -42,7 +42,7 @@ class StageDevices:
     """Possible devices of a stage: one of the equal parts of a cluster.
 
     Attributes:
-        block: Devices of the part, in node order.
+        block: Index of the part, in node order.
         cluster: Cluster of these devices.
         ratio: Measured over predicted time of the model on them.
     """
@@ -229,7 +229,8 @@ def _fits(found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage]) -> 
 
 
 def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
-    """Returns the pace of a pipeline with divisible layers; exact for its order.
+    """Returns the seconds per micro-batch of a pipeline with divisible layers, exactly
+    for this order of devices.
 
     Args:
         seconds: Seconds of every layer of the model on each stage's devices.

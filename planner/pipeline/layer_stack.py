@@ -1,4 +1,4 @@
-"""The layers that equal pipeline stages divide, in the planner's view.
+"""Finds the layers that equal pipeline stages divide.
 
 They are the iterations of one scan over stacked parameters. The model of one stage is
 the full model with fewer iterations.
@@ -38,7 +38,7 @@ class StackedLayers:
         paths: Parameters that the scan slices.
         length: Number of layers.
         carried: Ids of the tensors that a layer passes to the next.
-        others: Further scans that estimates divide equally.
+        others: Other scans, which only estimates divide among stages.
     """
 
     position: tuple[int, ...]
@@ -69,7 +69,7 @@ class StackedLayers:
         return replace(first, others=others)
 
     def holds(self, position: tuple[int, ...]) -> bool:
-        """Whether an operation at a position is inside one of the scans.
+        """Returns whether an operation at a position is inside one of the scans.
 
         Args:
             position: Position of the operation.
@@ -182,7 +182,7 @@ def _spread(tensor: int, makers: Mapping[int, Op]) -> bool:
 
 
 def check_devices(devices: int, stages: int, *, most: int) -> None:
-    """Refuses a number of stages that the devices do not divide into.
+    """Refuses a number of stages that does not divide the number of devices.
 
     Args:
         devices: Total number of devices.

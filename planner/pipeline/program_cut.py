@@ -1,14 +1,14 @@
-"""A program in parts: the equations that each virtual stage runs.
+"""Divides the equations of a program among virtual stages.
 
 Stage programs can cut a model anywhere. The model is written as units: the equations of
 the loss with calls inlined, in order; loops, branches and checkpointed regions are one
 unit each. The name of a cut point is the parameter whose read begins the second part:
 it means the same in another trace.
 
-Cheap units that read only data and parameters (masks, keys, casts) run wherever
-something reads them, so nothing waits for them. Two kinds do not, because their
-parameter would be needed there too: lookups of data in a parameter, and sums of a
-parameter, as in a penalty on its size.
+Cheap units that read only data and parameters (masks, keys, casts) run on every virtual
+stage that reads them, so they need no transfer. Two kinds do not, because these stages
+would need their parameter too: lookups of data in a parameter, and sums of a parameter,
+as in a penalty on its size.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SUMS = frozenset(("reduce_sum", "reduce_max"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """An equation that is assigned as one.
+    """Equation that is assigned to virtual stages as one.
 
     Attributes:
         position: Position of the equation.
         reads: Distinct values that it reads.
-        writes: Its results.
+        writes: Results of the equation.
         tensors: Ids of the results in the graph; None for scalar constants.
         sizes: Bytes of each result.
         cheap: Whether it has no products and no loops.
@@ -68,11 +68,11 @@ class Units:
     Attributes:
         units: Units that something depends on, in order.
         params: Dotted paths of the trained parameters, which are the first inputs.
-        frozen: Numbers of the later inputs that are weights too.
-        results: Loss and reported values; values or None for constants.
+        frozen: Numbers of the non-trainable inputs that are weights.
+        results: Loss and reported values; None for constants.
         fresh: Value that replaces a non-trainable input after a micro-batch, by input
             number.
-        others: Dotted paths of the non-trainable inputs, which follow.
+        others: Dotted paths of the non-trainable inputs, which follow the parameters.
         counters: Increment of a non-trainable counter per micro-batch, by input number.
     """
 
@@ -86,7 +86,7 @@ class Units:
 
     @functools.cached_property
     def makers(self) -> dict[Value, int]:
-        """Unit that makes each value."""
+        """Index of the unit that produces each value."""
         return {v: i for i, unit in enumerate(self.units) for v in unit.writes}
 
     @functools.cached_property
@@ -109,7 +109,7 @@ class Units:
         return frozenset(n - len(self.params) for n in self.frozen)
 
     def is_weight(self, number: int) -> bool:
-        """Whether an input is a weight, trained or not."""
+        """Returns whether an input is a weight, trained or not."""
         return number < len(self.params) or number in self.frozen
 
     def path(self, number: int) -> str:
@@ -119,7 +119,7 @@ class Units:
         return self.params[number] if mine else self.others[number - trained]
 
     def _mix(self, inputs: Collection[int]) -> bool:
-        """Whether the inputs include both weights and data."""
+        """Returns whether the inputs include both weights and data."""
         data = len(self.params) + len(self.others)
         return any(map(self.is_weight, inputs)) and any(n >= data for n in inputs)
 
@@ -154,7 +154,8 @@ class Units:
     def borders(self) -> dict[str, int]:
         """Possible cut points: a unit's number, by the parameter that it reads first.
 
-        Between two units that read parameters, the cut point has the fewest cut bytes.
+        The cut point is where the fewest bytes are cut since the last unit that reads
+        parameters.
         """
         crossing = self.border_bytes
         seen: set[int] = set()
@@ -175,7 +176,7 @@ class Units:
 
     @functools.cached_property
     def border_bytes(self) -> list[int]:
-        """Bytes that go from the units before each unit to it and later ones."""
+        """Bytes cut before each unit: made by earlier units, read by it or later."""
         last: dict[Value, int] = {}
         for index, unit in enumerate(self.units):
             if not self.free[index]:
@@ -192,7 +193,7 @@ class Units:
         return list(itertools.accumulate(steps))
 
     def labels(self, graph: Graph) -> tuple[int | None, ...]:
-        """Returns the number of the stage into which marks put each unit, or None.
+        """Returns the stage number of each unit's mark, or None without one.
 
         Raises:
             PlanError: A stage is marked inside a loop (names its line), or has no part
@@ -249,7 +250,7 @@ class PlacePart:
         inputs: Numbers of the program's inputs that the units read.
         imports: Values received from earlier virtual stages, in their order.
         exports: Values sent to later virtual stages.
-        fresh: Inputs whose value after a step is made here.
+        fresh: Inputs whose value after a micro-batch is computed here.
     """
 
     units: tuple[int, ...]
@@ -261,12 +262,12 @@ class PlacePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """A program in parts.
+    """Program that is divided among virtual stages.
 
     Attributes:
         units: The program.
         parts: Part of each virtual stage.
-        made_at: Virtual stage that makes each value that another one reads.
+        made_at: Virtual stage that produces each transferred value.
         starts: Cut points of all parts after the first; empty if marks define them.
     """
 
@@ -352,8 +353,8 @@ def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
 
 
 def _division(units: Units, homes: Sequence[int], count: int) -> Division:
-    """Makes parts from each unit's virtual stage; free units run where they
-    are read.
+    """Returns the division by each unit's virtual stage; free units run on those of
+    their readers.
     """
     readers = _readers(units, homes, count)
     places = _places(units, homes, count, readers)

@@ -50,7 +50,7 @@ class ScheduleRow(NamedTuple):
     Attributes:
         tick: Tick, if every action takes one tick and transfers take none.
         stage: Number of the stage; each stage has its own devices.
-        chunk: Number of the stage's part of the model; 0 if it has one.
+        chunk: Index of the stage's part of the model; 0 if it has only one.
         micro_batch: Number of the micro-batch.
         action: Forward, backward, or weight. If a schedule splits the backward pass,
             ``backward`` is only the gradient of the input and ``weight`` that of the
@@ -184,8 +184,8 @@ class Columns(NamedTuple):
 def build_columns(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
 ) -> tuple[Schedule, Columns]:
-    """Builds a schedule with its rows only as columns, which is much faster
-    for many.
+    """Builds a schedule with its rows only as columns, which is much faster for many
+    rows.
     """
     _check(name, num_stages, num_micro_batches, num_chunks)
     empty = Schedule(
@@ -242,7 +242,7 @@ def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
 def most_in_flight(
     name: str, num_stages: Any, stage: Any, num_micro_batches: Any, num_chunks: Any = 1
 ) -> Any:
-    """Returns the largest number of a chunk's activations on a stage;
+    """Returns the largest number of a chunk's activations on a stage; see
     ``Schedule.in_flight``.
 
     Args:
@@ -333,7 +333,7 @@ def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns
     """Places the rows at the earliest tick, with every stage's own order.
 
     Args:
-        empty: Schedule with keys and dependencies.
+        empty: Schedule without rows.
         action, index: Order of each stage.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Pipeline schedules in time: the durations of a table's rows.
+"""Simulates pipeline schedules: computes when each row of a table ends.
 
 The module is separate from the tables because it does not depend on the kind of
 schedule: only on rows, their dependencies, and whether stages synchronise after a turn.
@@ -26,7 +26,7 @@ from whalejax.planner.plan_errors import PlanError
 
 
 STEADY_AFTER = 3
-"""Micro-batches per stage after which a pipeline's pace is steady."""
+"""Micro-batches per stage after which each further one takes the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def simulate(
         start, took = free[row.stage], seconds[row.action][key[0]]
         # The virtual stage's own earlier rows precede it in the stage's order.
         if needed is not None and needed[0] != key[0]:
-            # It has one reader, so it is dropped when read.
+            # A result has one reader, so it is removed when read.
             start = max(start, sent.pop(needed) + wait)
         free[row.stage] = end = start + took
         busy[row.stage] += took
@@ -113,7 +113,7 @@ class _TickRows:
     """Independent rows of several stages at one tick.
 
     Attributes:
-        together: Whether all stages synchronise before.
+        together: Whether all stages synchronise before these rows.
         stages, places, actions: Fields of the rows, one array each.
         reads, waits: Slots that rows read, and indices of those rows.
         writes, leaves: Slots that rows write, and indices of those rows.
@@ -136,7 +136,7 @@ class Compiled:
     Attributes:
         table: Schedule; without rows, if it was compiled from its columns.
         beats: Rows of the schedule, grouped by tick.
-        slots: Most results under way at once.
+        slots: Number of slots for results that are not read yet.
     """
 
     table: Schedule

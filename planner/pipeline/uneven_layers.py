@@ -1,4 +1,4 @@
-"""Layers that stages cannot divide evenly: the number for each, and their storage.
+"""Assigns layers to stages that cannot divide them evenly, and shards their storage.
 
 Lockstep stages wait for the slowest, so layers are assigned to give it the least work.
 If nothing inside a stage is sharded, only the last stage computes the operations after
@@ -48,16 +48,16 @@ class LayerSplit:
 
     @property
     def equal(self) -> bool:
-        """Whether all stages have the same number."""
+        """Whether all stages have the same number of layers."""
         return len(set(self.layers)) == 1
 
     @property
     def spared_seconds(self) -> float:
-        """Seconds per turn that the slowest stage computes less than the joint estimate
-        of all stages.
+        """Seconds per turn by which the joint estimate of all stages exceeds the
+        slowest stage.
 
-        That estimate has the most layers and the operations after them, which are not
-        both on one stage.
+        That estimate has the most layers and the operations after them, which no stage
+        has both.
         """
         layer, behind = self.seconds
         return min(behind, (max(self.layers) - self.layers[-1]) * layer)
@@ -104,7 +104,7 @@ def seconds_of(
         num_micro_batches: Number of micro-batches in a step.
 
     Returns:
-        Seconds forward and backward of each.
+        Seconds of the forward and backward pass of each.
     """
     depth = len(shared.position)
     inside = [op.position[:depth] == shared.position for op in graph.ops]
@@ -129,7 +129,7 @@ def seconds_of(
 
 
 def parts(shape: Sequence[int], stages: int) -> bool:
-    """Whether each stage can store a part of every layer of a stack.
+    """Returns whether each stage can store a part of every layer of a stack.
 
     Args:
         shape: Shape of all layers.
@@ -179,7 +179,7 @@ def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collec
 
     Args:
         leaf: Parameter in its stored layout.
-        most: Layers of the fullest stage.
+        most: Number of layers of the stage that has most.
         mesh: Axis sizes, with that of the stages.
     """
     size = most * mesh[STAGE] * math.prod(leaf.shape[1:])

@@ -36,7 +36,7 @@ from whalejax.planner.step_options import options_of
 
 
 FROZEN_SHARE = 0.01
-"""Part of a device's memory above which non-trainable leaves are worth a note."""
+"""Fraction of a device's memory above which non-trainable leaves get a note."""
 
 KEPT_CANDIDATES = 12
 """Number of evaluated candidates that a plan stores."""
@@ -59,9 +59,9 @@ def build_plan(
         search: Search that evaluated the candidates.
         weighed: Evaluated candidates, best first.
         cluster, request: Cluster and options of the question.
-        precision: Noted in the plan.
+        precision: Precision, for the plan to store.
         batch: Leaves of the global batch.
-        gap: Part of the step by which another plan may be faster, if known.
+        gap: Fraction of the step by which another plan may be faster, if known.
     """
     chosen = weighed[0]
     best = dataclasses.replace(chosen, memory=search.reported(chosen))
@@ -122,7 +122,7 @@ def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInf
 def region_tables(
     analysed: GraphAnalysis, tables: Mapping[int, Table], mesh: Mapping[str, int]
 ) -> tuple[RegionTable, ...]:
-    """Returns the tables with names in place of numbers, for a plan."""
+    """Returns the tables in the form that plans store, with names for numbers."""
     dims = analysed.dims
     return tuple(
         RegionTable(
@@ -309,8 +309,8 @@ def _hidden_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list
 
 
 def _cut_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[str]:
-    """Returns notes on the traffic of dimensions that meet themselves, and on
-    alternatives.
+    """Returns notes on the traffic of dimensions that occur twice in an operation, and
+    on alternatives.
     """
     sharded = _sharded(best)
     moved: dict[int, tuple[int, int]] = {}
@@ -356,8 +356,8 @@ def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
 
 
 def _unsaid(analysed: GraphAnalysis, search: Search, best: LayoutCandidate) -> set[int]:
-    """Returns the roles in no PartitionSpec whose logical dimension is
-    nowhere sharded.
+    """Returns minor roles of parameters' dimensions that neither ``expert`` nor
+    ``tensor`` shards.
     """
     axes = ("expert", "tensor")
     cut = {r for t in best.tables.values() for a in axes for r in t.get(a, ())}

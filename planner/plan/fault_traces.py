@@ -206,7 +206,8 @@ def _elastic(
     names: Sequence[str],
     spares: int,
 ) -> float:
-    """Returns the useful seconds if the others go on; a lost spare stalls nobody.
+    """Returns the useful seconds if the other nodes continue; a failed spare does not
+    stall them.
 
     Nodes and spares without a name in the trace never fail.
     """

@@ -1,11 +1,11 @@
 """Predicted goodput: useful time over wall time under failures; nothing is run.
 
 Each node fails at random (a Poisson process). Three recovery policies are compared: all
-processes restart from the last snapshot; the others go on without the lost node until
-it returns; or a spare replaces it at once. The first has a closed form (J. T. Daly, "A
-higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 2006,
-equation 13; compared with J. W. Young's first-order formula, CACM 1974). For the other
-two, failed nodes are independent, so their number is binomial.
+processes restart from the last snapshot; the others continue without the failed node
+until it returns; or a spare replaces it at once. The first has a closed form (J. T.
+Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+FGCS 2006, equation 13; compared with J. W. Young's first-order formula, CACM 1974). For
+the other two, failed nodes are independent, so their number is binomial.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 MOST_NODES: Final = 1_000_000
-"""Most nodes of a run, and most spares; each is a term of a sum."""
+"""Largest number of nodes of a run, and of spares; each is a term of a sum."""
 
 _LEAST_SECONDS: Final = 1e-9
 _MOST_SECONDS: Final = 1e15
@@ -42,7 +42,7 @@ _MOST_SNAPSHOT_STEPS: Final = 10**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceReplay:
-    """Goodput of each recovery policy over a failure trace, as parts of wall time."""
+    """Goodput of each recovery policy over a failure trace, as fractions of time."""
 
     seconds: float
     failures: int
@@ -57,8 +57,8 @@ class Goodput(GoodputDisplay):
 
     Attributes:
         restart: Goodput if all restart from the last snapshot.
-        elastic: Goodput if the others go on and the lost node joins again later.
-        spares: Goodput if a spare replaces the lost node at once.
+        elastic: Goodput if the others continue and the failed node joins again later.
+        spares: Goodput if a spare replaces the failed node at once.
         num_spares: Number of spare nodes.
         nodes: Number of nodes that can fail, one by one.
         step_seconds: Duration of an undisturbed step.
@@ -296,7 +296,7 @@ def restart_goodput(interval: float, cost: float, away: float, between: float) -
 def elastic_goodput(
     speeds: Sequence[float], spares: int, mtbf: float, away: float, recovery: float
 ) -> float:
-    """Returns the goodput if the others go on.
+    """Returns the goodput if the other nodes continue.
 
     Args:
         speeds: Relative speed of a step with 0, 1, … nodes; 1 with all.
@@ -312,7 +312,7 @@ def elastic_goodput(
     total = 0.0
     for alive, part in enumerate(alive_parts(nodes + spares, mtbf, away)):
         takes_part = min(alive, nodes)
-        # A node that returns as a spare stalls nobody.
+        # A node that returns as a spare does not stall the run.
         times = 1 if alive > nodes else 2
         stalls = times * recovery * takes_part / mtbf
         total += part * speeds[takes_part] * max(1.0 - stalls, 0.0)
@@ -320,7 +320,7 @@ def elastic_goodput(
 
 
 def alive_parts(nodes: int, mtbf: float, away: float) -> Iterator[float]:
-    """Yields the parts of the time in which 0, 1, … nodes run; they add up to 1.
+    """Yields the fractions of the time in which 0, 1, … nodes run; their sum is 1.
 
     They are binomial: each node runs for mtbf / (mtbf + away) of the time. Logarithms
     avoid coefficients and powers outside 64-bit floats: ln C(n, k) = lnΓ(n + 1) - lnΓ(k

@@ -65,20 +65,20 @@ SCHEDULES = ("1f1b", "gpipe", "1f1b-ahead", "interleaved", "zb-h1")
 """Schedules that stage programs can follow."""
 
 SURE = 0.1
-"""Part of its time by which a plan must be faster to justify another schedule. A split
-backward pass was measured at 1.09 times the processor time of an unsplit one."""
+"""Smallest advantage over 1F1B that justifies another schedule, as a fraction of its
+step time. A split backward pass took 1.09 times the CPU time of an unsplit one."""
 
 CHUNKS = 2
 """Virtual stages of each stage in an interleaved schedule."""
 
 MOST_CUTS = 4
-"""Cuts to try for stages on mixed device kinds, until every stage fits."""
+"""Largest number of cuts to try for stages on mixed device kinds."""
 
 ESTIMATED = ("offload",)
 """Options that no executor runs in stages; only estimates may have them."""
 
 COUNTS = (2, 4, 8)
-"""Micro-batches per stage to evaluate."""
+"""Numbers of micro-batches per stage to evaluate."""
 
 Traced = Callable[[Remat], DivisibleProgram]
 """Function that returns the captured loss with some TaskGraphs rematerialised."""
@@ -227,8 +227,8 @@ def _slow(one: _MpmdCandidate) -> tuple[bool, float]:
 
 
 def _other_schedules(found: Sequence[_MpmdCandidate]) -> list[_MpmdCandidate]:
-    """Returns the plans under other possible schedules; interleaved ones like
-    the best.
+    """Returns the plans under other possible schedules; interleaved only with the
+    options of the best plan.
     """
     best = min(found, key=_slow)
     others = [replace(one.ask, schedule="zb-h1").of(one) for one in found]
@@ -249,8 +249,8 @@ def _remats(request: Request) -> list[Remat]:
 def _counts(
     graph: Graph, request: Request, piped: PipelineConstraints
 ) -> Iterator[tuple[bool, int]]:
-    """Yields numbers of micro-batches to evaluate; other than the usual if
-    impossible.
+    """Yields whether a number of micro-batches is a usual one, and the number; usual
+    ones come first.
     """
     if request.num_micro_batches is not None:
         yield True, request.num_micro_batches
@@ -313,8 +313,8 @@ class _Ask:
     def candidate_plans(self) -> list[_MpmdCandidate]:
         """Returns the plans of two cuts, with the fastest layout that fits each stage.
 
-        Transfers add to the time of both stages, or overlap with their computation; the
-        schedule decides which is nearer to the truth.
+        The first cut assumes that transfers add to the time of both stages, the second
+        that they overlap with computation. Which is closer depends on the schedule.
         """
         cuts: list[object] = []
         candidate_plans: dict[object, _MpmdCandidate] = {}
@@ -333,7 +333,7 @@ class _Ask:
         return [*candidate_plans.values()]
 
     def _fitted(self, found: ModelCut, *, hidden: bool) -> _MpmdCandidate:
-        """Returns the plan of a cut; if it does not fit, that of a cut that may."""
+        """Returns the plan of a cut; if it lacks memory, of one that reserves more."""
         one = self._in(found)
         reserved: dict[str, float] = {}
         for _ in range(MOST_CUTS):
@@ -360,8 +360,8 @@ class _Ask:
         return _MpmdCandidate(self, found, chosen)
 
     def of(self, other: _MpmdCandidate) -> _MpmdCandidate:
-        """Returns the plan with the same layouts under a schedule with as
-        many parts.
+        """Returns the plan with the same layouts under this schedule, which has as many
+        virtual stages.
         """
         table = self.table
         chosen = []
@@ -417,11 +417,12 @@ class _MpmdCandidate:
     Attributes:
         ask: Inputs of the candidate.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
-        found: Model in parts.
+        found: Cut of the model into virtual stages.
         chosen: Layout of each stage.
         turns: Costs of a micro-batch on each virtual stage.
         time, memory: Predictions of a step.
-        fullest: Stage with that memory; of all stages, the one that lacks most.
+        fullest: Stage that uses the largest fraction of its devices' memory;
+            ``memory`` is that of this stage.
         fits: Whether every stage fits the memory of its devices.
     """
 
@@ -477,7 +478,7 @@ class _MpmdCandidate:
         return seconds.index(max(seconds))
 
     def _time(self) -> TimeTerms:
-        """Returns the time of the slowest stage, with its waiting."""
+        """Returns the time of the slowest stage, including its idle time."""
         table, work = self.table, self.turns[self.slowest]
         once = max((t.once for t in self.turns), key=lambda t: t.step_seconds)
         useful = times(work.both, table.num_micro_batches)
@@ -495,10 +496,10 @@ class _MpmdCandidate:
         return useful + once + late + TimeTerms(bubble_seconds=waited)
 
     def _by_place(self) -> tuple[list[float], list[float], list[float]]:
-        """Returns the seconds of each part for a micro-batch.
+        """Returns the seconds of each virtual stage for a micro-batch.
 
         Returns:
-            Forward, backward, and parameter gradients if they are separate.
+            Seconds forward, backward, and for parameter gradients if they are separate.
         """
         stages, chunks = self.table.num_stages, self.table.num_chunks
         ahead, behind, weight = [], [], []
@@ -557,7 +558,7 @@ class _MpmdCandidate:
         return result
 
     def _transfer_seconds(self) -> float:
-        """Returns the longest transfer of a micro-batch from one part to the next."""
+        """Returns the seconds of the longest transfer between virtual stages."""
         stages = self.table.num_stages
         return max(
             self._over_seconds(place % stages, handed)
@@ -591,7 +592,7 @@ class _MpmdCandidate:
 
         Args:
             request: Options of the request.
-            precision: Noted in the plan.
+            precision: Precision, for the plan to store.
             batch: Leaves of the global batch.
             graph: Graph of the full model.
             weighed: All evaluated candidates, for the plan to store.

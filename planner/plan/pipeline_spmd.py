@@ -1,9 +1,9 @@
 """Plans with equal pipeline stages, which one program runs in lockstep.
 
-Each stage stores a part of a scan over layers, on its own devices. The fullest stage
-computes the model with fewer layers, so that model is searched on the devices of one
+Each stage stores a part of a scan over layers, on its own devices. The stage with the
+most layers is a model with fewer layers, whose layout is searched on the devices of one
 stage. The schedule's table then gives the number of turns. All stages compute the
-operations before and after the layers, as the first and the last must.
+operations before and after the layers, though only the first and last need them.
 
 The module is long because one class holds all results of one number of micro-batches:
 its turns, its time and memory, and the plan.
@@ -131,7 +131,7 @@ def decide_stages(
                 continue
             result.append(_LockstepCandidate(decided, cluster, piped, dealt, stash))
             if result[-1].fits:
-                break  # Later ones compute more.
+                break  # Later stashes recompute more.
     if not (result or problems):
         raise not_faster(stages, known_seconds)
     if not result:
@@ -176,8 +176,8 @@ def _least_steps(
 def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | None]]:
     """Yields the possible stashes of a micro-batch in flight, with the remat policy.
 
-    Residuals leave the compiler's fusions. So it pays to save only products and
-    recompute the operations between them; otherwise the stages' inputs are saved.
+    Residuals must be written to memory. So it pays to save only products and recompute
+    the operations between them; otherwise the stages' inputs are saved.
 
     Args:
         request: Options of the request.
@@ -202,7 +202,7 @@ def _of_one_stage(
 
     Args:
         graph, shared, stages, request: The full model, its layers and the request.
-        count: Micro-batches of a step.
+        count: Number of micro-batches of a step.
     """
     equal, optimizer = shared.length % stages == 0, request.optimizer
     cut = {
@@ -299,7 +299,7 @@ class _LockstepCandidate:
         self.stages = self._stages()
         self.time = self._time()
         depth = max(self.table.in_flight)
-        held = depth + 4  # two under way, two that arrived
+        held = depth + 4  # Two in transfer, and two received.
         memory = self.best.memory
         stored, copied = self._stack_bytes()
         activations = memory.activations_bytes
@@ -315,7 +315,7 @@ class _LockstepCandidate:
         self.fits = self.memory.total_bytes <= cluster.memory_bytes
 
     def _stages(self) -> Stages:
-        """Returns the stages in the form that plans store: equal in all turns."""
+        """Returns the pipeline's data in the form that plans store."""
         table, turn = self.table, self.turn
         pace = VirtualStagePrediction(
             forward_seconds=turn.ahead.step_seconds,
@@ -343,7 +343,7 @@ class _LockstepCandidate:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Axis sizes with that of the stages, outermost first."""
+        """Axis sizes, including that of the stages, outermost first."""
         return {STAGE: self.table.num_stages, **self.best.mesh}
 
     @property
@@ -403,7 +403,7 @@ class _LockstepCandidate:
 
     def _stack_bytes(self) -> tuple[int, int]:
         """Returns the bytes of layers that a device stores, and those of temporaries
-        for them.
+        for them; zeros if all stages have equally many layers.
         """
         if self.dealt.equal:
             return 0, 0
@@ -470,7 +470,7 @@ class _LockstepCandidate:
 
         Args:
             request: Options of the request.
-            precision: Noted in the plan.
+            precision: Precision, for the plan to store.
             batch: Leaves of the global batch.
             model_hash: Hash of the full model.
             weighed: Candidates of all numbers of micro-batches, for the plan to store.
@@ -519,7 +519,7 @@ class _LockstepCandidate:
         return {name for leaf in leaves for name in leaf.roles[0]}
 
     def _leaf(self, leaf: LeafPlan) -> LeafPlan:
-        """Returns a parameter with the stages as an axis of its layout."""
+        """Returns a parameter with the stage axis in its layouts."""
         if leaf.path not in self.shared.every_path:
             return leaf
         if not self.dealt.equal:
@@ -562,7 +562,7 @@ class _LockstepCandidate:
         return build_rows(part, self.decided.analysed.dims).ops
 
     def _span(self) -> tuple[int, int]:
-        """Returns the first and last index of the layers' operations."""
+        """Returns the half-open range of indices of the layers' operations."""
         graph = self.decided.analysed.graph
         inside = [self.shared.holds(op.position) for op in graph.ops]
         return inside.index(True), len(inside) - inside[::-1].index(True)
@@ -589,8 +589,8 @@ class _LockstepCandidate:
 
 
 def _nothing(problems: Sequence[PlanError], stages: int) -> PlanError:
-    """Returns the error if there is no plan: that of the nearest candidate if all lack
-    memory.
+    """Returns the error to raise without a plan; if all candidates lack memory, that of
+    the nearest.
     """
     lacking = [error for error in problems if isinstance(error, NothingFits)]
     if len(lacking) < len(problems):

@@ -63,8 +63,8 @@ class Stages(StagesData):
 class Plan(PlanDisplay):
     """Plan of one model on one cluster.
 
-    ``planner.step_options.StepOptions`` has further fields of a plan: how a step is
-    computed, for instance what is recomputed and what is in host memory.
+    ``planner.step_options.StepOptions`` has the other fields of a plan: how a step is
+    computed, such as its remat and offload.
 
     Attributes:
         version: Version of the file format.
@@ -73,10 +73,10 @@ class Plan(PlanDisplay):
         axes: Mesh axes and sizes, outermost first, without sizes of 1.
         device_order: For each mesh position, the number of its device in the cluster;
             empty for the cluster's own order.
-        num_micro_batches: Parts of the global batch, computed in turn.
+        num_micro_batches: Number of parts of the global batch, computed in turn.
         zero: ZeRO stage over ``data``: 1 shards optimizer state, 2 gradients too. Over
             ``fsdp`` parameters are always sharded (ZeRO-3).
-        precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
+        precision: ``"f32"`` (the model's own types), ``"bf16"`` or ``"f16"``.
         precisions: (TaskGraph, precision) if only some compute in 16 bits; ``"*"``
             means the others.
         default: Strategy of the operations without a mark, as text, or empty.
@@ -104,8 +104,8 @@ class Plan(PlanDisplay):
         group_size: Number of adjacent samples that stay in one micro-batch.
         per_micro_batch: Whether the user accepts each micro-batch's own loss, if the
             samples of a batch are not independent.
-        gap: Upper bound on the predicted gain of another plan of one program, as a part
-            of the step time; None if unknown.
+        gap: Upper bound on the predicted gain of another plan of one program, as a
+            fraction of the step time; None if unknown.
         runnable: Whether ``whalejax.compile`` can run the plan.
         beyond: Features that no executor supports, or None.
         compiler_options: (name, value) pairs of XLA options for the step.
@@ -337,8 +337,8 @@ class Plan(PlanDisplay):
                 one host, and ``python train.py`` on several.
 
         Returns:
-            Text of the file; a comment at its top names what the plan decides but the
-            file cannot express.
+            Text of the file; a comment at its top lists the decisions that the file
+            cannot express.
 
         Raises:
             PlanError: The format cannot express the plan.

@@ -169,7 +169,7 @@ def stage_works(plan: Plan, wire: str) -> tuple[StageWork, ...]:
         wire: Format on the wire.
 
     Raises:
-        PlanError: The plan has none.
+        PlanError: The plan has no stage programs, or several parts on each stage.
     """
     stages = plan.stages
     if stages is None or not stages.plans or len(stages.paces) != len(stages.plans):

@@ -19,7 +19,7 @@ from whalejax.planner.search.request import Request
 
 
 UNEVEN = 1.5
-"""Ratio to its even part from which a stage's time is worth a note."""
+"""Least ratio of a stage's time to an even part that a note reports."""
 
 
 class StagedPlan(Protocol):
@@ -188,7 +188,7 @@ def batch_of(
 def candidates(
     weighed: Sequence[StagedPlan], best: StagedPlan
 ) -> tuple[Candidate, ...]:
-    """Returns candidates in stages for a plan to store, best first.
+    """Returns the candidates of a pipeline plan for it to store, best first.
 
     Args:
         weighed: All evaluated candidates.

@@ -1,8 +1,8 @@
 """Parallel pipelines on mixed devices, each with its own number of micro-batches.
 
 The devices are divided into equal parts, in node order. Each part runs the full model
-as a pipeline, cut to suit its kinds. Shares are the integers with which the last
-pipeline ends earliest by its schedule's table. Whale instead balances every replica of
+as a pipeline, cut to suit its kinds. Shares are the integers that minimise the time of
+the slowest pipeline, by its schedule's table. Whale instead balances every replica of
 a pipeline equally, with the same number of micro-batches.
 """
 
@@ -44,21 +44,21 @@ Decide = Callable[[Cluster, Request], Plan]
 """Function that returns the plan of one pipeline on its devices."""
 
 MOST_COUNTS = 3
-"""Numbers of micro-batches to evaluate for each number of pipelines."""
+"""Largest number of micro-batch counts to evaluate for each number of pipelines."""
 
 MOST_REPLICAS = 16
-"""Most parallel pipelines that the planner chooses."""
+"""Largest number of parallel pipelines that the planner chooses."""
 
 FAR, LESS = 0.2, 0.05
-"""More pipelines are not tried if the fastest so far is slower than the known plan by
-the first part, and not faster than that of fewer pipelines by the second part."""
+"""Fractions of a step time. More pipelines are not tried if these are slower than the
+known plan by the first, and not faster than fewer pipelines by the second."""
 
 
 class _Pipeline:
     """One pipeline, and its schedule's times for other numbers of micro-batches.
 
     Attributes:
-        plan: Plan with all micro-batches.
+        plan: Plan in which this pipeline runs all micro-batches.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -96,11 +96,11 @@ class _Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ParallelPipelines:
-    """Parallel pipelines.
+    """Candidate of parallel pipelines.
 
     Attributes:
-        plans: Plan of each pipeline.
-        shares: Micro-batches of each pipeline.
+        plans: Each pipeline.
+        shares: Number of micro-batches of each pipeline.
         exchange: All-reduce over all pipelines, with its seconds.
     """
 
@@ -175,9 +175,9 @@ def decide_pipelines(
         request: Options of the request, over all devices; its mesh lacks ``stage``.
         stages: Number of stages of each pipeline.
         asked: Requested shares in node order, or None.
-        decide: Makes the plan of one pipeline.
-        known_seconds: Step time of a known plan. If pipelines are far slower, no more
-            of them are tried.
+        decide: Function that returns the plan of one pipeline.
+        known_seconds: Step time of a known plan. If pipelines are far slower, larger
+            numbers of them are not tried.
 
     Raises:
         PlanError: The request is impossible, or nothing fits.
@@ -192,7 +192,7 @@ def decide_pipelines(
         several = counts(graph, request, asked, least=least)[:MOST_COUNTS]
         free = asked is None and DATA not in (request.mesh or {})
         if free and several[-1] < replicas:
-            continue  # Some would have no micro-batch.
+            continue  # Some pipelines would have no micro-batch.
         some = [*_while_faster(functools.partial(weigh, replicas), several, problems)]
         result += some
         steps = (one.step_seconds for one in some if one.lacks_bytes <= 0)
@@ -221,7 +221,7 @@ def _while_faster(
 ) -> Iterator[_ParallelPipelines]:
     """Evaluates numbers of micro-batches, the fewest first, while more of them help.
 
-    If the fewest do not fit, the most are tried first: fewer micro-batches are larger.
+    If the fewest do not fit, it goes on from the most, which need the least memory.
 
     Args:
         weigh: Evaluates one number of micro-batches.
@@ -234,7 +234,7 @@ def _while_faster(
         try:
             one = weigh(left.pop(-1 if lacking else 0))
         except TooFewParts:
-            raise  # Other numbers need as many.
+            raise  # Other numbers of micro-batches need as many parts.
         except NothingFits as error:
             problems.append(error)
             if lacking:
@@ -351,10 +351,11 @@ def _pace(plans: Sequence[_Pipeline], shares: Sequence[int]) -> float:
 
 
 def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
-    """Returns shares by speed, improved by moves from the last pipeline while that
-    helps.
+    """Returns shares by speed, with micro-batches moved from the last pipeline while
+    that helps.
 
-    Any better shares give the pipeline that ends last less, and another one more.
+    Better shares give the pipeline that ends last fewer micro-batches, and another one
+    more.
     """
     shares = [*largest_remainder(count, [1 / p.seconds(count) for p in plans])]
     while True:
@@ -409,7 +410,7 @@ def _build_plan(
     best: _ParallelPipelines,
     found: Sequence[_ParallelPipelines],
 ) -> Plan:
-    """Returns the plan of the best; ``found`` has all evaluated ones."""
+    """Returns the plan of the best candidate; ``found`` has all evaluated ones."""
     first = best.plans[0].plan
     others = sorted(
         (one for one in found if one is not best), key=lambda one: one.step_seconds

@@ -181,7 +181,7 @@ class _Tries:
 
     @property
     def best_seconds(self) -> float:
-        """Step time of the fastest that fits; infinite if none does."""
+        """Step time of the fastest replicas that fit; infinite if none fit."""
         return min((o.step_seconds for o in self.found if o.fits), default=math.inf)
 
     def add(self, size: int, several: Sequence[int]) -> None:
@@ -276,7 +276,7 @@ def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
 
 
 def _roomy(found: Sequence[Replicas], case: SharesCase, request: Request) -> bool:
-    """Whether replicas have room for the full state, or none of it can be sharded."""
+    """Returns whether replicas have memory for the full state, or cannot shard it."""
     if request.offload or not sliceable(request):
         return True
     plans = [one for one in found if one.case == dataclasses.replace(case, zero=0)]

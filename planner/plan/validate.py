@@ -34,7 +34,7 @@ SLACK: Final = 2
 """Factor by which memory may exceed that of the largest device."""
 
 NEAR: Final = 0.01
-"""Part by which the memory of parameters may differ from that of their shards."""
+"""Fraction by which the memory of parameters may differ from that of their shards."""
 
 _STASHES = ("", "inputs", "residuals")
 _PHASES = ("forward", "backward", "update", "turn")
@@ -49,7 +49,7 @@ _APART = frozenset("axes cluster compiler_options question stages pipelines".spl
 
 
 def check_plan(plan: PlanData) -> None:
-    """Raises if a plan has impossible numbers.
+    """Checks that a plan has no impossible numbers.
 
     Raises:
         PlanError: Lists every problem, with its place.
@@ -201,7 +201,7 @@ def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
     # Parameters may have a lower resolution than images, which are pooled or cut into
     # patches.
     commons = {role.name: role.common or role.size for role in plan.roles}
-    # Stage programs have axes of their own plans.
+    # In stage programs, the plan of each stage has its own axes.
     mesh = plan.axis_sizes if plan.stages is None else None
     for place, leaf in enumerate(plan.leaves):
         at = f"{where}leaves[{place}]"
@@ -383,7 +383,7 @@ def _check_kinds(plan: PlanData, where: str, problems: Problems) -> None:
                 f"{given.get(kind.name)}; its stages have {kind.memory_bytes}"
             )
     if parts or plan.num_devices < plan.cluster.num_devices:
-        return  # They have their own fields, or some devices are idle.
+        return  # Parts are checked on their own, or some devices are idle.
     for name, there in given.items():
         if plan.memory.params_bytes > SLACK * there:
             problems.add(

@@ -1,4 +1,4 @@
-"""``Evaluator``: time and memory of any layouts of one program, as arrays.
+"""Evaluates the time and memory of layouts of one program, as arrays.
 
 Plans, their alternatives and the thousands of layouts of a search are all evaluated
 here. A single case is an array of length one.
@@ -108,7 +108,7 @@ class Evaluator:
 
         Args:
             mesh: Sizes of the axes, or arrays with the sizes of many meshes.
-            count: Micro-batches, or an array of them.
+            count: Number of micro-batches, or an array of such numbers.
         """
         # The graph was traced with one part of the batch; the search varies the total
         # number of parts.
@@ -133,7 +133,7 @@ class Evaluator:
             mesh: Size of each axis; a missing axis has size 1.
             tables: Compute table of each TaskGraph.
             zero: ZeRO level over ``data``.
-            count: Micro-batches of a step.
+            count: Number of micro-batches of a step.
         """
         first = np.zeros(1, dtype=np.int64)
         grid = LayoutGrid(
@@ -207,8 +207,8 @@ class Evaluator:
             offload: Names of the offloaded memory terms.
             postpones: Whether the compiler postpones products of weights' gradients
                 if gradients are not summed.
-            in_flight: Micro-batches whose activations are saved at once; by default
-                the number in the request.
+            in_flight: Number of micro-batches whose activations are saved at once; by
+                default that of the request.
             times: Time terms of the cases, if known.
         """
         number = len(cases)

@@ -54,8 +54,8 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def streamed(self) -> OffloadableState:
-        """State that the optimizer can update in chunks; in estimates all state if
-        there is none.
+        """State that the optimizer can update in chunks; in estimates, all state if it
+        can update none so.
         """
         request = self.request
         result = OffloadableState() if request.hosted is None else request.hosted()
@@ -239,7 +239,7 @@ class HostMemoryLimits:
             waiting: Bytes of activations of one micro-batch on one device.
             passes: Seconds that a forward and a backward pass of one micro-batch
                 compute.
-            count: Micro-batches in a step.
+            count: Number of micro-batches in a step.
         """
         link = min(k.host_link_bytes_per_second or 0.0 for k in self.cluster.kinds)
         if not link:

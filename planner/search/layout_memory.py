@@ -38,7 +38,7 @@ class StepLayout:
         cuts: Shard counts of each parameter group.
         accumulates: Whether gradients of several micro-batches are summed, by case.
         offload: Names of the offloaded memory terms, the same in all cases.
-        in_flight: Micro-batches whose activations are saved at once.
+        in_flight: Number of micro-batches whose activations are saved at once.
         gathered: Bytes of the largest value that is gathered along the sequence.
         postpones: Whether the compiler postpones products of weights' gradients.
         stage: Share of the program that a device stores.

@@ -254,26 +254,26 @@ class Search:
 
     Attributes:
         graph, dims, rows: Graph of the loss, its logical dimensions and its rows.
-        program: Its operations, wherever they stand.
-        hosting: State that may be kept in host memory.
-        split: Whether the graph separates what stands between products, for sequence
-            parallelism; the options are then those of the search ``beside`` without.
-        grids: Layouts that searches of other programs have made, too.
+        program: Analysed operations of the loss.
+        hosting: Offloadable state, its bytes and its transfer times.
+        split: Division of TaskGraphs for sequence parallelism, or None; the options are
+            then those of the search ``beside``, which has none.
+        grids: Layouts shared with the searches of other programs.
         sizes: Axis sizes of the meshes to evaluate; None for all meshes.
         named_axes: Mesh axes that metadata names.
-        scored: Every plan that was evaluated, after ``run``; of very many meshes, those
-            that fit, or the nearest to that.
+        scored: Evaluated plans; with very many meshes, only those that fit, or
+            those nearest to fitting.
         weighed: Number of evaluated layouts.
-        follows: There are very many meshes, of which only what is near the best is
-            evaluated.
-        least_lacking: Seconds of the fastest layout that lacks memory with as few
-            micro-batches as there can be.
-        least_skipped: Least seconds of layouts that were not looked at.
+        follows: Whether there are very many meshes, so that ``bound`` follows the best
+            plan so far.
+        least_lacking: Step time of the fastest layout that lacks memory with the fewest
+            micro-batches.
+        least_skipped: Lower bound on the step times of skipped layouts.
         best: Step time of the best plan that others have found.
-        slack: Largest time of a layout worth its evaluation, as a multiple of the best;
-            for very many meshes at most ``NEAR``.
-        bound: Step time above which a plan is not worth its evaluation; of very many
-            meshes it follows the best that is found.
+        slack: Largest step time of an evaluated layout, as a multiple of the best; for
+            very many meshes at most ``NEAR``.
+        bound: Step time above which layouts are not evaluated; with very many meshes,
+            it falls as better plans are found.
         refused: For each reason, how many meshes it ruled out.
     """
 
@@ -450,7 +450,7 @@ class Search:
         ones = dict.fromkeys(SEARCHED_AXES, 1)
         tables = next(iter(self._combinations(ones, 1, 1, (1, 1, 1))), None)
         if tables is None:
-            return 0.0  # Marks allow no layout of one device to compute it from.
+            return 0.0  # The marks allow no layout on one device.
         case = self.evaluator.case(ones, tables, 0, self.graph.num_micro_batches)
         compute = self.evaluator.times(case).terms["compute"]
         return float(compute[0]) / self.request.num_devices
@@ -501,8 +501,7 @@ class Search:
     ) -> list[dict[str, int]]:
         """Returns the meshes that obey the user's ``mesh``, marks and metadata.
 
-        As many axes that metadata names have sizes above 1 as the devices and the
-        user's ``mesh`` allow.
+        Of the axes that metadata names, as many as possible have sizes above 1.
 
         Args:
             context: Size of the ``context`` axis; None for the one that the user fixed.
@@ -913,7 +912,7 @@ class Search:
     def _may_hold(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
         """Returns whether parameters and optimizer state fit, by case.
 
-        With few meshes it returns true for all, so that errors can report what lacks.
+        With few meshes it returns true for all: errors report the missing memory.
         """
         if not self.follows:
             return np.ones(len(cases), dtype=bool)
@@ -1070,7 +1069,6 @@ class Search:
         return np.flatnonzero(allowed)
 
     def _zero_levels(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the ZeRO levels to try."""
         levels: tuple[int, ...] = (0, 1, 2) if mesh["data"] > 1 else (0,)
         if self.request.zero is not None:
             levels = (self.request.zero,)
@@ -1315,7 +1313,7 @@ class Search:
             memory = memory.with_rows(places[chosen], result.take(chosen))
         return cases.with_count(count), memory
 
-    # What was evaluated.
+    # Evaluated plans.
 
     def layouts_of(self, scored: LayoutCandidate) -> tuple[LeafLayout, ...]:
         """Returns the layout of each parameter group of a plan of this search."""
@@ -1374,7 +1372,7 @@ class Search:
 
         Args:
             mesh: Sizes of the axes, or arrays with the sizes of many meshes.
-            count: Micro-batches, or an array of them.
+            count: Number of micro-batches, or an array of such numbers.
         """
         return self.evaluator.setting(mesh, count)
 

@@ -1,4 +1,4 @@
-"""Estimates of replicas on mixed devices, which choose those to evaluate first.
+"""Estimates replicas on mixed devices, to choose those to evaluate first.
 
 Layouts of replicas of all sizes are evaluated as arrays, at all numbers of
 micro-batches. All replicas use the fastest layout that fits the device kind with the
@@ -60,7 +60,7 @@ class _Layout:
 
     Attributes:
         program: Program of the loss.
-        place: Index of the layout among the program's.
+        place: Index of the layout among those of the program.
         gradients: Bytes of gradients on a device.
     """
 
@@ -85,7 +85,7 @@ def likely_replicas(
         cluster: Devices of several kinds.
         request: Options of the search, over all replicas.
         allowed: Numbers of micro-batches of all replicas, by the devices of a replica.
-        again: Traces other programs of the loss.
+        again: Function that traces other programs of the loss.
         known: Programs that were analysed before.
 
     Returns:
@@ -164,7 +164,7 @@ class _Estimates:
         return sum(float(collective_seconds(one, nbytes, parts)) for one in several)
 
     def _layouts(self) -> dict[SharesCase, _Layout]:
-        """Returns the fitting layout with the least remat of each case."""
+        """Returns, by case, the fastest fitting layout with the least remat."""
         request, ring = self.request, ((ALL, "ring"),)
         remats: Sequence[Remat] = [
             ((ALL, policy),) if policy != "none" else () for policy in request.policies

@@ -237,8 +237,8 @@ class Segments:
         return static_bytes
 
     def _handed_seconds(self) -> list[float]:
-        """Returns the seconds in which the result of each segment reaches another stage
-        and back.
+        """Returns the seconds to transfer each segment's result to another stage, and
+        its gradient back.
         """
         crossing = self.folded.units.border_bytes
         s, mesh = self.setting, self.scored.mesh

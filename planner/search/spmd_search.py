@@ -159,7 +159,7 @@ def decided_on(
 
 
 def _without_needless(fits: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Returns plans without those that offload more than others that are as fast."""
+    """Returns plans, except those that offload more than an equally fast plan."""
     alike: dict[object, list[LayoutCandidate]] = {}
     for one in fits:
         # All other options are those of the search that gives the details.
@@ -331,10 +331,11 @@ class ProgramSearches:
         return last if best is None else best.attention
 
     def gains(self, search: Search) -> bool:
-        """Returns whether a plan that lacks memory would be the fastest with enough.
+        """Returns whether a plan would be the fastest if it did not lack memory.
 
         Saving memory costs time: without such a plan, no other program can be faster.
-        Nor do other programs allow more layouts: if this one has none, they have none.
+        Nor do other programs allow more layouts, unless this one lacks state that the
+        user asked to offload.
         """
         best = self.best_seconds() * (1 + TIE)
         lacks = search.least_lacking < math.inf and search.least_lacking <= best
@@ -366,7 +367,7 @@ class ProgramSearches:
         return [((ALL, p),) if p != "none" else () for p in policies]
 
     def leanest_lacks(self) -> bool:
-        """Returns whether the program with the least memory lacks much in any layout.
+        """Returns whether the leanest program lacks much memory in every layout.
 
         This program uses full remat, blockwise attention, logits in chunks and all
         possible offload. No other program of the loss needs much less. So if this one
@@ -442,7 +443,7 @@ class ProgramSearches:
     def set_apart(
         self, analysed: GraphAnalysis, plain: Search, *, every: bool = False
     ) -> list[Search]:
-        """Returns searches that also shard the sequence, for a search's best plans.
+        """Runs and returns searches that also shard the sequence, for the best plans.
 
         Args:
             analysed, plain: Program and its search without sequence parallelism.

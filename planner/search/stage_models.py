@@ -281,7 +281,7 @@ class ModelCuts:
         try:
             result = allot(chains, lying, table, reserved, hidden=hidden)
         except PlanError:
-            # What fits is said by the search of each stage, which knows more.
+            # The search of each stage decides what fits; it knows more.
             roomy = dict.fromkeys(segments, -float("inf"))
             result = allot(chains, lying, table, roomy, hidden=hidden)
         starts = first.starts(result.placed.cut.counts)
@@ -310,7 +310,7 @@ class ModelCuts:
         try:
             result = cut(layers, places)
         except PlanError:
-            # What fits is said by the search of each stage, which knows more.
+            # The search of each stage decides what fits; it knows more.
             result = cut(layers, [Stage()] * len(places))
         return divide_program(
             self.whole.units, segments.starts(result.counts)

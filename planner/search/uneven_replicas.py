@@ -20,10 +20,10 @@ from whalejax.planner.step_options import option_words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesCase:
-    """Case to evaluate: a replica of each kind, and their number.
+    """Size, micro-batches and ZeRO level of replicas to evaluate.
 
     Attributes:
-        size: Devices of a replica.
+        size: Number of devices of a replica.
         count: Number of micro-batches of all replicas.
         zero: ZeRO level over replicas: 1 if each keeps a slice of the optimizer state.
     """
@@ -46,7 +46,7 @@ class Replicas:
         after: Seconds of a replica's update.
         exchange: Exchange between replicas, with its seconds.
         slices: Slices of the optimizer state; None if each replica keeps all of it.
-        shares: Micro-batches of each replica.
+        shares: Number of micro-batches of each replica.
     """
 
     case: SharesCase

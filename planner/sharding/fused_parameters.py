@@ -174,7 +174,7 @@ def computed_whole(
 
 
 def _minor_only_roles(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:
-    """Returns the shardable roles of each value that are minor parts alone."""
+    """Returns the shardable roles of each value that are only minor parts."""
     return [
         frozenset()
         if weight[t]
@@ -281,8 +281,8 @@ def lying(
         mesh: Sizes of the mesh axes.
 
     Returns:
-        Layout under the table. For a fused parameter, axes of inner roles shard other
-        dimensions, if one divides.
+        Layout under the table. For a fused parameter, an axis that divides an inner
+        role shards another dimension instead.
     """
     if fused is None:
         return spec_of(layout, sizes, table, mesh)

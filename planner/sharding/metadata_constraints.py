@@ -184,7 +184,7 @@ def _role_to_shard(atoms: tuple[int, ...], dims: Dimensions, limits: Limits) -> 
 
 
 def _ends_in(role: Role, name: str) -> bool:
-    """Returns whether the name is a suffix of some leaf's dimension of the role."""
+    """Returns whether a name is the end of a leaf's path and index for the role."""
     asked = name.split(".")
     for alias in role.aliases:
         parts = alias.replace("[", ".").rstrip("]").split(".")
@@ -256,7 +256,7 @@ def metadata_pins(
                 continue
             atoms = dims.layouts[tensor.id][dim]
             if not atoms:
-                continue  # There is nothing to divide; ``unplanned_pins`` says so.
+                continue  # There is nothing to divide; ``unplanned_pins`` reports it.
             obstacle = dims.roles[atoms[0]].unshardable if axis == "fsdp" else ""
             if obstacle:
                 problems.add(f"{where}, which cannot be: {obstacle}. Drop that name")
@@ -364,7 +364,7 @@ def pinned_axes(graph: Graph) -> frozenset[str]:
 def unplanned_pins(
     graph: Graph, mesh: Mapping[str, int], *, stages: bool = False
 ) -> list[str]:
-    """Returns notes on axes in the metadata that shard nothing, as sizes are 1.
+    """Returns notes on axes in the metadata that shard nothing because a size is 1.
 
     Args:
         graph: Captured loss.

@@ -82,8 +82,8 @@ class LeafGroup:
         turns: Number of gathers after which XLA's CPU compiler transposes the result,
             if it is sharded along the last dimension; convolutions transpose their
             operands themselves, and looked-up tables need no transpose.
-        uses: Number of operations that read a parameter, slices in proportion; each
-            computes its own gradient of it.
+        uses: Number of operations that read a parameter, each of which computes a
+            gradient of it; a reader of a slice counts as the slice's fraction.
         multiplied: Whether they are float32 and only products read them.
         narrowed: Bytes of a parameter when it is read, over its stored bytes and over
             ``Request.cast_bytes``. It differs from 1 if only some TaskGraphs compute in
@@ -393,7 +393,7 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
         )
         for t in {t for t in op.operands if weight[t]}:
             if op.regathers and op.remat is None:
-                # One that is cut into chunks is followed by its backward pass.
+                # A chunked product's backward pass follows at once: one gather.
                 gathers[t] += 1 + (others and op.chunks == 1)
                 continue
             again = others and op.remat is not None and op.kind not in LINEAR
@@ -554,7 +554,7 @@ def batch_specs(
     """Returns the layouts of the batch's leaves in the tables of their first readers.
 
     Args:
-        homes: From ``batch_homes``.
+        homes: Result of ``batch_homes``.
         dims: The model's logical dimensions.
         tables: Compute table of each TaskGraph.
         mesh: Axis sizes.

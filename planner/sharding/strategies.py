@@ -90,12 +90,12 @@ class Options:
         batch: Roles of the batch.
         sequence: Roles that the ``context`` axis shards, such as attention's sequence.
         space: Roles that each spatial axis may shard.
-        minor: Roles that some reader of a parameter finds only as a minor atom; no
+        minor: Roles that are only a minor atom for some reader of a parameter; no
             PartitionSpec can name them there.
         sizes: Sizes of all roles, by index.
         homes: The TaskGraph that computes with each parameter, by tensor id.
-        stored: Stored (dimension, mesh axis) pairs of tensors whose operations need all
-            of them, by tensor id.
+        stored: (dimension, mesh axis) pairs that shard only the storage of a tensor, by
+            tensor id.
     """
 
     choices: Mapping[int, Choice]
@@ -130,32 +130,32 @@ class Options:
     def batch_parts(self, table: Table, mesh: Mapping[str, int]) -> int:
         """Returns the number of devices that divide the batch under a table.
 
-        All axes may but ``context`` and those of space. An axis that the table lacks
-        shards nothing. Also where the batch is one sample, and so no dimension at all.
+        ``context`` and spatial axes never do. An axis that the table lacks shards
+        nothing. The number also holds for a batch of one sample, which is no dimension.
         """
         never = ("context", *SPATIAL_AXES)
         lent = (a for a in mesh if a not in never and self._lends(table, a))
         return math.prod(mesh[axis] for axis in lent)
 
     def _lends(self, table: Table, axis: str) -> bool:
-        """Returns whether an axis shards the batch, even if it is no dimension."""
+        """Returns whether an axis shards the batch, or would if it had a dimension."""
         return axis in table and set(table[axis]) <= set(self.batch)
 
     def that_divide(
         self, tables: Mapping[int, Table], mesh: Mapping[str, int], batch: int
     ) -> dict[int, Table] | None:
-        """Tables under which a batch divides.
+        """Returns tables under which a batch divides evenly.
 
-        What no mark obliges leaves whole, on every device of a model axis, the samples
-        that this axis would divide, where it cannot. Others use the axis.
+        If a model axis would divide samples unevenly, TaskGraphs without a strategy
+        leave it out: all devices of the axis then compute the same samples.
 
         Args:
-            tables: One for each TaskGraph.
+            tables: Compute table of each TaskGraph.
             mesh: Axis sizes.
-            batch: Samples of a micro-batch.
+            batch: Number of samples of a micro-batch.
 
         Returns:
-            The tables, or None where there are none.
+            The tables, or None if there are none.
         """
         that_divide = dict(tables)
         for index, table in tables.items():
@@ -340,7 +340,9 @@ def _check_widths(
 def _meetings(
     rows: OperationRows, task_graph: int
 ) -> tuple[set[int], dict[int, set[int]], set[int]]:
-    """Roles of a TaskGraph: all, which meet in one operation, and those of weights."""
+    """Returns a TaskGraph's roles, those that meet each role in an operation, and those
+    of weights.
+    """
     present: set[int] = set()
     weighed: set[int] = set()
     meet: dict[int, set[int]] = {}
@@ -358,7 +360,7 @@ def _meetings(
 
 
 def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
-    """Roles that meet themselves, as the sequence does in attention: context's own."""
+    """Returns the roles that occur twice in an operation, as attention's sequence."""
     roles = attended(graph, dims)
     for cut in dims.cuts:
         op = graph.ops[cut.op]
@@ -367,10 +369,11 @@ def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
 
 
 def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int, ...]:
-    """Dimensions of values that meet themselves, as attention's sequence does.
+    """Returns the roles of values that occur twice in an operation, as attention's
+    sequence.
 
-    Those of weights that products read are none of them; and of two that meet each
-    other, as an encoder's and a decoder's do, the longer one is taken.
+    Roles of weights that products read are excluded. Of two roles that meet, as those
+    of an encoder and a decoder, the longer one is returned.
     """
     batch = {r.index for r in dims.batch}
     meeting = meeting_in_values(graph, dims, rows.weight)
@@ -382,7 +385,7 @@ def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int,
         if row.product is not None:
             for slot in row.operands:
                 meeting -= slot.roles if slot.weight else frozenset()
-    # A frozen weight's own dimension may stand in no row: it is no values'.
+    # A role that only a frozen weight has may occur in no row.
     inside = (meeting & met.keys()) - batch
     usable = [r for r in inside if not dims.roles[r].unshardable]
     chosen: list[int] = []
@@ -435,7 +438,10 @@ def _independent(
 
 
 def _maximal(roles: list[int], meet: Mapping[int, set[int]]) -> Iterator[set[int]]:
-    """Bron and Kerbosch (1973), with pivots, on the complement of the meeting graph."""
+    """Yields the maximal sets of roles that never meet.
+
+    The algorithm is that of Bron and Kerbosch (1973), with pivots.
+    """
     everything = set(roles)
     apart = {r: everything - meet.get(r, set()) - {r} for r in roles}
 

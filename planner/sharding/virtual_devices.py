@@ -98,11 +98,10 @@ def check_devices(
         task_graphs: The marked TaskGraphs, in program order.
         num_devices: Physical devices.
         problems: Collector of the errors.
-        stages: Number of stages of a pipeline in which no stage is marked, where that
-            is known.
+        stages: Number of stages of a pipeline in which no stage is marked, if known.
     """
     if num_devices == 1 and not _says_devices(task_graphs):
-        return  # which holds all of it
+        return  # One device holds all of it.
     places = _places(task_graphs, num_devices, stages)
     needed, around = places.needed, _around(task_graphs)
     if places.starts:
@@ -150,13 +149,13 @@ def copies(task_graphs: Sequence[TaskGraph], num_devices: int, stages: int = 1) 
     """Returns the least number of copies of the model that the marks allow.
 
     Args:
-        task_graphs: The marked TaskGraphs; ``check_devices`` finds no fault with them.
+        task_graphs: The marked TaskGraphs, which ``check_devices`` accepts.
         num_devices: Physical devices.
         stages: Number of stages of a pipeline in which no stage is marked.
 
     Returns:
-        Devices over those of one copy, where a mark gives a number; else 1, which says
-        nothing.
+        Number of devices over that of one copy if a mark gives a number; otherwise 1,
+        which is no limit.
     """
     if not _says_devices(task_graphs):
         return 1

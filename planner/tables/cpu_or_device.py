@@ -1,4 +1,4 @@
-"""The choice between tables in CPU processes and tables on the dense part's devices.
+"""Chooses which tables are in CPU processes, and which on the dense part's devices.
 
 A table in a process takes time there and on the wire; on the devices of the dense part
 it takes their time, and its updates are never late. With S tables in n processes and
@@ -6,8 +6,8 @@ lookups that lack at most s updates, a step takes
 
     max(a(S) / n, w(S), d(S), (a(S) / n + w(S) + d(S)) / (s + 1)),
 
-each a sum over tables, so that for each n the best choice is an integer program. Memory
-of both sections is limited.
+where a, w and d (in processes, on the wire, on devices) are sums over tables. So for
+each n, the best choice is an integer program. Memory of both sections is limited.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def table_costs(
 
 
 def _device_seconds(table: Table, devices: Ranks | None, batch_size: int) -> float:
-    """Returns the least load of a table on all devices, over their number."""
+    """Returns the least load of a table on all devices, divided by their number."""
     if devices is None:
         return 0.0
     ways = list_ways(

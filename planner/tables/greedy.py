@@ -1,7 +1,7 @@
 """Assigns tables to ranks greedily: the largest shard first, to the emptiest rank.
 
-Each rank takes at most ⌈shards / ranks⌉, since an exchange is padded to the fullest;
-undivided tables, by rows alone, would give one rank nearly all the small ones. The
+Each rank takes at most ⌈shards / ranks⌉, since an exchange is padded to the fullest; if
+only rows counted, one rank would get nearly all small tables. The
 largest allowed load of a shard determines how finely tables are divided; several are
 tried. Then shards move or swap while the most loaded rank gains.
 """
@@ -75,12 +75,12 @@ class Scale:
 
 
 def holders(way: StorageOption, ranks: Ranks) -> int:
-    """Returns how many times a rank has a shard's load, over all ranks."""
+    """Returns the number of shard loads over all ranks."""
     return ranks.count if way.split == "replicate" else way.shards
 
 
 def slot_limit(ways: Sequence[StorageOption], ranks: Ranks) -> int:
-    """Returns the most shards of one rank: ⌈shards / ranks⌉."""
+    """Returns the largest number of shards of one rank: ⌈shards / ranks⌉."""
     return math.ceil(sum(way.shards * way.slots for way in ways) / ranks.count)
 
 
@@ -124,7 +124,7 @@ def assign(
 
 
 class _Search:
-    """Best assignment among those that were tried."""
+    """Keeps the best assignment that was tried."""
 
     def __init__(
         self, items: Sequence[Item], ranks: Ranks, scale: Scale, most_shards: int
@@ -152,7 +152,7 @@ class _Search:
         found = Assignment(ways=ways, ranks=filled)
         loads = rank_loads(self.items, found, self.ranks, self.scale).max(1)
         load = float(loads.max())
-        # If several ranks are the most loaded, fewer of them are progress.
+        # With several most loaded ranks, fewer of them are an improvement.
         others = float(np.mean((loads / load) ** _POWER))
         quality = (round(load, 6), round(others, 6), shards)
         if quality >= self.quality:
@@ -199,7 +199,7 @@ class _Search:
 
 
 def _way_below(item: Item, largest: float, ranks: Ranks, scale: Scale) -> int:
-    """Returns the cheapest way with shards below a size, or that with the smallest."""
+    """Returns the cheapest way with shards below a size, or else with the smallest."""
 
     def rank(number: int) -> tuple[float, float, float, int]:
         way = item.ways[number]

@@ -1,4 +1,4 @@
-"""``place_tables``: finds the placement of tables on devices with least largest load.
+"""Finds the placement of tables on devices with the smallest maximum load.
 
 A greedy placement comes first. If it reaches the lower bound, it is the answer.
 Otherwise an integer program searches for a better one, for at most 200 shards, and
@@ -44,7 +44,7 @@ MOST_EXACT_SHARDS: Final = 200
 _SHARDS_PER_TABLE: Final = 2.5
 _MOST_VARIABLES: Final = 4000
 _EXACT_VARIABLES: Final = 400
-"""Number of variables up to which the integer program is solved to the end."""
+"""Number of variables up to which the integer program is solved to optimality."""
 
 _NODES: Final = 400
 _LEAST_GAP: Final = 1e-6
@@ -57,13 +57,13 @@ _NEARLY_EXACT_VARIABLES: Final = 750
 more variables than the second: solving that takes seconds, and gains little."""
 
 _LONGEST_SECONDS: Final = 60.0
-"""Guard alone: programs end by their nodes and gaps, so that a placement does not
+"""Only a safeguard: programs end by their nodes and gaps, so that a placement does not
 depend on the load of the machine."""
 
 _REACHED: Final = 1e-4
 _POOR: Final = 0.2
 _ROOMY: Final = 0.5
-"""Part of the memory in which tables fit well enough to avoid host memory."""
+"""Fraction of the devices' memory up to which tables need no host memory."""
 
 HOST_SPLITS: Final = ("host", "cached")
 
@@ -157,7 +157,7 @@ def place_tables(
 def _is_poor(
     items: Sequence[Item], found: Assignment | None, ranks: Ranks, scale: Scale
 ) -> bool:
-    """Whether more shards may gain much."""
+    """Returns whether more shards may gain much."""
     if found is None:
         return True
     load = largest_load(items, found, ranks, scale)
@@ -252,8 +252,8 @@ def _groups(
     pins: Mapping[str, int | str],
     ranks: Ranks,
 ) -> list[tuple[int, ...]]:
-    """Returns the numbers of the tables that stay together; refuses
-    contradictory pins.
+    """Returns groups of the numbers of tables that share a rank; refuses contradictory
+    pins.
     """
     number = {table.name: i for i, table in enumerate(tables)}
     group = list(range(len(tables)))

@@ -34,7 +34,7 @@ class TableShard:
         table: Name of the table.
         rank: Rank that stores it.
         split: Split of the table.
-        index, shards: Number of this shard, and number of shards.
+        index, shards: Index of this shard, and number of shards.
         hashed: Whether a row shard has the rows ``index``, ``index + shards``, … rather
             than one range.
         rows: First row and the row after the last one; all rows if hashed.
@@ -75,7 +75,7 @@ class TablePlacement:
             looked up per sample, depending on the objective.
         memory_bytes, host_bytes: Stored bytes on each rank and in its host memory.
         exchange_bytes: Bytes that each rank sends in all-to-alls per step.
-        bound: No placement has a smaller largest load, in units of the least mean.
+        bound: Lower bound on the largest load of any placement, in units of ``mean``.
         gap: Largest load over that bound, minus 1.
         is_optimal: Whether no placement is better; otherwise ``gap`` bounds the
             possible gain.

@@ -93,7 +93,7 @@ class StorageOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """Tables that are placed together, and the possible ways.
+    """Tables that are placed together, with the possible ways of storing them.
 
     Attributes:
         tables: Numbers of the tables.
@@ -125,7 +125,7 @@ def rank_groups(
 
 
 def times_chosen(way: StorageOption) -> int:
-    """Returns the number of ``rank_groups`` that a way takes."""
+    """Returns the number of ``rank_groups`` that a way occupies."""
     return 1 if way.split in ("replicate", "node_rows") else way.shards
 
 

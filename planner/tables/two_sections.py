@@ -24,7 +24,7 @@ from whalejax.planner.tables.table import Table
 
 
 _ROOM: Final = (1.0, 0.9, 0.75, 0.5, 0.0)
-"""Parts of the devices' memory to try: tables that fit in total may fit no single
+"""Fractions of the devices' memory to try: tables that fit in total may fit no single
 device.
 """
 
@@ -249,7 +249,9 @@ def _fixed(
 def _with_fixed_ranks(
     costs: Sequence[TableCost], wanted: SectionsWanted
 ) -> tuple[TableCost, ...]:
-    """Assigns tables with a pinned rank to processes, unless stated otherwise."""
+    """Fixes tables with a pinned rank in processes, and those with a split that
+    processes lack on devices, unless the user fixed the sections.
+    """
     if wanted.in_processes is not None:
         return tuple(costs)
     pins = wanted.pins

@@ -76,13 +76,13 @@ def decider(
 
     Args:
         programs: Programs of the loss: as written, and its variants.
-        request: Options of the question.
+        request: Request of the search.
         runnable: Whether plans that cannot run are excluded.
         uneven: Whether replicas have uneven shares, or those shares.
         allow_idle: Whether some devices may be idle.
 
     Returns:
-        The search and its request; with stages, the request is for the devices of one.
+        The search and its request; with stages, it is for one stage's devices.
 
     Raises:
         PlanError: The requested pipeline is contradictory or cannot run.
@@ -251,7 +251,7 @@ def _estimates(
 def _with_host_memory(
     search: Callable[..., Plan], request: Request, **options: Any
 ) -> Plan:
-    """Returns the plan of stages; offloads the optimizer's state if it must.
+    """Returns the plan of stages; offloads optimizer state only if nothing else fits.
 
     Args:
         search: Function that returns the plan.
@@ -266,7 +266,7 @@ def _with_host_memory(
 
 
 def _busy_seconds(plan: Plan) -> float:
-    """Returns the compute seconds that stages would need as well."""
+    """Returns the least compute and launch seconds of the same work in stages."""
     time = plan.time
     return (time.compute_seconds + time.launch_seconds) * _first_time(plan)
 
@@ -308,7 +308,7 @@ MOST_STAGES = 16
 """Largest number of stages that is tried if none is requested."""
 
 FIRST_TIME = {"none": 1.0, "dots": 0.9, "full": 0.75}
-"""Smallest fraction of a step's work without recomputation, by remat policy: forward
+"""Least fraction of a step's work that is not recomputation, by remat policy: forward
 products are one third of all products, and other operations are less."""
 
 
@@ -447,7 +447,7 @@ class _Staging:
         return dataclasses.replace(plan, notes=(*plan.notes, note))
 
     def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
-        """Returns a search for replicas, or pipelines if faster or if only they fit.
+        """Returns a search for replicas; for pipelines if faster, or if only they fit.
 
         Args:
             shares: Search for the plan of replicas.
@@ -483,10 +483,10 @@ class _Staging:
         return search_again
 
     def _may_be_faster(self, stages: int, replicas: Plan) -> bool:
-        """Whether so many stages may be clearly faster than replicas.
+        """Whether this number of stages may be clearly faster than replicas.
 
-        This is an estimate: one stage, of the fastest devices, computes the largest
-        part that cannot be divided, and takes its fraction of the replicas' compute
+        This is an estimate: the stage with the fastest devices computes the largest
+        indivisible part, so it needs at least that fraction of the replicas' compute
         time.
         """
         part = _largest_part(self.traced(())) / _speed_of_fastest(replicas, stages)
@@ -585,7 +585,7 @@ class _Staging:
         request: Request,
         **options: Any,
     ) -> Plan:
-        """Returns the fastest of the plans that obey most axes of the metadata.
+        """Returns the fastest of the plans that use the most axes of the metadata.
 
         Args:
             search: Search for the plan without stages.
@@ -655,7 +655,7 @@ def _may_gain(replicas: Plan) -> bool:
 
 
 def _first_time(plan: Plan) -> float:
-    """Returns the smallest fraction of a plan's work without recomputation."""
+    """Returns the least fraction of a plan's work that is not recomputation."""
     return min((FIRST_TIME.get(p, 0.75) for _, p in plan.remat), default=1.0)
 
 
@@ -711,7 +711,7 @@ def _fastest(
 
 
 def _whole_stages(cluster: Cluster, devices: int) -> list[int]:
-    """Returns the fewest stages with one device kind each, and twice as many."""
+    """Returns the least number of stages with one device kind each, and its double."""
     sizes = [
         sum(node.count for node in nodes)
         for _, nodes in itertools.groupby(cluster.nodes, lambda node: node.kind.name)

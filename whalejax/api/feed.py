@@ -104,9 +104,9 @@ class Feed:
             first: Number of the next step, counted from 0, all with this batch size.
             first_sample: Instead of ``first``, the number of samples before the next
                 batch, with any batch size: ``state.samples``. It must not be None,
-                which a state has that lost the count. Each epoch is counted with this
-                batch size. If another size skipped more or fewer samples per epoch,
-                only ``get_state`` is exact in later epochs.
+                the value of a state that lost the count. Each epoch is counted with
+                this batch size. If another size skipped more or fewer samples per
+                epoch, only ``get_state`` is exact in later epochs.
             epochs: Number of epochs; None repeats for ever, or until an iterator that
                 can be read only once ends.
 
@@ -296,7 +296,7 @@ class Feed:
                 return
 
     def _shift_samples(self, found: list[Any]) -> list[Any] | None:
-        """Drops the samples already given, and appends as many of the next."""
+        """Drops samples already yielded, and appends as many of the next batch."""
         assert self._iterator is not None
         shift, self._shift = self._shift, 0
         more = [*itertools.islice(self._iterator, shift)]

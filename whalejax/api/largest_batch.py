@@ -95,8 +95,8 @@ class LargestBatch:
 class LargestBatches(Sequence[LargestBatch]):
     """The largest batch on each of several clusters, in the order they were given.
 
-    A sequence: ``found[0]`` is that of the first, and so is ``found["h100:8"]`` of a
-    cluster by its name.
+    It is a sequence: ``found[0]`` is the result for the first cluster,
+    ``found["h100:8"]`` that for the cluster of this name.
 
     Attributes:
         batches: Result for each cluster.
@@ -268,7 +268,7 @@ def _largest_of(
 def _largest(
     question: PlanQuestion, name: str, cluster: Cluster, micro_batches: int
 ) -> LargestBatch:
-    """Returns the largest batch on a cluster in some parts, with few plans."""
+    """Returns the largest batch on a cluster in ``micro_batches`` parts."""
     parts = cluster.num_devices * micro_batches
     tried: dict[int, Plan | PlanError] = {}
 
@@ -333,7 +333,7 @@ def _bisected(
     fits: Callable[[int], bool],
     again: Callable[..., Plan],
 ) -> int:
-    """Returns the largest size that fits, with the next one tried.
+    """Returns the largest size that fits, by bisection with a layout that fits.
 
     Args:
         low, high: A size that fits, and one that does not.
@@ -361,7 +361,7 @@ def _bisected(
                 first = middle
             else:
                 last = middle
-        # Another layout may be better at this size, or hold the next one.
+        # Another layout may be better at this size, or fit the next one.
         if first != low and not fits(first):
             high, first = first, low
             continue
@@ -373,11 +373,11 @@ def _bisected(
 
 
 def _between(low: int, high: int, tried: Mapping[int, Plan | PlanError]) -> int:
-    """Returns the next size to try: where memory is full if it grows with the samples.
+    """Returns the next size to try: where memory is full if it grows linearly.
 
-    The memory that the batch that does not fit needs is known, and so is the part that
-    does not grow with the samples. The estimate is clamped away from both ends, so that
-    the search ends.
+    The estimate uses the memory of the size that does not fit, and the part of memory
+    that does not grow with the samples. It is clamped away from both ends, so that the
+    search ends.
     """
     fitting, problem = tried[low], tried[high]
     assert isinstance(fitting, Plan)

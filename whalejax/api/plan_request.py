@@ -8,10 +8,10 @@ the order of this module:
     capture     ``Programs``: the loss, traced at most once for equal shapes, and its
                 variants with attention, logits or layers run otherwise
     strategies  ``decider``: the executors that may run it, with the search of each
-    search      layouts of the variants, priced; the best one
-    plan        that one, checked against the optimizer, with its notes
+    search      layouts of the variants with their costs, and the best one
+    plan        that layout, checked against the optimizer, with notes
 
-The module is long because every argument of ``wh.plan`` is read and kept here.
+The module is long because every argument of ``wh.plan`` is checked and stored here.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class PlanRequest(PlanSettings):
         allow_idle, runnable: Limits on the plans that are accepted.
         group_size, per_micro_batch, sync_batch_stats: Rules on the division of the
             batch.
-        axis_names, trainable, batch_axes: Reading of the model and its batch.
+        axis_names, trainable, batch_axes: Facts about the model and its batch.
         compiler_options: XLA options of the step.
         margin: Fraction of the predicted memory that plans leave free, below 1.
         verified: Whether the compiler must accept the plan.
@@ -232,7 +232,7 @@ class PlanQuestion:
 
     @property
     def _alone(self) -> PlanQuestion:
-        """Returns a copy without comparison to a swarm, and without verification."""
+        """A copy without comparison to a swarm, and without verification."""
         request = dataclasses.replace(self.request, verified=False)
         return dataclasses.replace(self, beside_swarm=False, request=request)
 
@@ -341,7 +341,7 @@ class PlanQuestion:
 
     @property
     def num_micro_batches(self) -> int | None:
-        """The number that the request fixes, or None."""
+        """The number of micro-batches that the request fixes, or None."""
         return self.request.num_micro_batches
 
     @property
@@ -442,7 +442,7 @@ class PlanQuestion:
         return result
 
     def split_rules(self, programs: Programs) -> SplitRules:
-        """Returns the rules on the parts of the batch.
+        """Returns the rules for the division of the batch.
 
         Args:
             programs: Programs of the loss.
@@ -530,7 +530,7 @@ class PlanQuestion:
         return max(own, self.least_margin)
 
     def _band(self, programs: Programs) -> MemoryBand:
-        """Returns the range of compiled over predicted memory."""
+        """Returns the range of the ratio of compiled to predicted memory."""
         return memory_band(self.cluster.platform, programs.graph)
 
     # Plan.

@@ -154,9 +154,9 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
 
 
 def _reads_values(op: OpDraft, weight: set[int]) -> bool:
-    """Returns whether an operation uses the operands beside a weight as values.
+    """Returns whether an operation uses its operands other than a weight as values.
 
-    Products do, and so do lookups in a table at indices that are not weights.
+    Products do, and so do lookups in a table that is a weight.
     """
     return op.behaviour.matmul is not None or (
         op.kind in LOOKUPS and op.operands[0] in weight
@@ -174,7 +174,7 @@ def graph_of(
 ) -> Graph:
     """Returns the graph of a flat program whose inputs have been named.
 
-    It lacks the residuals of loops, which take a derivative of each; see
+    It lacks the residuals of loops, which need a derivative of each loop; see
     ``with_stacked``.
 
     Args:

@@ -135,11 +135,11 @@ def check_batch(batch: Any, batch_axes: Any) -> None:
 
 
 _NO_NUMBERS: Final = "OSUMm"
-"""Kinds of NumPy's types that JAX has no arrays of: objects, texts and times."""
+"""Kinds of NumPy dtypes that JAX does not support: objects, texts and times."""
 
 
 def list_problem(path: tuple[Any, ...], value: Any) -> str:
-    """Returns the problem of a list that stands for an array; the same for each item.
+    """Returns the message on a list in place of an array; equal for all its items.
 
     Args:
         path: Path of a leaf of the batch.

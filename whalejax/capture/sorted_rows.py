@@ -46,14 +46,14 @@ _BOUND: Final = (Order, Sorted, IdCounts, Places)
 
 
 def sorts_rows(equation: Any) -> bool:
-    """Returns whether an equation is such a call."""
+    """Returns whether an equation is a call that sorts rows."""
     return str(equation.params.get("name", "")).startswith(CALL)
 
 
 def with_sorted_rows(
     jaxpr: Any, other: Any, inputs: Sequence[Value], sizes: tuple[int, int]
 ) -> tuple[Any, dict[str, BatchRows]]:
-    """Returns a program in which calls hold the rows that are sorted across the batch.
+    """Returns the program, with operations on rows sorted across the batch in calls.
 
     Args:
         jaxpr: Closed jaxpr, as captured.
@@ -119,7 +119,7 @@ def _called(jaxpr: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(slots=True)
 class _Builder:
-    """Evaluates a program again, with the calls in it.
+    """Evaluates a program again, with groups of its equations as calls.
 
     Attributes:
         seen: Facts about its variables, by the position of their jaxpr.
@@ -220,7 +220,7 @@ class _Builder:
         group: Sequence[int],
         at: Position,
     ) -> BatchRows | None:
-        """Returns the positions of rows in a call; None if they are not in front."""
+        """Returns the positions of rows in a call; None unless they are dimension 0."""
         known = self.seen[at]
         ends = [_row_dims(several, known) for several in (inputs, outputs)]
         if None in ends or any(d for dims in ends for d in dims or ()):

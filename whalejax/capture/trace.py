@@ -106,14 +106,15 @@ class Captured:
         given_rules: The same for every call with a derivative rule of its own.
         sorted_rows: Calls by position that sort rows across the batch.
         batch_axes: The batch dimension of each batch leaf; None if it has none.
-        reader: Describes another program of the same inputs and results.
-        apart: Returns how reported values are combined over parts of the batch.
+        reader: Reader of other programs with the same inputs and results.
+        apart: Function that returns how values reported for parts of the batch are
+            combined.
         notes: Sentences on work that could not be counted.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of attention in blocks.
         precisions: (TaskGraph, precision) pairs if only some compute in 16 bits.
         chunks: Number of chunks of the tokens for which logits are made at a time.
         axes: Names of unbound axes that the loss uses; they stand for all samples.
-        steady: State that the program leaves alone because it changes once a step.
+        steady: State that the program passes on unchanged: it changes once a step.
         changing: Paths of other non-trained leaves, which change with each micro-batch.
         whole: Position and reason of each attention that cannot run in blocks.
         independence: Proves that parts of a batch compute the same as the whole batch,
@@ -160,8 +161,8 @@ class Captured:
     def wide_products(self) -> Counter[str]:
         """Float32 products that a gradient flows through, or that read weights.
 
-        Counts by the reason why none of them can compute in 16 bits; an empty reason
-        if they can.
+        Returns their number by the reason why they cannot compute in 16 bits; the
+        reason is empty if they can.
         """
         weight = self.graph.weight_tensors()
         reads = {
@@ -183,7 +184,7 @@ class Captured:
 
     @property
     def float32_line(self) -> str:
-        """The user's line of the product that does most of that work, or empty."""
+        """The user's line of the product with the most of that work, or empty."""
         widest = max(self._free_float32, key=lambda op: op.flops * op.trip)
         return _compat.line_text(equation_at(self.jaxpr, widest.position))
 
@@ -224,7 +225,7 @@ class Captured:
         casts: bool = False,
         wide: Mapping[str, int] | None = None,
     ) -> Captured:
-        """Records the requested precisions, and notes what they do not change.
+        """Records the requested precisions, and notes products that stay in float32.
 
         Args:
             precisions: Precisions that the user asked for.
@@ -249,7 +250,7 @@ class Captured:
             chosen: (TaskGraph, ``"ring"`` or ``"gather"``) pairs, as in a plan.
 
         Returns:
-            The same loss with only the reasons added, if no attention can be.
+            This loss, with only ``whole`` changed, if no attention can run in blocks.
         """
         if "ring" not in dict(chosen).values():
             return self
@@ -263,13 +264,13 @@ class Captured:
         return replace(attention if some else self, whole=reasons)
 
     def with_chunks(self, count: int) -> Captured:
-        """Returns the same loss, whose logits are made for some tokens at a time.
+        """Returns the same loss, with logits made for some tokens at a time.
 
         Args:
-            count: Parts of the tokens of a device; 1 changes nothing.
+            count: Number of chunks of a device's tokens; 1 changes nothing.
 
         Returns:
-            The loss itself if no logits can be.
+            This loss itself if no logits can be made in chunks.
         """
         if count == 1:
             return self
@@ -342,7 +343,7 @@ class _Reader:
 
         Args:
             program: Its jaxpr.
-            tiled: Read slices that cut a value into equal parts as a split.
+            tiled: Whether to read slices that cut a value into equal parts as a split.
             attention: (TaskGraph, ``"ring"`` or ``"gather"``) of attention in blocks.
             chunks: Number of chunks of the tokens in calls that make logits.
         """
@@ -354,7 +355,7 @@ class _Reader:
                 rules=self.rules,
             )
             return self._read(walk, program)
-        # A first read with all calls shows which of them can.
+        # A first read, with all attention as operations, shows which can run in blocks.
         every = FlatProgram(
             rings=lambda position: True, chunks=chunks, rows=self.rows, rules=self.rules
         )
@@ -438,7 +439,7 @@ def capture(
             leaf without one.
 
     Returns:
-        Graph, jaxpr and what lowering needs to call it.
+        Graph, jaxpr, and the data that lowering needs to call it.
 
     Raises:
         WhaleError: The loss is not a scalar or depends on no parameter, the batch
@@ -503,13 +504,13 @@ def _sorting_rows(
     steady: BatchIndependentState,
     inputs: Sequence[LossInput],
 ) -> tuple[Any, dict[str, BatchRows]]:
-    """Returns a program in which calls hold the rows that are sorted across the batch.
+    """Returns the program, with operations on rows sorted across the batch in calls.
 
     Args:
         jaxpr: Closed jaxpr, as captured.
         traced: Returns the jaxpr of the loss with another number of samples.
         reader: Reader with the batch and the model.
-        steady: State that the program leaves alone.
+        steady: State that the program passes on unchanged.
         inputs: Every flat input.
     """
     size = next(x.micro_shape[x.axis] for x in reader.leaves if x.axis is not None)
@@ -546,7 +547,7 @@ def _loss_programs(
         return _compat.needed_closed(program, places)
 
     rest = [
-        # Keys of the model fold in the step and micro-batch as the loss's own rng does.
+        # Step and micro-batch are folded into the model's keys, as into the loss's rng.
         LossInput(
             key="rng" if is_key(leaf) else "",
             state=adapter.rest_paths[i] if i in changing else "",
@@ -606,9 +607,9 @@ def _reported_values(
     """Finds how reported values are combined; refuses those that cannot be.
 
     Returns:
-        Structure of the loss's results for the batch as it is cut, and a function that
-        returns how parts are combined: it needs another trace, which one micro-batch
-        may do without.
+        Structure of the loss's results for this number of micro-batches, and a function
+        that returns how parts are combined. The function traces the loss once more,
+        so it is not called here if there is one micro-batch.
     """
     check_keys(trace, flat.out_tree)
     first, rest = len(flat.adapter.param_paths), jax.tree.leaves(flat.adapter.rest)

@@ -43,11 +43,11 @@ from whalejax.planner.model.graph import ATTENTION, Factor, LoopResidual, Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptScan:
-    """A scan whose turns save residuals for their backward pass.
+    """A scan whose iterations save residuals for their backward pass.
 
     Attributes:
         equation: The scan.
-        inputs: Input tensors of one turn: constants, carries, slices.
+        inputs: Input tensors of one iteration: constants, carries, slices.
         inside: Constants, and all other tensors of the body.
     """
 
@@ -101,7 +101,7 @@ class KnownRules:
         known = self._seen.get(key)
         if known is None:
             view = Equation(name=name, params=params, inputs=inputs, outputs=outputs)
-            # The view keeps the parameters alive, so that their id stays theirs.
+            # The view keeps the parameters alive, so that their ids are not reused.
             known = self._seen[key] = _EquationView(view)
         return known
 
@@ -125,7 +125,7 @@ class KnownRules:
         """Returns the behaviour of a call that is attention; ``jaxpr`` is its body."""
         key = id(jaxpr)
         if key not in self._attention:
-            # The body is kept alive, so that its id stays its own.
+            # The body is kept alive, so that its id is not reused.
             self._attention[key] = jaxpr, attention_behaviour(jaxpr)
         return self._attention[key][1]
 
@@ -137,14 +137,14 @@ class KnownRules:
             return rule
         key = id(rule), tuple(t is None for t in operands), num_results
         if key not in self._without:
-            # The rule is kept alive, so that its id stays its own.
+            # The rule is kept alive, so that its id is not reused.
             self._without[key] = rule, without_literals(rule, operands, num_results)
         return self._without[key][1]
 
 
 @dataclass(slots=True)
 class FlatProgram:
-    """The result of a walk, and its state meanwhile.
+    """The state of a walk, and its result.
 
     Attributes:
         tiled: Whether slices that together cut a value into equal parts are read as a
@@ -165,7 +165,7 @@ class FlatProgram:
         loops: (carry as produced, carry as consumed) pairs of every loop.
         ruled: Operands and results of each call with its own derivative rule; gradients
             may flow through it even if operations inside have no derivative.
-        kept: Outermost scans, whose turns save residuals for their backward pass.
+        kept: Outermost scans, whose iterations save residuals for their backward pass.
         notes: Sentences on work that could not be counted.
     """
 
@@ -433,7 +433,7 @@ class FlatProgram:
     def _split(
         self, tensor: Value, samples: int, position: Position, here: Context
     ) -> Value:
-        """Returns a tensor whose rows are split into samples, as first dimension."""
+        """Returns a tensor whose rows are split: samples become the first dimension."""
         if tensor is None:
             return None
         draft = self.tensors[tensor]
@@ -591,7 +591,7 @@ class FlatProgram:
         alike: dict[tuple[int, ...], int] = {}
         of_rows = {t for call in self.sorted_rows.values() for t in call.tensors}
         length = _compat.scan_parts(scan.equation).length
-        # A weight may have the shape of an activation by chance.
+        # Batch-dependent tensors first: a weight may have the same shape by chance.
         inside = [i for i in scan.inside if i is not None and self.tensors[i].inexact]
         for index in sorted(inside, key=lambda i: i not in data):
             shape = self.tensors[index].shape

@@ -68,7 +68,7 @@ def init_distributed(
 
     Args:
         coordinator: Address and port of process 0, ``"host:port"``; an IPv6 address
-            in brackets. A loopback address opens nothing to other machines.
+            in brackets. A loopback address opens no port to other machines.
         num_processes: Number of processes.
         process_id: Rank of this process, from 0.
         timeout_seconds: Longest wait for all processes to join.

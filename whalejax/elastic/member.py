@@ -140,7 +140,7 @@ class ElasticMember:
         self._has_saved = False  # Since the request to leave.
 
     def _registers(self) -> dict[str, Any]:
-        """Returns the fields with which it registers."""
+        """Returns the fields of its registration."""
         training = self._training
         return {
             "host": self._peers.host,
@@ -158,7 +158,7 @@ class ElasticMember:
 
     @property
     def _at(self) -> int:
-        """Number of steps that led to the state; -1 without a state."""
+        """Number of finished steps of the state; -1 without a state."""
         return self._control.step
 
     def run(self) -> Iterator[tuple[TrainState, dict[str, Any]]]:
@@ -375,7 +375,7 @@ class ElasticMember:
     def _save_if_due(self) -> None:
         """Saves a checkpoint if this is the first member and one is due or missing.
 
-        A leaving member that alone has the state saves it first: its process may be
+        A leaving member saves first if no other has the state: its process may be
         ended before another member has joined.
         """
         assert self._state is not None
@@ -466,7 +466,7 @@ class ElasticMember:
     # The end.
 
     def _leave(self) -> None:
-        """Asks for leave at the next step, so that no step is lost."""
+        """Asks to leave at the next step, so that no step is lost."""
         self._leaves = True
 
     def _close(self) -> None:

@@ -467,9 +467,9 @@ def _raw(leaf: Any) -> Any:
 
 
 def _typed(array: np.ndarray, like: Any) -> Any:
-    """Returns a NumPy array as a device array with another's sharding and type."""
+    """Returns a NumPy array on devices, with the sharding and type of ``like``."""
     result = jax.device_put(array, like.sharding)
-    # On CPUs the NumPy array's memory may be used as it is, and then be donated.
+    # On CPUs the result may alias the NumPy memory, which a step would donate.
     result = jax.numpy.array(result, copy=True)
     if is_key(like):
         result = jax.random.wrap_key_data(result, impl=impl_of(like))

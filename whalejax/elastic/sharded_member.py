@@ -182,7 +182,7 @@ class SpreadMember:
             why = str(error)[:_MOST_WORDS]
             print(f"whalejax: {why}", file=sys.stderr, flush=True)
             self._control.post(Unfit(count=jax.process_count(), why=why))
-            while True:  # The supervisor ends it, and starts a number that fits.
+            while True:  # The supervisor ends all processes, and starts as many as fit.
                 self._wait()
 
     def _restore_or_init(self) -> TrainState:
@@ -300,7 +300,7 @@ class SpreadMember:
         return True
 
     def _agree(self, state: TrainState, done: int) -> None:
-        """Stops if any process was asked to, or copies if the first finds it due."""
+        """Stops if any process was asked to; copies if the first finds that due."""
         assert self._control is not None
         if self._leaves and not self._told_leaving:
             self._told_leaving = True

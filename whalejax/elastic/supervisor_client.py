@@ -58,7 +58,7 @@ _FIRST_BEAT_SECONDS: Final = 1.0
 
 @contextlib.contextmanager
 def on_notice(leave: Callable[[], None]) -> Iterator[None]:
-    """Handles SIGTERM as a notice within the block, in the main thread only."""
+    """Handles SIGTERM as a preemption notice in the block; in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -196,8 +196,8 @@ class Control:
     def may_keep(self, step: int, folder: Path, *, seconds: float) -> bool:
         """Asks whether a checkpoint may get its name: not if this member was given up.
 
-        It may also if the supervisor is gone and the folder's lock is free: then nobody
-        has given this member up, and no other run uses the folder.
+        It may, too, if the supervisor is gone and the folder's lock is free: then
+        nobody has given this member up, and no other run uses the folder.
 
         Args:
             step: Step of the checkpoint.
@@ -330,7 +330,7 @@ class Control:
                 raise RunStopped(f"the supervisor refused this member: {said.why}")
             if isinstance(said, MemberWelcome):
                 break
-            self._hear(said)  # Such as a message that it missed.
+            self._hear(said)  # for example a missed message
         self.name, self._run_name = said.name, said.run
         self._beat_seconds = said.beat_seconds
         with self._changed:

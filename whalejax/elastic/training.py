@@ -57,11 +57,11 @@ def train_elastic(
     run. Without a launcher, this process trains alone, to the same losses.
 
     As one model over all processes, they use the platform's collectives. Unless
-    ``mesh`` says which, the cheaper is chosen: replicas on CPUs, and if messages cost
-    less than collectives with a restart after each failure; one model if collectives
-    are faster by more than that, as on accelerators with short steps, or if a replica
-    does not fit in one process. The first process that joins a run decides for all; the
-    launcher and ``whalejax status`` report the choice and its reason.
+    ``mesh`` decides, the cheaper form is chosen. Replicas: on CPUs, or if messages cost
+    less than collectives with a restart after each failure. One model: otherwise, as on
+    accelerators with short steps; always if a replica does not fit in one process. The
+    first process that joins a run decides for all; the launcher and ``whalejax status``
+    report the choice and its reason.
 
     Args:
         job: Job to train; the same in all processes.
@@ -76,7 +76,7 @@ def train_elastic(
             stages.
         precision: Precision of the model, as ``wh.plan`` takes it.
         seed: Seed of the model's and the run's random keys.
-        mesh: None takes the cheaper; ``"replicas"`` takes full replicas with messages.
+        mesh: None chooses the cheaper; ``"replicas"`` full replicas with messages.
             For one model over the devices of all processes: ``"auto"`` lets the planner
             choose; or sizes of mesh axes, such as ``{"fsdp": -1, "tensor": 2}``, where
             -1 takes all remaining devices; or a function that returns the sizes for a
@@ -299,7 +299,7 @@ def _train_sharded(
 
 
 def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Yields the same steps in one process."""
+    """Yields the steps of a run of one process, without a supervisor."""
     from whalejax.elastic.async_checkpoints import Saver
     from whalejax.runtime.resume import hold_folder
 

@@ -322,7 +322,7 @@ def rows_of(spec: Any) -> Any:
 
 
 def behind(spec: Any) -> PartitionSpec:
-    """Returns the spec of such arrays of two stages, concatenated.
+    """Returns the spec of the arrays of two stages, concatenated in dimension 0.
 
     Args:
         spec: Sharding of each array on its stage; it names the first dimension.

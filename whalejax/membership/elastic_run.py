@@ -1,6 +1,6 @@
 """State of an elastic run and of its members, as its supervisor knows them.
 
-Holds the data and queries of it; the modules that ``react`` calls change it.
+It holds data and queries; the modules that ``react`` calls change the data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AT_STEPS = "collectives in generations, stopping at steps"
 step."""
 
 LONGEST_TURN_SECONDS: Final = 1.0
-"""Longest time between two turns of the supervisor; after more, it may have been
+"""Longest time between two iterations of the supervisor; after more, it may have been
 stopped."""
 
 
@@ -51,7 +51,7 @@ class RunOutcome(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class MemberRecord:
-    """A member, as the supervisor last heard of it.
+    """A member, from its latest messages to the supervisor.
 
     Attributes:
         name: Name, unique among all processes of the run, also earlier ones.
@@ -113,7 +113,7 @@ class MemberRecord:
 
     @property
     def is_there(self) -> bool:
-        """Returns whether it has not been given up."""
+        """Whether it has not ended or been given up."""
         return self.status != "gone"
 
     def becomes(self, status: Status, now: float) -> None:
@@ -221,27 +221,27 @@ class ElasticRun:
 
     @property
     def steps(self) -> int:
-        """Returns the number of steps of the run; 0 until a member has reported it."""
+        """Number of steps of the run; 0 until a member has reported it."""
         return int(self.facts.get("steps", 0))
 
     @property
     def micro_batches(self) -> int:
-        """Returns the number of micro-batches in a step."""
+        """Number of micro-batches in a step; 0 until a member has reported it."""
         return int(self.facts.get("micro-batches", 0))
 
     @property
     def stops(self) -> bool:
-        """Returns whether members use collectives and can stop at a step with their
+        """Whether members use collectives and can stop at a step with their
         state saved.
         """
         return self.facts.get(MODE) == AT_STEPS
 
     @property
     def restarts(self) -> bool:
-        """Returns whether the loss of one member restarts all from a checkpoint."""
+        """Whether the failure of one member restarts all from a checkpoint."""
         return self.facts.get(MODE) in (AT_STEPS, IN_GENERATIONS)
 
-    # Who is there.
+    # Present members.
 
     @property
     def has_no_member(self) -> bool:
@@ -270,21 +270,21 @@ class ElasticRun:
 
     @property
     def are_coming(self) -> bool:
-        """Returns whether processes are starting that may take part."""
+        """Whether processes are starting that may take part."""
         return bool(self.starting) or any(
             m.status in ("starting", "registered") for m in self.members.values()
         )
 
     @property
     def is_finishing(self) -> bool:
-        """Returns whether a member has done all steps."""
+        """Whether a member has done all steps."""
         return any(m.status == "finished" for m in self.members.values())
 
     def candidates(self) -> list[str]:
         """Returns the members that could take part now: active ones, then ready
         ones.
         """
-        # A member that has done all steps has nothing to leave any more.
+        # Members that have done all steps count even if they asked to leave.
         there = [
             m for m in self.present_members() if not m.leaving or m.status == "finished"
         ]
@@ -295,7 +295,7 @@ class ElasticRun:
         return (took + ready)[: self.size]
 
     def fitting(self) -> list[str]:
-        """Returns the candidates, as many as a plan may exist for.
+        """Returns the largest number of candidates for which a plan may exist.
 
         They may be fewer than the least number; then the run waits for others.
         """
@@ -339,7 +339,7 @@ class ElasticRun:
         return None if name is None else float(getattr(self.settings, name))
 
     def boundary(self) -> int:
-        """Returns a step so far ahead that all members learn of it before."""
+        """Returns a step so far ahead that all members learn of it in time."""
         return self.pace.boundary(
             max((m.step for m in self.present_members()), default=0)
         )
@@ -363,7 +363,7 @@ class ElasticRun:
         text = f"; agents that are there: {', '.join(there) or 'none'}"
         return text + (f"; missing: {', '.join(missing)}" if missing else "")
 
-    # What is to be done.
+    # Effects.
 
     def send(self, name: str, message: wire.ToMember) -> None:
         """Queues a message to a member."""

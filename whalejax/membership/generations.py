@@ -158,10 +158,10 @@ def unfit(run: ElasticRun, now: float, size: int, why: str) -> None:
 
 
 def _left_alike(run: ElasticRun, now: float) -> bool:
-    """Handles members whose loops were left; returns whether nothing else is to do.
+    """Handles members that left their loops; returns whether that is all to do.
 
     If all left, the run is complete once they have ended without an error: an error in
-    the loop's body leaves the loop too. A member that left it alone has failed.
+    the loop's body leaves the loop too. A member has failed if only it left its loop.
     """
     if run.restarts or run.phase in ("draining", "ending"):
         return False
@@ -265,7 +265,7 @@ def _await_prepared(run: ElasticRun, now: float) -> None:
         why = f"it did not stop for generation {run.generation} in {waited:.0f} s"
         lose(run, now, run.members[name], why)
     if not stuck and run.after >= 0 and waited > run.pace.patience(run.after):
-        # Some stopped before others got the request, and these wait for them.
+        # Some stopped before others got the request; the latter now wait for them.
         ask(run, now, asked, -1, phase=run.phase)
 
 

@@ -51,7 +51,7 @@ MISSED: Final = 4
 dead."""
 
 GRACE_LOOKS: Final = 2
-"""Number of checks, each half a heartbeat apart, for which a failure is seen before the
+"""Number of checks, half a heartbeat apart, in which a failure must be seen before the
 others end."""
 
 _SERVICE: Final = -1
@@ -121,7 +121,7 @@ class PeerLiveness:
             mine: Rank of this process.
             silent_seconds: Seconds of silence after which a process is missing.
             processes: Number of processes that start their heartbeats together; None if
-                each starts on its own, and one without a heartbeat is not missing.
+                each starts on its own: one without a heartbeat is then not missing.
             watched: Ranks of the processes to watch; default: all.
         """
         self._mine = mine
@@ -148,7 +148,7 @@ class PeerLiveness:
                 self._lease.renew(number, now)
 
     def look(self, now: float, *, seconds: float | None = None) -> dict[int, str]:
-        """Returns the missing processes: by rank, the text that follows their name.
+        """Returns the missing processes: by rank, text to follow their name.
 
         Args:
             now: Time on the clock of ``hear``. Time since the last check in which this
@@ -220,8 +220,8 @@ class PeerLiveness:
 
 
 def _last_error() -> BaseException | None:
-    """Returns the error that ends this process, if it is known; None if it ends without
-    one.
+    """Returns the error that ends this process; None if it is unknown or there is
+    none.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     return None if error is None or _exit_status(error) == 0 else error
@@ -383,7 +383,7 @@ class Beats:
                 # The other thread reports a service that does not answer.
                 self._say()
                 self._hear()
-            # At the exit all wait for these heartbeats, so they come faster.
+            # At exit all processes wait for these, so they are sent more often.
             soon = min(2 * soon, self._pause) if self._ended else soon
             self._stirred.wait(soon if self._ended else self._pause)
             self._stirred.clear()

@@ -116,7 +116,7 @@ def unrunnable(run: ElasticRun, now: float, name: str, why: str) -> None:
     """Handles a process that has not joined and cannot run with its arguments.
 
     All get the same arguments, so the run is refused. If another process has joined,
-    only this one is at fault, and it counts as any failed member.
+    only this one is at fault, and it counts as a failed member.
     """
     member = run.members[name]
     _failed(run, now, member, why)

@@ -296,7 +296,7 @@ def adopted(given: Any, abstract: TrainState) -> TrainState:
 
     Args:
         given: State of the same model and optimizer. An optimizer's state and a loss
-            scale count only if the step has them.
+            scale are used only if the step has them.
         abstract: Abstract state of the step, with layouts.
 
     Raises:

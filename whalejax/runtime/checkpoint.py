@@ -231,7 +231,7 @@ def restore_model(
 
     Args:
         path, abstract_state, plan, batch_size: Arguments of ``restore``. A leaf that is
-            trained on one side only is matched by name.
+            trained only in the checkpoint, or only in the state, is matched by name.
         on_host: Whether to read NumPy arrays; otherwise arrays in the state's layout,
             in the devices' memory.
 
@@ -278,7 +278,7 @@ def _counts_updates(leaf: Leaf) -> bool:
 def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]:
     """Returns a checkpoint's leaves, except the optimizer's, by their place in a state.
 
-    Leaves may be trained on one side and frozen on the other.
+    A leaf may be trained in the checkpoint and frozen in the state, or vice versa.
     """
     saved = {x.place: x for x in record.leaves if x.section in _KEPT_WITH_MODEL}
     moved = moved_places(saved, wanted)

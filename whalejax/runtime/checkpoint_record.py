@@ -50,7 +50,7 @@ _LINEN: Final = "params."
 """Prefix of the name of a Linen parameter that is not trained."""
 
 LONGEST_REASON: Final = 200
-"""Most characters that an error quotes of another library's message."""
+"""Largest number of characters that an error quotes of another library's message."""
 
 
 Place = tuple[str, str]
@@ -164,8 +164,8 @@ def write_record(
         },
         "file_sha256": dict(file_sha256),
     }
-    # The hash is first, and fields that older records lack are at the end: so no single
-    # cut turns a record with hashes into one without.
+    # The hash is first, and fields that older records lack are at the end. So no
+    # truncation turns a record with hashes into one without.
     whole = {_HASH: _hash_of(record), **record}
     (building / RECORD).write_text(json.dumps(whole, indent=1))
 
@@ -317,7 +317,7 @@ def refuse_damaged(target: Path, problems: Problems) -> None:
 def moved_places(
     saved: Mapping[Place, Leaf], wanted: Mapping[Place, Leaf]
 ) -> dict[Place, Place]:
-    """Matches leaves of the model that are trained on one side only.
+    """Matches leaves that are trained only in the checkpoint, or only in the state.
 
     Returns:
         Requested place of each such leaf, by its place in the checkpoint.

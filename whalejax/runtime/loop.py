@@ -1,7 +1,7 @@
 """The training loop: asynchronous steps, checkpoints, and a stop at a bad loss.
 
 A step returns before its work is done. The loop reads a loss some steps later, and
-waits only where it measures or saves. This is easy to get wrong (timing the dispatch,
+waits only when it measures or saves. This is easy to get wrong (timing the dispatch,
 saving a state whose loss is not yet known), so the command line and scripts share this
 code.
 """
@@ -400,7 +400,7 @@ def _batch_function(
 
 
 def _check_order(step: Any, state: Any, batches: Any) -> None:
-    """Refuses arguments of ``train`` that stand in each other's places."""
+    """Refuses arguments of ``train`` in the wrong order."""
     order = "The order is wh.loop.train(step, state, batches, steps=…)"
     if isinstance(step, TrainState) or isinstance(state, TrainStep):
         raise WhaleError(
@@ -447,7 +447,7 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
 
 
 def _check_without_folder(problems: Arguments, given: Mapping[str, Any]) -> None:
-    """Records options of checkpoints, of which none is written without a folder."""
+    """Records options of checkpoints, which have no effect without a folder."""
     evaluates = given["eval_batches"] is not None
     needing = ["keep", *(["best"] if evaluates else ["save_every"])]
     for name in needing:
@@ -459,7 +459,7 @@ def _check_without_folder(problems: Arguments, given: Mapping[str, Any]) -> None
 
 
 def _check_functions(problems: Arguments, given: Mapping[str, Any]) -> None:
-    """Records functions among the arguments that take others than they are given."""
+    """Records functions that cannot be called with the arguments they will get."""
     sets = given["eval_batches"]
     if sets is not None and not (callable(sets) or isinstance(sets, list | tuple)):
         problems.refuse(

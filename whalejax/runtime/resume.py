@@ -161,10 +161,10 @@ def agreed_checkpoints(folder: Path) -> list[Path]:
 
     If each process listed the folder itself, they could resume from different
     checkpoints: a process may be writing or removing one, and hosts see changes of a
-    shared folder at different times.
+    shared folder at different times. All processes call this.
 
     Args:
-        folder: Folder of the checkpoints. All processes call this.
+        folder: Folder of the checkpoints.
 
     Raises:
         WhaleError: The folder cannot be read, or a process does not see the newest

@@ -602,7 +602,7 @@ _CONSUMED = (
 
 
 def check_job(problems: Arguments, job: Any, settings: Any) -> None:
-    """Adds problems of the name of a job and its settings.
+    """Records problems in the name of a job and in its settings.
 
     Args:
         problems: Collector of problems.

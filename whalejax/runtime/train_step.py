@@ -100,7 +100,7 @@ class TrainStep:
         plan: Plan of the step.
         mesh: Mesh of the devices.
         adapter: Adapter that divides the model into parameters and other state.
-        shardings: A state whose leaves are the ``NamedSharding`` of each array.
+        shardings: ``NamedSharding`` of each array, in the structure of a state.
         batch_axes: Batch dimension of each flat leaf of a batch, or None.
     """
 
@@ -342,8 +342,8 @@ class TrainStep:
     def shares(self) -> tuple[int, ...]:
         """Number of micro-batches of each replica in the next step, in node order.
 
-        It is empty if every device has a part of each micro-batch. It can be set,
-        equally in all processes, and changes automatically if ``rebalances`` is true.
+        It is empty if every device has a part of each micro-batch. Set the same value
+        in all processes. It follows measured times if ``rebalances`` is true.
         """
         runner = self._runner
         return runner.shares if isinstance(runner, AdaptiveSharesRunner) else ()
@@ -399,8 +399,8 @@ class TrainStep:
 
         Returns:
             Sorted slices of this process for each dimension of a sample (without the
-            batch dimension), by the path of a batch leaf. There is one slice if the
-            devices' parts are adjacent.
+            batch dimension), by the path of a batch leaf. There is one slice if all
+            devices have the same part.
         """
         batch_regions = {}
         shardings = self._runner.batch_shardings
@@ -685,8 +685,8 @@ def compile(
         devices: Devices in node order; None uses all.
         out_of_range: With tables, treatment of ids without a row: ``"error"`` checks
             every batch before it is used, ``"clip"`` takes the nearest row.
-        job: With tables in separate processes, name on the command line of the job
-            whose batches they make for ``SectionsStep.run``.
+        job: With tables in separate processes, name of the job (as on the command line)
+            whose batches these processes make for ``SectionsStep.run``.
         job_settings: Options of that job.
         replace_every: With tables, number of steps after which they are placed again if
             their lookups show a gain; see ``wh.compile_tables``.
@@ -822,7 +822,7 @@ def step_of(
     try:
         captured = traced(adapter)
     except Exception:
-        check_same_shapes(plan, adapter)  # which may have failed the loss
+        check_same_shapes(plan, adapter)  # a mismatch may be the cause
         raise
     check_same_model(plan, captured, example, trains=optimizer is not None)
     evaluating = adapter.evaluating() if optimizer is None else None

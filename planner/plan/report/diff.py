@@ -1,8 +1,8 @@
-"""Compares two plans: only the changes, in words, bytes and seconds.
+"""Compares two plans: lists their changes in words, bytes and seconds.
 
-``plan.diff(other)`` makes it. Single settings have no cost, since they act together:
-their joint cost is in the terms of time and memory. The cost of a parameter is in its
-row.
+``plan.diff(other)`` returns them. Single settings have no cost, since they act
+together: their joint cost is in the terms of time and memory. The cost of a parameter
+is in its row.
 """
 
 from __future__ import annotations

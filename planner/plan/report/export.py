@@ -95,7 +95,7 @@ def flax_rules(plan: PlanData) -> Rules:
 
 
 def logical_axes(plan: PlanData) -> dict[str, tuple[str | None, ...]]:
-    """Returns the names of every parameter's dimensions, in the rules' words, by path.
+    """Returns the names of every parameter's dimensions as in the rules, by path.
 
     >>> import jax, jax.numpy as jnp
     >>> import whalejax as wh
@@ -133,7 +133,7 @@ def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
 def _before(
     plan: PlanData, axes_of: Mapping[str, tuple[str, ...]], order: Sequence[str]
 ) -> list[str]:
-    """Orders the names so that each parameter's sharded ones come first.
+    """Returns the names in an order that gives each parameter its sharded ones first.
 
     If no order suits all parameters, some of the others keep the given order.
     """

@@ -1,7 +1,7 @@
 """A plan as the configuration files of other libraries: MaxText, AXLearn, Levanter.
 
-Each file has a comment at its top on what the plan decides but the file cannot express.
-The formats were read in AI-Hypercomputer/maxtext (``configs/custom_mesh_and_rule``),
+The comment at the top of each file lists decisions that the file cannot express.
+The formats follow AI-Hypercomputer/maxtext (``configs/custom_mesh_and_rule``),
 apple/axlearn (``experiments/text/gpt/common.py``,
 ``common/trainer_config_modifier.py``) and marin-community/marin
 (``levanter/utils/mesh.py``, ``levanter/trainer.py``), 2026-11.
@@ -41,7 +41,7 @@ def header(
     Args:
         plans: Exported plans.
         unsaid: Text of the decisions that the file cannot express.
-        said: More sentences.
+        said: Additional sentences.
     """
     lines = []
     for plan in plans:
@@ -266,7 +266,7 @@ def _maxtext_axes(found: Mapping[str, Axes], what: str) -> dict[str, Axes]:
 
 
 def _maxtext_command(plan: PlanData) -> tuple[list[str], list[str]]:
-    """Returns the flags for the rest of a plan, and what no flag expresses."""
+    """Returns the flags for a plan's other decisions, and those without a flag."""
     flags = ["custom_mesh_and_rule=NAME_OF_THIS_FILE"]
     for axis, (inside, between) in degrees(plan).items():
         word = "pipeline" if axis == STAGE else axis

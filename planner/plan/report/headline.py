@@ -168,7 +168,7 @@ def model_words(work: ModelWork) -> list[str]:
 
 
 def speed_words(speed: Throughput) -> list[str]:
-    """Describes the throughput, the FLOP/s of a device and their part of its peak."""
+    """Describes the throughput, a device's FLOP/s and their fraction of its peak."""
     words = [f"{_rate(speed.units_per_second)} {speed.work.unit}/s"]
     if speed.work.step_flops:
         words.append(f"{flops_text(speed.device_flops_per_second)}/s a device")
@@ -247,9 +247,7 @@ def unknown_price_words(cluster: Cluster) -> list[str]:
 
 
 def flops_text(flops: float) -> str:
-    """Formats FLOPs, or FLOP/s without the second, with three digits: ``"28
-    TFLOP"``.
-    """
+    """Formats FLOPs, or FLOP/s without ``/s``, with three digits: ``"28 TFLOP"``."""
     for unit in ("", "k", "M", "G", "T", "P", "E"):
         if flops < 999.5 or unit == "E":
             break

@@ -47,10 +47,10 @@ BAR_CELLS = 24
 """Columns of a bar of 100 %."""
 
 SHOWN_ROWS = 12
-"""Rows of the parameter table, unless all are requested."""
+"""Number of rows of the parameter table, unless all are requested."""
 
 SHOWN_REASONS = 5
-"""Reasons why parameters stay unsharded, unless all are requested."""
+"""Number of reasons why parameters stay unsharded, unless all are requested."""
 
 TRAFFIC = ("traffic", "over", "of", "times a step", "bytes a step")
 """Columns of ``traffic_rows``."""
@@ -129,7 +129,7 @@ def bar_text(share: float, width: int) -> str:
 def _bars(
     head: str, terms: Sequence[tuple[str, float]], whole: float, form: _Form
 ) -> list[Line | str]:
-    """Yields each term with a bar of its share, its name and its size."""
+    """Returns the head, and each term with a bar of its share, its name and size."""
     pieces: list[Line | str] = [head]
     for number, (name, size) in enumerate(terms):
         bar = bar_text(size / max(whole, 1e-30), BAR_CELLS)
@@ -189,7 +189,7 @@ def _link_text(
     rates = {part.level.name: part.level.bandwidth_bytes_per_second for part in parts}
     words = [f"{name} at {gigabytes(rate)}/s" for name, rate in rates.items()]
     text = f"{axis} {mesh[axis]} crosses {' and '.join(words) or 'nothing'}"
-    if axis in (STAGE, "data"):  # Their names already tell what each device has.
+    if axis in (STAGE, "data"):  # Their names already state what each device has.
         return text
     shares = sharded_bytes(plan, axis)
     whole = sum(leaf.nbytes for leaf in plan.leaves)

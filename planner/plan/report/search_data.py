@@ -49,9 +49,7 @@ class InfeasibleCluster:
 
     @property
     def lacks_bytes(self) -> int | None:
-        """Bytes that the nearest plan lacks on a device; None if the reason
-        is another.
-        """
+        """Bytes that the nearest plan lacks on a device; None for other reasons."""
         problem = self.problem
         return problem.lacks_bytes if isinstance(problem, NothingFits) else None
 
@@ -296,7 +294,7 @@ def place_of_cluster(
     noun: str,
     refused: Mapping[str, str] | None = None,
 ) -> int:
-    """Returns the place of a result that is asked for by its number or cluster.
+    """Returns the index of a result that is requested by its number or cluster.
 
     Args:
         index: Number from 0, or name of a cluster.

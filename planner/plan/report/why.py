@@ -56,7 +56,7 @@ def named_axes(plan: PlanData) -> dict[str, str]:
 
 
 def only_shards_batch(plan: PlanData, axis: str) -> bool:
-    """Whether a mesh axis shards only samples: no weight and no other dimension."""
+    """Returns whether a mesh axis shards only samples, no weight or other dimension."""
     roles = {
         role
         for region in plan.compute
@@ -129,8 +129,8 @@ def leaf_note(
 
 
 def whole_reasons(plan: PlanData) -> list[tuple[str, list[LeafPlan]]]:
-    """Returns the parameters that no axis shards, by reason, those of most
-    bytes first.
+    """Returns the parameters that no axis shards, by reason; the reason with most bytes
+    comes first.
     """
     found: dict[str, list[LeafPlan]] = {}
     own = homes(plan)

@@ -1,4 +1,4 @@
-"""Returns traced programs in which some parts compute in 16 bits.
+"""Rewrites traced programs so that some parts compute in 16 bits.
 
 Products in such a part read their float32 operands in 16 bits. Elementwise operations
 on the results stay in 16 bits as long as no wider operand joins. Operations that sum
@@ -67,14 +67,14 @@ _ALGORITHM: Final = "of a chosen algorithm"
 
 
 def left_wide(jaxpr: Any, precisions: Mapping[Position, str]) -> Counter[str]:
-    """Counts float32 products that stay unchanged though 16 bits were asked for.
+    """Counts float32 products that stay unchanged though 16 bits were requested.
 
     Args:
         jaxpr: Closed jaxpr, as captured.
         precisions: Precision of equations that are to compute in 16 bits, by position.
 
     Returns:
-        Counts by the text of where they are.
+        Counts by the text of the reason.
     """
     return Counter(
         why for position, why in wide_products(jaxpr) if why and position in precisions
@@ -136,7 +136,7 @@ class _Scope:
     Attributes:
         values: Values of its variables, some of them narrower than traced.
         weights: Variables that depend on parameters alone.
-        numbers: Variables all of whose elements are one known number, with it.
+        numbers: Known number to which all elements of a variable are equal.
         casts: Values in other types, cast once for all readers.
     """
 
@@ -277,7 +277,7 @@ class _PrecisionRewriter:
     ) -> list[Any]:
         """Evaluates a loop; carries keep their type, parameters are cast before it.
 
-        With casts inside, the backward pass would save every turn's in both types.
+        With casts inside, each iteration would save parameters in both types.
         """
         inner = _compat.inner_jaxprs(equation)[0]
         body, parts = _compat.open_jaxpr(inner)[0], _compat.scan_parts(equation)
@@ -307,7 +307,7 @@ class _PrecisionRewriter:
 
 
 def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
-    """Evaluates an operation, in 16 bits if it can be and its operands allow it."""
+    """Evaluates an operation, in 16 bits if it and its operands allow that."""
     name, atoms = equation.primitive.name, equation.invars
     floats = [_compat.is_inexact(a.aval.dtype) for a in atoms]
     wide = [a.aval.dtype == _WIDE for a in atoms]

@@ -30,7 +30,7 @@ class AttentionPattern:
         scores: Program from the first product to the softmax's operand.
         batch: For each shared dimension its index in query, key and value, and its
             index in the scores.
-        rows: Index in the query and in the scores.
+        rows: For each row dimension its index in the query and in the scores.
         depth: Contracted dimensions of query and key.
         column: Index of the keys' dimension in key and value, and in the scores.
         width: Indices of the value's own dimensions.

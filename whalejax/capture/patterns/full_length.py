@@ -1,10 +1,10 @@
 """Values that lose their last tokens, computed at full length.
 
 A language model's loss compares ``logits[:, :-1]`` with ``tokens[:, 1:]``. After the
-cut, the logits are one token shorter than the sequence that devices share, and would
-have to be gathered. Here such a cut is postponed: later operations compute all tokens,
-those to be cut are zero at first, and sums over tokens leave them out. An operation
-that cannot work so reads the cut value, as it was traced.
+cut, the logits are one token shorter than the sharded sequence, and would have to be
+gathered. Here such a cut is postponed: later operations compute all tokens, those to be
+cut are zero at first, and sums over tokens leave them out. An operation without such a
+rule reads the cut value, as it was traced.
 
 No number of the extra tokens reaches a result or a gradient: reductions replace it. A
 selection stops its cotangent, NaN included, where the value begins and where it meets
@@ -209,7 +209,7 @@ class _Runner:
 
 
 Rule = Callable[[Any, Sequence[Any]], Any]
-"""Function of an equation and its operands, some at full length; may give None."""
+"""Function of an equation and its operands, some at full length; may return None."""
 
 
 def _of_long(equation: Any, operands: Sequence[Any]) -> Any:

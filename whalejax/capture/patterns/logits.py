@@ -209,7 +209,7 @@ class _Search:
     def _vocabulary_region(
         self, result: Any, vocab: int
     ) -> tuple[set[int], dict[Any, Tags]] | None:
-        """Returns equations from the product to the last with the vocabulary.
+        """Returns the equations from the product to the last one with the vocabulary.
 
         Returns:
             Their ids, and the tags of their results; None if the vocabulary is in a

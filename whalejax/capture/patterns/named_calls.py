@@ -40,8 +40,8 @@ token; the number of leading inputs with gradients follows."""
 
 
 Found = Callable[[Any, set[Any]], tuple[list[rebuild.EquationReplacement], list[str]]]
-"""Function of an open jaxpr and its trained variables; gives calls, and why others
-cannot be."""
+"""Function of an open jaxpr and its trained variables, which returns calls, and the
+reasons against other calls."""
 
 
 def is_attention(equation: Any) -> bool:
@@ -50,7 +50,7 @@ def is_attention(equation: Any) -> bool:
 
 
 def calls_attention(jaxpr: Any) -> bool:
-    """Returns whether a program contains any such call."""
+    """Returns whether a program contains a call that is attention."""
     equations = _compat.open_jaxpr(jaxpr)[0].eqns
     return any(
         is_attention(e) or any(map(calls_attention, _compat.inner_jaxprs(e)))
@@ -184,7 +184,7 @@ def _inner_program_kind(equation: Any) -> str | None:
 
 
 def _is_flat(jaxpr: Any) -> bool:
-    """Returns whether a program has no calls to inline and no positions to count."""
+    """Returns whether a program has no calls to inline and no stored positions."""
     body, constants = _compat.open_jaxpr(jaxpr)
     if any(_count(value) is not None for value in constants):
         return False
@@ -202,8 +202,8 @@ def _as_iota(value: Any) -> Any:
 
 
 def _count(value: Any) -> Callable[[], Any] | None:
-    """Returns a function that counts the positions that a program stores
-    as an array; None for other arrays.
+    """Returns a function that makes an array of positions (0, 1, 2, …) by ``iota``;
+    None for other arrays.
     """
     shape: Any = getattr(value, "shape", ())
     dtype: Any = getattr(value, "dtype", None)
@@ -221,8 +221,8 @@ class _Arranged:
     Attributes:
         items: Equations and calls, in an order in which they can run.
         inside: The same for loops and checkpointed regions, by the id of the equation.
-        calls: Whether it, or one of these, contains a call.
-        same: Whether it, and all of these, contain only their own equations.
+        calls: Whether it or one of ``inside`` contains a call.
+        same: Whether it and all of ``inside`` contain only their original equations.
     """
 
     items: list[Any]
@@ -237,7 +237,7 @@ class _Builder:
     Args:
         flat: Closed jaxpr, without calls that could be inlined.
         trained: Whether each input has a gradient.
-        find: Finds the calls.
+        find: Function that finds the calls.
     """
 
     def __init__(self, flat: Any, trained: Sequence[bool], find: Found) -> None:
@@ -367,7 +367,7 @@ def _call(
 def keeping(scan: Any, calls: set[int]) -> Callable[[Sequence[Any]], list[Any]]:
     """Returns a function that runs a scan and saves what attention in blocks saves.
 
-    These are queries, keys and values as they are dealt out, and the output.
+    These are queries, keys and values in the ring's order, and the output.
 
     Args:
         scan: Scan as it was traced.

@@ -92,8 +92,8 @@ class Scores:
     def masked_blocks(self, rows: int, columns: int, row: int, column: int) -> Any:
         """Returns which blocks are masked for any values of the product.
 
-        They have only masked scores, and each row has an unmasked score elsewhere; if a
-        row may have none, they all have one value, whose weight ``filled`` returns.
+        They have only masked scores, and each row has an unmasked score elsewhere. If a
+        row may have none, they all have one value, which ``filled`` returns.
 
         Args:
             rows, columns: Number of equal blocks of rows and columns.
@@ -121,8 +121,8 @@ class Scores:
             rows, columns, row, column: Arguments of ``masked_blocks``, unchanged.
 
         Returns:
-            The score; None if each row is known to have an unmasked score, beside
-            which masked ones are negligible.
+            The score; None if each row is known to have an unmasked score, compared
+            with which masked ones are negligible.
         """
         hidden = self.masked_blocks(rows, columns, row, column)
         if not hidden.any() or self._all_see(row, column):
@@ -194,7 +194,7 @@ class Scores:
         return result[-1]
 
     def _usual(self, operands: Sequence[Interval]) -> Interval:
-        """Returns usual bounds where all operands have such, else unlimited ones."""
+        """Returns usual bounds where all operands have usual bounds, else infinite."""
         limit = -self._mask_threshold
         every: Any = True
         for low, high in operands:

@@ -270,7 +270,7 @@ class ValueForms:
         if result is None:
             return
         if (out := self._turns.get(result)) in self.forms:
-            values = join_forms([values, self.forms[out]])  # From the previous turn.
+            values = join_forms([values, self.forms[out]])  # of the previous iteration
         lost = {len(pairing.grown.get(t, ())) for t in op.operands}
         if lost - {
             len(pairing.grown.get(result, ()))
@@ -291,7 +291,7 @@ class ValueForms:
         return SAME if any(values[0]) else ValueForm(power=None)
 
     def _is_batch_independent(self, op: Op) -> bool:
-        """Returns whether a loop's length, or the chosen branch, fits any batch."""
+        """Returns whether a loop's length or chosen branch is batch-independent."""
         pairing = self.pairing
         pair = pairing.equation(op), pairing.other_equation(op)
         if None in pair:

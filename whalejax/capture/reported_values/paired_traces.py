@@ -1,4 +1,4 @@
-"""Two traces of one loss, with fewer and with more samples, compared.
+"""Compares two traces of one loss, with fewer and with more samples.
 
 Only comparison shows the effect of the number of samples: a dimension that grows with
 it, a number that is divided by it. Programs of one loss differ if the loss reads the
@@ -86,7 +86,7 @@ class Pairing:
                 continue
             again = a in self.pairs and self.small.graph.tensors[a].kind != "const"
             if b in (None, UNKNOWN) or again or not self._has_equal_source(a, b):
-                # Only this user differs: a slice of everything is no operation.
+                # Only this consumer differs: JAX traces no slice that takes all.
                 torn.add(user)
                 continue
             self.pairs[a] = b
@@ -215,7 +215,7 @@ def scalars(program: Any) -> tuple[dict[Position, _BoundEquation], list[Any]]:
 
 
 UNKNOWN: Final = -1
-"""Replaces a tensor that was not found."""
+"""Marker of a tensor that was not found."""
 
 
 def decides(trace: Trace, op: Op) -> Value:

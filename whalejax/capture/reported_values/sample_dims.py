@@ -233,8 +233,8 @@ def _rank(where: _Where) -> int:
 
 
 def _stronger(a: _Where, b: _Where) -> _Where:
-    """Returns the meaning of a dimension that two are linked to; different
-    rows are mixed.
+    """Returns the stronger of two meanings of a dimension; different rows are
+    mixed.
     """
     if isinstance(a, SampleRows) and isinstance(b, SampleRows) and a != b:
         return _Mark.MIXED

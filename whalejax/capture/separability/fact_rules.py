@@ -1,8 +1,8 @@
 """Rules based on facts: batch indices, and experts' tokens sorted and put back.
 
 They apply before the others and return None if no fact decides. Values in the order of
-a sort (``Sorted``) are followed by their form in the samples' own order, as long as an
-operation treats each row by itself.
+a sort (``Sorted``) are represented in the samples' own order, as long as operations
+treat each row separately.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ def divided_order(
 
 
 def _inner_size(dim: Dim) -> int | None:
-    """Returns the elements of one sample or group; None if not adjacent."""
+    """Returns the size of one sample or group; None if not contiguous."""
     if not dim or not is_samples(dim[:1]):
         return None
     return int(np.prod([a.part for a in dim[1:]]))
@@ -524,7 +524,7 @@ def _ragged(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Follows an operation on sorted rows as if they were in their own order."""
+    """Follows an operation on sorted rows as if they were in the samples' order."""
     facts = [fact_of(v, Sorted) for v in equation.values]
     orders = {id(f.sorting) for f in facts if f is not None}
     others = [v for v, f in zip(equation.values, facts, strict=True) if f is None]

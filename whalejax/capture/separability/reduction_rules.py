@@ -81,7 +81,7 @@ def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) ->
     """Refuses an operation along the samples, or on sums over them.
 
     Raises:
-        CoupledError: The operation is such a one.
+        CoupledError: The operation couples samples.
     """
     if value.kind is Dependence.SUM:
         raise CoupledError(f"applies {equation.name} to a sum over the samples")

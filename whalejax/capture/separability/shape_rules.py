@@ -185,7 +185,7 @@ def cut_dim(
     if cuts[0][2] > 1 and all(
         (n % cut[2], cut[0] // cut[2], len(range(*cut))) == (0, 0, n // cut[2])
         for n, cut in zip(sizes, cuts, strict=True)
-    ):  # One element of every few neighbours.
+    ):  # One of every ``stride`` neighbours.
         stride = cuts[0][2]
         if cuts[0][2] != cuts[1][2] or cuts[0][0] != cuts[1][0]:
             raise CoupledError(TAKES)
@@ -213,7 +213,7 @@ def cut_dim(
 def _runs(
     dim: Dim, sizes: tuple[int, int], cuts: Sequence[tuple[int, int, int]]
 ) -> int:
-    """Returns the number of equal runs, if a slice takes some: 2 for a half; else 0."""
+    """Returns the number of equal runs, some of which a slice takes; 0 otherwise."""
     if not (dim and is_samples(dim[:1])) or any(cut[2] != 1 for cut in cuts):
         return 0
     pairs = [*zip(sizes, cuts, strict=True)]

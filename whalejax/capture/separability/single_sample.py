@@ -3,7 +3,7 @@
 A dimension of one element is often dropped or repeated by another rule than a longer
 one, as in ``jnp.squeeze``, and a loss may branch on it. So a proof uses parts of two or
 more samples, and the program for one must be the same, operation by operation: the same
-operands, parameters, and shapes that follow the number of samples as they do for more.
+operands, parameters, and shapes that depend on the number of samples in the same way.
 Operations that only add or drop dimensions of one element do not count.
 """
 
@@ -272,7 +272,7 @@ def _wide(shape: Shape) -> list[int]:
 
 
 def _numbers(shape: Shape) -> dict[int, int]:
-    """Numbers the dimensions of more than one element among themselves."""
+    """Returns consecutive numbers for the dimensions of more than one element."""
     return {d: i for i, d in enumerate(d for d, n in enumerate(shape) if n != 1)}
 
 

@@ -1,8 +1,8 @@
 """The process that runs members of an elastic run on its machine: ``whalejax agent``.
 
-It starts and kills processes on the supervisor's request, and reports their ends. They
-end with it, and if the supervisor is unreachable for too long. It has one thread,
-because the system kills its processes with the thread that started them.
+It starts and kills processes on the supervisor's request, and reports their ends. When
+it ends, or the supervisor is unreachable for too long, the processes end. It has one
+thread, because the system kills its processes with the thread that started them.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class AgentOptions:
     Attributes:
         supervisor: Host and port of the supervisor.
         key: Key file of the run.
-        processes: Most processes of this agent at a time.
-        name: Unique name among the run's agents; None takes that of the machine.
-        host: Address at which other members reach those of this machine; None takes the
+        processes: Largest number of processes of this agent at a time.
+        name: Unique name among the run's agents; None uses that of the machine.
+        host: Address at which other members reach those of this machine; None uses the
             address from which this machine reaches the supervisor.
         logs: Folder of logs.
         patience: Seconds after which an unreachable supervisor is given up.

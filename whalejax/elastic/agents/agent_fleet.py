@@ -1,7 +1,7 @@
 """The agents of a run from its supervisor's view, with their processes.
 
-This module uses no sockets: messages come in with their times, and go out by a
-function, so that tests can use a clock of their own.
+This module uses no sockets: it gets messages with their times, and sends messages
+through a function, so that tests can use a clock of their own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AgentRecord(Generic[Link]):
         name: Unique name of the agent.
         host: Address at which its members are reached.
         machine: Name of its machine, from ``processes.machine``.
-        room: Most processes of the agent.
+        room: Largest number of processes of the agent.
         token: Random token of its process, which identifies it after a restart.
         link: Connection of the agent; None if it ended.
         leaving: Whether it was asked to end and accepts no more processes.
@@ -94,7 +94,7 @@ class AgentFleet(Generic[Link]):
         Args:
             run: Run that the agents serve.
             take: Function that receives the agents' events with their times.
-            send: Sends a message over a connection.
+            send: Function that sends a message over a connection.
             close: Function that ends a connection; the other side reconnects.
             program: Value of the attribute.
         """
@@ -284,7 +284,7 @@ class AgentFleet(Generic[Link]):
             until = now + _SOON_SECONDS if ending else None
             self._take(now, ev.Deferred(slot, until=until))
             return False
-        # Members are spread; among agents with equally many, the one with most room.
+        # Spreads members; among agents with equally many, prefers the most room.
         record = min(matches, key=lambda r: (len(r.there) + len(r.asked), -r.free))
         record.asked[name] = slot
         self._tell(record, Start(name=name, device=device))

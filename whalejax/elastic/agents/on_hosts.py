@@ -1,4 +1,4 @@
-"""Agents of a run on hosts, started by a remote shell and restarted."""
+"""Starts and restarts agents of a run on hosts, through a remote shell."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[
 
 
 class _EarlierAgent:
-    """Command of an agent that an earlier process has started, which was killed."""
+    """Command of an agent, started by an earlier process that was killed."""
 
     def __init__(self, pid: int, began: str) -> None:
         self.pid, self._began = pid, began
@@ -105,8 +105,8 @@ class HostAgents:
         """Stores the hosts; starts no agent yet.
 
         Args:
-            shells: Command that runs another on a host, by the host's name, which
-                follows it; agents have the names of the hosts.
+            shells: Command that runs another on a host, by the host's name, which is
+                appended to it. Agents have the names of the hosts.
             supervisor: Host and port where the supervisor listens.
             logs: Folder of ``--logs``, with the same path on all hosts.
             processes: Largest number of processes on each host.

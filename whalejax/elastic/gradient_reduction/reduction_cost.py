@@ -1,7 +1,7 @@
 """Costs of reducing gradients by messages and by the platform's collectives.
 
-With messages each process is a full replica, and the loss of one costs the others a
-moment. With collectives all processes are one program, which restarts if one is lost.
+With messages each process is a full replica, and the failure of one delays the others
+only briefly. With collectives all processes are one program; it restarts if one fails.
 Links and their formulas are the planner's, the cost of failures is that of
 ``wh.goodput``, and the bytes of messages are those of ``message_all_reduce``.
 """
@@ -46,14 +46,14 @@ Measured with 64 MiB in a message over loopback, on an AMD EPYC (family 25, mode
 2026-11-27."""
 
 ADDED_BYTES_PER_SECOND: Final = 1e9
-"""Rate of sums in host memory, by one core of the same."""
+"""Rate of sums in host memory, by one core of the same machine."""
 
 MESSAGE_SECONDS: Final = 1e-3
-"""Seconds of one round of nearly empty messages, on the same."""
+"""Seconds of one round of nearly empty messages, on the same machine."""
 
 AGREED_SECONDS: Final = 2.5e-3
 """Seconds of the agreement before each step of processes with collectives: two of them,
-on the same."""
+on the same machine."""
 
 HOST_LINK_BYTES_PER_SECOND: Final = 15.75e9
 """Default rate between a device and its host: 16 lanes of PCI Express 3."""

@@ -1,7 +1,7 @@
 """Files of copies: the shards that a process writes, and reads in another layout.
 
-No process of a model over several processes has all of it, and the loss of one ends
-them all. Each writes its shards to a file of a memory file system, in parallel with its
+If several processes share one model, none has all of it, and the failure of one ends
+all. Each writes its shards to a file of a memory file system, in parallel with its
 steps and more often than checkpoints. Restarted processes, whatever their number, read
 what they need from the newest complete set.
 """
@@ -213,7 +213,7 @@ class Copies:
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """Returns the first and last index of a shard in each dimension.
+    """Returns the start and end index of a shard in each dimension.
 
     >>> box_of((slice(None), slice(2, 4)), (3, 8))
     ((0, 3), (2, 4))

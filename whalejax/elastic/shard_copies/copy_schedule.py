@@ -1,7 +1,7 @@
 """When the processes of a sharded model copy their shards, and how they restore them.
 
 The interval follows from the cost of a copy and the time between failures. All
-processes decide equally whether to make a copy, and which set to use.
+processes make the same decisions: whether to make a copy, and which set to use.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ShardCopyManager:
             step: Step whose states are copied.
             key: Key file of the run.
             generation: Generation of these processes.
-            every: Steps between copies; None finds the best number, by Daly.
+            every: Steps between copies; None uses the best number by Daly's formula.
             mtbf: Mean seconds between failures, for that formula.
             tell: Function that receives the step and the reason when copies end.
         """
@@ -93,8 +93,8 @@ class ShardCopyManager:
             self._meet(mine, key)
 
     def _meet(self, mine: dict[str, Any], key: Path) -> None:
-        """Finds the holders of copies, and answers others if there are
-        several folders.
+        """Finds the holders of copies, and serves copies to other processes
+        if there are several folders.
         """
         assert self._copies is not None
         error = ""
@@ -121,7 +121,7 @@ class ShardCopyManager:
         self._removes = places.index(places[here]) == here
 
     def close(self) -> None:
-        """Waits until the current set is written, and answers others no more."""
+        """Waits until the current set is written, and stops serving copies."""
         self.wait()
         if self._exchange is not None:
             self._exchange.close()
@@ -144,11 +144,12 @@ class ShardCopyManager:
     # Restoring.
 
     def newest(self, than: int) -> TrainState | None:
-        """Returns the state of the newest complete set, if it is newer than a
-        checkpoint.
+        """Returns the state of the newest complete set, if newer than a checkpoint.
+
+        All processes call this.
 
         Args:
-            than: Step of the checkpoint. All processes call this.
+            than: Step of the checkpoint.
         """
         if self._copies is None:
             return None

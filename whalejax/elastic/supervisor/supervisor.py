@@ -1,8 +1,8 @@
 """The process outside the workers that manages a run.
 
-It follows ``react``: it starts and ends processes, passes on messages and writes the
-journal. If it is killed and restarted in the same folder, it takes its members back,
-and they continue meanwhile.
+It executes the effects of ``react``: it starts and ends processes, passes on messages
+and writes the journal. If it is killed, its members continue; restarted in the same
+folder, it adopts them.
 
 The module is long because one loop handles every possible event: separate handlers
 would share all of its state.
@@ -100,7 +100,7 @@ _TICK_SECONDS: Final = 0.1
 _PULSE_SECONDS: Final = 1.0
 _LONGEST_WHY: Final = 5000
 _MOST_EVENTS: Final = 4096
-"""Most messages that wait for the loop; further senders wait too."""
+"""Largest number of messages that wait for the loop; then their senders wait."""
 _FULL_SECONDS: Final = 1.0
 _FAREWELL_SECONDS: Final = 5.0
 """Seconds in which each agent should learn that the run is over."""
@@ -233,8 +233,8 @@ class Supervisor:
     def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the run of these events continues.
 
-        A run whose processes are all gone, as after a restart of the machine, is over,
-        whatever its journal contains: later events in its folder belong to another run.
+        A run without any live process, as after a reboot, is over, even if its journal
+        has no end: later events in its folder belong to another run.
         """
         if self._run.again:
             return True
@@ -251,7 +251,7 @@ class Supervisor:
 
     def _listen(self, before: Mapping[str, Any] | None) -> None:
         host, port = self._run.host, self._run.port
-        if before is not None:  # Its members look for it there.
+        if before is not None:  # Its members reconnect to that address.
             host, port = before.get("host", host), before.get("port", port)
         try:
             self._listening = listen(host, port)
@@ -275,7 +275,7 @@ class Supervisor:
         write_pointer(self._folder / ADDRESS, address)
 
     def _take_back(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Takes back the members of a killed supervisor."""
+        """Adopts the members of a killed supervisor."""
         now = time.monotonic()
         self._journal.write("restarted", {})
         commits = journal.read_commits(self._folder / journal.COMMITS)
@@ -338,8 +338,8 @@ class Supervisor:
         """Takes all pending events before any process counts as silent; returns the
         time.
 
-        After a long iteration, this process may have been paused: other threads need a
-        moment to read the messages that came meanwhile.
+        A long iteration may mean that this process was paused. Other threads then need
+        a moment to read the messages that came meanwhile.
         """
         before, self._turn_at = self._turn_at, time.monotonic()
         if self._turn_at - before > LONGEST_TURN_SECONDS:
@@ -373,7 +373,7 @@ class Supervisor:
     def _is_over(self) -> bool:
         if self._end is None:
             return False
-        # Lost agents take their processes out of the list.
+        # Processes of failed agents are no longer listed.
         there, now = [*self._processes.names, *self._fleet.names], time.monotonic()
         if now > self._ends_at:
             for name in there:
@@ -426,8 +426,8 @@ class Supervisor:
             self._waker.wake()
 
     def _say_refused(self, now: float) -> None:
-        """Records the number of refused strangers; they are only counted, so that no
-        disk fills up.
+        """Records the number of refused strangers; an event for each could fill the
+        disk.
         """
         refused = self._acceptor.take_refused(now)
         if refused is not None:
@@ -436,7 +436,7 @@ class Supervisor:
 
     def _take_events(self) -> None:
         now = time.monotonic()
-        for _ in range(self._events.qsize()):  # not those that come meanwhile
+        for _ in range(self._events.qsize()):  # not events that come meanwhile
             channel, message = self._events.get_nowait()
             if message is None:
                 self._fleet.on_disconnect(now, channel)
@@ -476,7 +476,7 @@ class Supervisor:
             member = self._state.members.get(name)
             number = member.reported if member is not None and is_written else 0
             before, at = self._acknowledged.get(channel, (0, float("-inf")))
-            # A member without reports gets an answer now and then.
+            # A member without new reports gets an answer twice in a lease.
             if number > before or now - at > self._state.lease.seconds / 2:
                 self._acknowledged[channel] = number, now
                 self._send(channel, ReportReceived(goodput=goodput, number=number))
@@ -706,7 +706,7 @@ class Supervisor:
             return
         try:
             own = self._gpus.of(slot, self._state.devices)
-        except WhaleError as error:  # The run began with fewer; no retry.
+        except WhaleError as error:  # The run began with fewer GPUs; no retry.
             self._record("not_started", slot=slot, why=str(error))
             self._take(now, ev.Deferred(slot))
             return

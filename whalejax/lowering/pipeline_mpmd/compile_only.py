@@ -102,7 +102,7 @@ class CompiledStages:
         memory: Memory of a device of each stage.
         moved: Transfers between parts.
         once_bytes: Bytes that the devices of each stage receive once in a step: inputs
-            of another stage, and gradients from other stages of its parameters.
+            that another stage owns, and gradients of its parameters from other stages.
     """
 
     programs: tuple[StageProgram, ...]
@@ -317,7 +317,7 @@ class _Rehearsing:
         )
 
     def _in_flight(self, stage: int) -> tuple[int, int]:
-        """Returns the most residual bytes in flight, and more bytes at the peak."""
+        """Returns the most residual bytes in flight, and extra bytes at the peak."""
         now = most = fullest = 0
         stages = self.apart.table.num_stages
         held: dict[tuple[int, int], int] = {}

@@ -74,7 +74,7 @@ class VirtualStageSignature:
         imports: Numbers of the imported values, in the order of the part's imports.
         rng, step, number, scale: Numbers of the run's key, the step, the micro-batch
             and the loss scale; None if absent.
-        counted: Number of the count of earlier micro-batches, for counters.
+        counted: Number of the input that counts earlier micro-batches, for counters.
         cotangents: Numbers of the cotangents of differentiable exports; the last
             virtual stage also has that of the loss.
         exports: Numbers of the exported values, in the order of the part's exports.

@@ -39,7 +39,7 @@ class StageLayers:
         masked: Whether all stages run equally many iterations, as they share
             collectives.
         stage, last: Number of this stage, and whether it is the last.
-        given: Outputs of the previous stage, or of the layers with ``made``.
+        given: Outputs of the previous stage, or of the layers if ``made``.
         ends: Whether to stop after the layers.
         made: Whether the layers were run before, and their outputs are given.
         results: Outputs of the layers.
@@ -118,7 +118,7 @@ class StageLayers:
 
 @jax.custom_vjp
 def _only_where(here: Any, value: Any) -> Any:
-    """Returns the value; its cotangent is zero elsewhere, even if it is infinite."""
+    """Returns the value; its cotangent is 0 where ``here`` is False, even if inf."""
     del here
     return value
 

@@ -47,7 +47,7 @@ def adasum_reduce(
         specs: Spec of each parameter on the axes other than ``data``.
         slices: Number of layers that each tensor stacks; each layer counts as a tensor.
         mesh: Mesh of the devices.
-        node: Number of consecutive ranks that are averaged before.
+        node: Number of consecutive ranks that are averaged first.
     """
     double = any(x.dtype == jnp.float64 for x in stacked)
     dtype = jnp.float64 if double else jnp.float32
@@ -276,7 +276,7 @@ def weighted_means(sums: Any, weights: Any) -> Any:
     """
     by = weights.reshape(-1, *[1] * (sums.ndim - 1)).astype(sums.dtype)
     nonzero = by != 0
-    # A rank of zero weight may have divided by it.
+    # A rank of zero weight may have NaN sums, if its loss divided by the weight.
     means = sums / jnp.where(nonzero, by, 1)
     return jnp.where(nonzero, means, jnp.zeros_like(sums))
 

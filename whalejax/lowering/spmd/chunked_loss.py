@@ -179,7 +179,7 @@ class _Chunks:
         trained: Sequence[int],
         cotangents: Sequence[Any],
     ) -> list[Any]:
-        """Returns gradients of hidden values, kernel and further trained inputs."""
+        """Returns gradients of hidden values, kernel and other trained inputs."""
         one = self.one
         stored, read = kernel, self.used(kernel)
         wide = jnp.promote_types(kernel.dtype, jnp.float32)

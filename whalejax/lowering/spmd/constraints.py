@@ -325,7 +325,7 @@ def _only(spec: Spec, other: Spec) -> Spec:
 
 
 def _from_whole(op: Op, final: Spec) -> tuple[Spec, ...]:
-    """Returns the specs of a result: a slice is taken before it is sharded.
+    """Returns the specs of a result: a slice runs before its result is sharded.
 
     Otherwise the compiler would shard the input of the slice unevenly, and exchange its
     edges.

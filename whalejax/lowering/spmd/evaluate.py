@@ -112,7 +112,7 @@ def with_waiting(policy: Any) -> Any:
 
 
 class ScanReplacement(Protocol):
-    """Replacement of a scan over layers that runs some of them."""
+    """Replacement of a scan over layers; it runs only some of the layers."""
 
     @property
     def position(self) -> Position:
@@ -132,7 +132,7 @@ class ScanReplacement(Protocol):
         ...
 
     def after_scan(self, value: Any) -> Any:
-        """Returns a value in the form for readers after the scan."""
+        """Returns a value in the form that equations after the scan expect."""
         ...
 
 
@@ -348,7 +348,7 @@ def _as_it_is(
     slots: Sequence[int | None],
     position: Position,
 ) -> list[Any]:
-    """Runs an operation as traced, or by a special rule for sharded devices."""
+    """Runs an operation as traced, or by a special rule for sharded values."""
     laid = scope.constraints.lookups.get(position, ())
     specs = [laid[s] if s is not None and laid else () for s in slots]
     windows = shared_windows(equation, specs, scope.mesh)
@@ -484,7 +484,7 @@ def _inner(
     recomputed: bool = False,
     here: PartialProgram | None = None,
 ) -> list[Any]:
-    """Runs an inner jaxpr with the flags of the scope and perhaps more."""
+    """Runs an inner jaxpr with the scope's flags and the given ones."""
     return evaluate(
         jaxpr,
         values,

@@ -61,7 +61,7 @@ class _Free:
     taken: set[str] = field(default_factory=set)
 
     def take(self, spec: Spec, dim: int, size: int) -> tuple[str, ...]:
-        """Returns a spec's axes of a dimension, if free and dividing it, else ()."""
+        """Takes a dimension's axes of a spec; () if in use or not dividing ``size``."""
         axes = spec[dim] if dim < len(spec) else ()
         axes = tuple(a for a in axes if self.sizes.get(a, 1) > 1)
         count = math.prod(self.sizes[a] for a in axes)
@@ -348,7 +348,7 @@ class _ShardedGather:
         return within
 
     def finish(self, results: list[Any], operand: Any, indices: Any) -> list[Any]:
-        """Fills results of indices out of bounds, in the mode that fills."""
+        """Fills the results of out-of-bounds indices, if the mode fills them."""
         del operand
         if not self.picked or self._mode != Mode.FILL_OR_DROP:
             return results

@@ -381,7 +381,7 @@ def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
 
 
 def _elementwise(equation: Any, shape: Sequence[int]) -> bool:
-    """Whether an equation has one result of a shape, from that shape and scalars."""
+    """Whether an equation makes one array of a shape, elementwise or from scalars."""
     if len(equation.outvars) != 1 or equation.outvars[0].aval.shape != shape:
         return False
     if equation.primitive.name == _SPREAD:

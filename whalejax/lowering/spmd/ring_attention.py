@@ -43,7 +43,7 @@ def attend(
 
     Args:
         equation: Call of attention.
-        values: Query, key, value and further inputs of the scores.
+        values: Query, key, value and the other inputs of the scores.
         specs: Specs of the values.
         mesh: Mesh of the devices.
 
@@ -153,7 +153,7 @@ class _AttentionLayout:
 
 
 def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any], one: AttentionPattern) -> Spec:
-    """Returns the spec of a further input: rows like the query's, columns unsharded."""
+    """Returns the spec of another input: rows like the query's, columns unsharded."""
     result = []
     for tags in zip(*ways, strict=True):
         tag = tags[0] if len(set(tags)) == 1 else None
@@ -182,7 +182,7 @@ class _Local:
     # Layouts.
 
     def kept_specs(self) -> list[Any]:
-        """Returns specs of the residuals: reordered query, key and value, and sums."""
+        """Returns specs of residuals: reordered query, key, value; row maxima, sums."""
         one, (query, _, value) = self.one, self.laid.specs[:3]
         batch = [query[q] for q, *_ in one.batch]
         groups = [query[q] for q, _ in self.groups]
@@ -265,7 +265,7 @@ class _Local:
         return lax.ppermute(x, self.laid.axes, [(d, (d + 1) % n) for d in range(n)])
 
     def outside(self, others: Sequence[Any]) -> list[Any]:
-        """Returns the further inputs, with sharded rows reordered like the queries."""
+        """Returns the other inputs, with sharded rows reordered like the queries."""
         outside = []
         for value, ways, spec in zip(
             others, self.one.scores.tags, self.laid.specs[3:], strict=True
@@ -408,7 +408,7 @@ class _Local:
         mine, total, peak, below = self._rows(pair, (query, *state))
         scores, _ = self.scores(mine, key, pair, sizes, others)
         higher = jnp.maximum(peak, scores.max(axis=-1))
-        # If all of a row is masked so far, its maximum is -inf.
+        # A row's maximum is -inf while all its scores so far are masked.
         level = jnp.where(jnp.isfinite(higher), higher, 0)
         weights = jnp.exp(scores - level[..., None])
         shrink = jnp.exp(peak - level)
@@ -479,7 +479,7 @@ class _Local:
         key, value = self._columns(pair, moving)
         query, given, inner, level, below = self._rows(pair, held)
         scores, pullback = self.scores(query, key, pair, sizes, others)
-        # Not by the logarithm of the sum, which is lost next to large masked scores.
+        # No log-sum-exp: next to large masked scores, the sum's logarithm is lost.
         weights = jnp.exp(scores - level[..., None]) / below[..., None]
         ahead, behind = (
             product.params["precision"] for product in (self.one.first, self.one.second)
@@ -589,7 +589,7 @@ class _Local:
 
 
 def _added(whole: Any, part: Any, start: Any, dim: int) -> Any:
-    """Adds a part to a slice."""
+    """Returns ``whole`` with ``part`` added to its slice at ``start``."""
     before = lax.dynamic_slice_in_dim(whole, start, part.shape[dim], dim)
     return lax.dynamic_update_slice_in_dim(whole, before + part, start, dim)
 

@@ -190,9 +190,9 @@ def micro_batches(
         batch: Flat leaves of the global batch.
 
     Returns:
-        The divided leaves, and a function from one part of each (and the flat batch, if
-        it is another) to the flat micro-batch. A leaf without a batch dimension is
-        equal in all.
+        The divided leaves, and a function from one part of each to the flat
+        micro-batch. Leaves without a batch dimension are those of the flat batch, or of
+        another one if it is the second argument.
     """
     rows = MicroBatchRows.of(program.plan)
     axes = {i: axis for i, axis in enumerate(program.batch_axes) if axis is not None}
@@ -264,8 +264,8 @@ def differentiator(
     adapter = program.adapter
     at_step = adapter.fold_rest(rest, step)
     rng = None if rng is None else jax.random.fold_in(rng, step)
-    # Gradients are reduced in the parameter's spec, then resharded. In one step, the
-    # compiler would reshard the activations instead.
+    # Gradients are reduced in the parameter's spec, then resharded. With a single
+    # constraint, the compiler would reshard the activations instead.
     stored = [leaf.param_spec for leaf in program.plan.trained]
     specs = [leaf.gradient_spec for leaf in program.plan.trained]
 
@@ -417,7 +417,7 @@ def _accumulate(
     moving = [i for i in range(len(leaves)) if i not in frozen]
 
     def filled(some: Sequence[Any]) -> Any:
-        """Fills in frozen weights, which are not carries: a loop may copy those."""
+        """Adds frozen weights; they are not carries, which a loop may copy."""
         given = iter(some)
         pairs = enumerate(leaves)
         return tree.unflatten([x if i in frozen else next(given) for i, x in pairs])
@@ -527,7 +527,7 @@ def followers(
     small: bool = False,
     program: UpdateProgram | None = None,
 ) -> list[Follower]:
-    """Returns parameters that are offloaded, or whose state is, for updates in chunks.
+    """Returns parameters to update in chunks, as they or their state are offloaded.
 
     These are matrices with elementwise updates of parameter and state.
 
@@ -540,7 +540,7 @@ def followers(
         program: Result of ``update_program``, if known.
 
     Returns:
-        Parameters with their state, by the numbers of ``stepping``, without specs.
+        Parameters with their state, as numbers of values of ``stepping``; no specs.
     """
     program = program or update_program(optimizer, adapter)
     shapes = [x.shape for x in jax.tree.leaves(adapter.params)]

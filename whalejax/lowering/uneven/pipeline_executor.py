@@ -163,7 +163,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     def _local_view(
         self, state: TrainState, replica: int, *, whole: bool = True
     ) -> TrainState:
-        """Returns the state, or what an evaluation reads, on one pipeline's devices."""
+        """Returns the state, or its part for evaluation, on one pipeline's devices."""
         places = self.pipelines[replica].shardings
 
         def one(leaf: Any, sharding: NamedSharding) -> Any:
@@ -184,7 +184,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         timed = self._start()
         runs = self._ran(seen, batch)
         gradients = {r: run.summed() for r, run in runs.items()}
-        for r in timed:  # No local name may keep them alive during the exchange.
+        for r in timed:  # No local name may keep gradients alive during the exchange.
             self._stopwatches[r].stop(
                 [x for x in gradients[r] if x is not ABSENT], self.shares[r]
             )
@@ -435,7 +435,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
             return copies[self._mine[0]]
         everywhere = {r: NamedSharding(self.pipelines[r].mesh, WHOLE) for r in copies}
         spread = {
-            # With several processes, they are already on all of its devices.
+            # Metrics of a multi-process pipeline are on all its devices already.
             r: jax.device_put(told, everywhere[r])
             if everywhere[r].is_fully_addressable
             else told
@@ -476,6 +476,5 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
 
 def _pop_array(several: list[Any], number: int) -> Any:
-    """Returns an array and drops it from a list."""
     pop_array, several[number] = several[number], ABSENT
     return pop_array

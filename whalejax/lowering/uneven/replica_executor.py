@@ -188,7 +188,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _local_view(
         self, state: TrainState, replica: int, *, whole: bool = True
     ) -> TrainState:
-        """Returns the state, or what an evaluation reads, on one replica's devices."""
+        """Returns the state, or its part for evaluation, on one replica's devices."""
         local_view: TrainState = jax.tree.map(
             lambda leaf, sharding: seen_on(
                 leaf, sharding, _times(leaf.shape, sharding, 1 / len(self._meshes))
@@ -293,7 +293,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         ]
 
     def _put_micro_batch(self, replica: int, leaves: Sequence[Any]) -> list[Any]:
-        """Puts a micro-batch on the devices of a replica."""
         places = [
             named_sharding(x.spec, self._meshes[replica]) for x in self._plan.batch
         ]

@@ -1,8 +1,8 @@
 """ZeRO-1 over replicas: each stores and updates a slice of the optimizer's state.
 
-After the gradient reduction each replica has all gradients. Each computes values of all
-gradients, such as their norm, itself; the elementwise part of the update runs on the
-replica's own slices. Then they gather the parameters. So every number comes from one
+After the gradient reduction each replica has all gradients, and computes values of all
+of them, such as their norm. The elementwise part of the update runs on the replica's
+own slices. Then the replicas gather the parameters. So every number comes from one
 replica, and copies cannot diverge on different devices.
 """
 
@@ -100,7 +100,7 @@ class ReplicaSlices:
         self._followers = [self._follower(number) for number in self.dims]
 
     def _follower(self, number: int) -> Follower:
-        """Returns a parameter with its state, by the numbers of ``stepping``."""
+        """Returns a parameter with its state, as numbers of values of ``stepping``."""
         leaves = self.program.plan.trained
         count = len(leaves)
         places = [i for i, owner in enumerate(self.owners) if owner == number]
@@ -149,7 +149,7 @@ class ReplicaSlices:
             New parameters and state: slices, except of parameters that are not sliced.
 
         Raises:
-            PlanError: The optimizer needs more of the state than slices.
+            PlanError: The optimizer needs more of the state than the replica's slices.
         """
         structure: Any = jax.tree.structure(program.adapter.params)
         tree: Any = jax.tree.structure(state)

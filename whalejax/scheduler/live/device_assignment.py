@@ -34,7 +34,7 @@ MOST_FAILURES: Final = 3
 their device counts as failed."""
 
 _MOST_FAILED_STARTS: Final = 2
-"""Number of supervisors that do not start after which a job fails: the first may have
+"""Number of failed starts of supervisors after which a job fails: the first may have
 found its port taken, or the disk full."""
 
 _STARTING_SECONDS: Final = 10.0
@@ -176,8 +176,8 @@ class Placing:
     # What an engine does not give.
 
     def _find_refused(self) -> None:
-        """Sets aside the hosts that an engine refuses, with all that are asked for by
-        the same command, unless it has given one of these.
+        """Excludes the hosts that an engine refuses, with all hosts of the same
+        request, unless it has given one of these.
         """
         if self._devices.engine is None:
             return
@@ -190,7 +190,7 @@ class Placing:
                     self.refused.setdefault(name, why)
 
     def _refusal_of(self, job: LiveJob) -> str:
-        """Returns the engine's reason if the hosts that it gives never hold a job."""
+        """Returns the engine's reason if a job never fits on the hosts it gives."""
         devices = self._devices
         refused = {name for host in self.refused for name in devices.of_host(host)}
         counts = devices.counts(n for n in devices.names if n not in refused)
@@ -217,7 +217,7 @@ class Placing:
                 return
 
     def _waits_long(self, job: LiveJob) -> bool:
-        """Whether a job has waited for its fewest hosts for a while."""
+        """Whether a job has waited for its least number of hosts for a while."""
         run = self._runs[job.name]
         if self._devices.engine is None or not (job.target and run.is_alive):
             return False
@@ -319,7 +319,7 @@ class Placing:
                 steps=step + more,
                 kind=job.place[0],
             )
-            if self._book.problem:  # Nothing starts that is not on the disk.
+            if self._book.problem:  # Nothing starts before it is recorded on the disk.
                 return
             run.reader.record_launch(time.time(), batch, job.place[0])
             self._start(job, run, job.target)
@@ -356,7 +356,7 @@ class Placing:
         if not size or run.is_asking or run.reader.drains:
             return
         if self._devices.engine is not None and not run.reader.held_slots:
-            lost = self.lost_devices()  # Those that it got come first.
+            lost = self.lost_devices()  # Devices that the engine gave come first.
             order = sorted(job.devices, key=lambda name: name in lost)
             self._set_devices(job, order)
         # A change of the batch or the kind restarts the run from a checkpoint.

@@ -82,7 +82,7 @@ class JobRun:
         home: Folder of the job.
         reader: Reader of its journal.
         refusal: Reason why its supervisor last refused a resize or could not start.
-        wanted_hosts: Hosts on which it needs an agent, with the Unix times since when.
+        wanted_hosts: Hosts on which it needs an agent, with the Unix time since which.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class JobRun:
 
     @property
     def lacks_front(self) -> bool:
-        """Whether nobody keeps the agents of its hosts, though its supervisor runs."""
+        """Whether no process keeps its hosts' agents, though its supervisor runs."""
         is_there = self._front is not None and self._front.poll() is None
         if self._hosts is None or is_there or is_held(self.home / FRONT):
             return False
@@ -158,7 +158,7 @@ class JobRun:
     ) -> None:
         """Starts the run, from its newest checkpoint if there is one.
 
-        Members that lost their supervisor are taken back.
+        Members that lost their supervisor are adopted.
 
         Args:
             least, most: Fewest and most members.
@@ -225,7 +225,7 @@ class JobRun:
         wanted = {host: self.wanted_hosts.get(host, now) for host in hosts}
         if wanted == self.wanted_hosts:
             return
-        with contextlib.suppress(OSError):  # Of a full disk: the next turn tries again.
+        with contextlib.suppress(OSError):  # such as a full disk; the next turn retries
             self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
             _replace_json(self.home / HOSTS, wanted)
             self.wanted_hosts = wanted
@@ -240,7 +240,7 @@ class JobRun:
             return {}
 
     def alike_hosts(self, host: str) -> list[str]:
-        """Returns the hosts that are asked for by the same command as one of them."""
+        """Returns the hosts with the same command as a host, itself included."""
         shells = {} if self._hosts is None else self._hosts.shells
         return [name for name, words in shells.items() if words == shells.get(host)]
 
@@ -270,8 +270,8 @@ class JobRun:
         return _last_lines(self.home / LOG, 3)
 
     def missing_agent(self) -> str:
-        """Returns what the command of a missing agent printed last; empty if all are
-        there.
+        """Returns the last output of a missing agent's command; empty if none is
+        missing.
         """
         for host in self.wanted_hosts if self.is_alive else ():
             if host not in self.reader.agents:

@@ -75,8 +75,8 @@ class ServeSettings:
         resize: Assumed seconds of a start or a growth, until measured.
         horizon: Seconds within which a change has to gain its cost.
         hosts: Hosts of the cluster's nodes; None for this machine.
-        listen: Host and port at which commands with the key are taken too; None for
-            the socket alone.
+        listen: Host and port at which commands with the key are accepted too; None
+            for the socket only.
     """
 
     folder: Path
@@ -239,8 +239,8 @@ class JobService:
         self._remove_idle()
 
     def _remove_idle(self) -> None:
-        """Takes the devices of jobs that want none: after a kill of the scheduler, the
-        journal may have a job's pause or cancellation without this.
+        """Releases the devices of jobs that want none: after a kill of the scheduler,
+        the journal may have a job's pause or cancellation without this release.
         """
         for job in self._book.jobs.values():
             if not job.wants_devices:
@@ -259,8 +259,8 @@ class JobService:
             say_in_background("whalejax: there is space again")
 
     def _look_at_disk(self) -> None:
-        """Finds out whether the disk is full: for the journal, or for what a start
-        writes.
+        """Finds out whether the disk is too full for the journal, or for the files of
+        a start.
         """
         folder, self._problem = self._settings.folder, ""
         goes_on = "jobs go on, and none is started until there is space"

@@ -25,7 +25,7 @@ _MOST_STEPS: Final = 400
 """Number of steps after which the weight of earlier ones in a speed is halved."""
 
 _FEWEST_STEPS: Final = 5
-"""Number of steps from which on a speed is known."""
+"""Least number of steps after which a speed is known."""
 
 _FEWEST_NOISE_LINES: Final = 20
 _AWAY_SECONDS: Final = 60.0
@@ -189,7 +189,7 @@ class RunReader:
         failures: Number of processes in a row that were lost before they were ready
             for steps, by slot; those that the run has refused do not count.
         refusal: Reason why the run refused its newest process, such as a script that
-            was changed; empty once a further one is ready.
+            was changed; empty once a later one is ready.
         agents: Names of the present agents of the newest run.
         away_since: Unix time at which each host lost its agent; the key ``""`` has the
             start of the run, for hosts that never had an agent.
@@ -246,12 +246,12 @@ class RunReader:
             self._noise.poll()
 
     def summary(self) -> dict[str, Any]:
-        """Returns what is known of a run that has ended, as fields for a journal."""
+        """Returns the facts about an ended run, as fields for a journal."""
         costs = dataclasses.asdict(self.costs)
         return {"step": self.step, "loss": self.loss, "costs": costs}
 
     def restore(self, summary: Mapping[str, Any]) -> None:
-        """Sets what an earlier reader knew, in place of reading the run again.
+        """Restores the facts from a summary, in place of reading the run again.
 
         Args:
             summary: Fields from ``summary``.
@@ -277,7 +277,7 @@ class RunReader:
         self._launches.append((at, batch, kind))
 
     def _pace(self, at: float, count: int) -> _Pace:
-        """Returns the speed that steps of a number of members at a time belong to."""
+        """Returns the speed record for steps of a number of members at a time."""
         launches = ((b, k) for then, b, k in reversed(self._launches) if then <= at)
         batch, kind = next(launches, (0, ""))
         return self._paces.setdefault((batch, kind, count), _Pace())
@@ -291,7 +291,7 @@ class RunReader:
         """Returns those of the run's hosts that have had no agent for a while.
 
         Args:
-            hosts: Hosts that should have an agent, with the Unix times since when.
+            hosts: Hosts that should have an agent, with the Unix time since which.
             at: Unix time.
         """
         if not self.away_since:
@@ -332,7 +332,7 @@ class RunReader:
                     del self._processes[name]  # They end with their supervisor.
             case "restarted":
                 self.starts += 1
-                # Those that are still there join again.
+                # Agents that still run join again.
                 self.away_since |= dict.fromkeys(self.agents, said["time"])
                 self.agents = set()
             case "resized":
@@ -372,7 +372,7 @@ class RunReader:
             self.agents.add(agent)
             self.away_since.pop(agent, None)
             return
-        # Its processes end with it, or when it comes back.
+        # Its processes end with the agent, or when the agent reconnects.
         self.agents.discard(agent)
         self.away_since[agent] = said["time"]
         for name in [n for n, p in self._processes.items() if p.agent == agent]:
