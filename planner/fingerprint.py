@@ -37,7 +37,7 @@ too.
 """
 
 _NAMES: Final = {
-    "model_hash": "model, batch or marks",
+    "model_hash": "model, loss, batch or marks",
     "cluster": "cluster",
     "axes": "mesh axes",
     "device_order": "device order",

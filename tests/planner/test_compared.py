@@ -24,7 +24,7 @@ def test_each_part_of_a_plan_that_differs_is_named() -> None:
         "num_micro_batches": (7, f"micro-batches (7, not {plan.num_micro_batches})"),
         "model_hash": (
             "other",
-            f"model, batch or marks (other, not {plan.model_hash})",
+            f"model, loss, batch or marks (other, not {plan.model_hash})",
         ),
         "leaves": (plan.leaves[1:], "shapes or layouts of parameters"),
         "compiler_options": ((("a", 1),), 'compiler options ([["a", 1]], not [])'),

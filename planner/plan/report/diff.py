@@ -308,8 +308,10 @@ def _settings(plan: PlanData) -> list[tuple[str, str]]:
     sub = dict.fromkeys(mesh_words(own.axis_sizes) for own in plan.stage_plans)
     count = plan.num_micro_batches
     inside = f" ({' | '.join(sub)})" if sub else ""
+    model, _, loss = plan.model_hash.partition("-")
     return [
-        ("model", plan.model_hash[:12]),
+        ("model", model[:12]),
+        ("loss", loss),
         ("cluster", plan.cluster.describe()),
         ("batch", str(batch[0]) if batch else ""),
         ("mesh", mesh_words(plan.axis_sizes) + inside),

@@ -35,6 +35,7 @@ class AttentionPattern:
         column: Index of the keys' dimension in key and value, and in the scores.
         width: Indices of the value's own dimensions.
         weights_dtype: Dtype in which the second product reads the softmax.
+        weights: Dimension of the scores for each dimension of the softmax.
         turned: Whether the value is the left operand of the second product.
         keys_first: Whether the keys are the left operand of the first.
     """
