@@ -459,7 +459,8 @@ def _time(one: _ParallelPipelines) -> TimeTerms:
     last = one.plans[ends.index(max(ends))]
     terms = dataclasses.asdict(last.plan.time)
     update = terms.pop("update_seconds")
-    ratio = (one.step_seconds - one.exchange[1] - update) / sum(terms.values())
+    total = max(sum(terms.values()), 1e-30)
+    ratio = (one.step_seconds - one.exchange[1] - update) / total
     return TimeTerms(
         **{name: seconds * ratio for name, seconds in terms.items()},
         update_seconds=update,

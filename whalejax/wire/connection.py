@@ -6,8 +6,7 @@ listener sends its protocol and whether it accepts the other side. A frame is th
 of a message's values and arrays, followed by both unchanged. If processes have no key,
 the same protocol runs without TLS.
 
-The process's loop reads all incoming data. A sender writes by itself, so that a reader
-that accepts nothing delays only its own sender.
+The process's loop reads all incoming data; a slow reader delays only its own sender.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def trade(serving: Serving, folder: Path, nodes: Callable[[str], int]) -> None:
 
     def are_complete() -> bool:
         there = serving.shown()
-        return all(there[name].status == "complete" for name in STEPS if there)
+        return bool(there) and all(there[name].status == "complete" for name in STEPS)
 
     def has_grown() -> bool:
         given = [
@@ -177,7 +177,7 @@ def test_jobs_are_paused_when_slurm_refuses_the_options(
 
     def are(status: str) -> bool:
         there = serving.shown()
-        return all(there[name].status == status for name in names if there)
+        return bool(there) and all(there[name].status == status for name in names)
 
     try:
         for name in names:
@@ -237,7 +237,9 @@ def test_jobs_that_share_too_few_nodes_run_one_after_the_other(
 
         def are_complete() -> bool:
             there = serving.shown()
-            return all(there[name].status == "complete" for name in names if there)
+            return bool(there) and all(
+                there[name].status == "complete" for name in names
+            )
 
         assert serving.until(are_complete)
         given = [e["name"] for e in serving.book() if e["event"] == "gave_back"]

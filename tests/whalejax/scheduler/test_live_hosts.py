@@ -88,7 +88,7 @@ def test_jobs_trade_the_devices_of_two_hosts(tmp_path: Path, hosts: list[str]) -
 
     def are_complete() -> bool:
         there = serving.shown()
-        return all(there[name].status == "complete" for name in STEPS if there)
+        return bool(there) and all(there[name].status == "complete" for name in STEPS)
 
     try:
         add("first")
@@ -160,7 +160,7 @@ def test_jobs_change_the_kind_of_their_devices(
 
     def are_complete() -> bool:
         there = serving.shown()
-        return all(there[name].status == "complete" for name in STEPS if there)
+        return bool(there) and all(there[name].status == "complete" for name in STEPS)
 
     try:
         words = "--set", "seconds=0.03", "--no-wait"

@@ -26,7 +26,7 @@ def test_jobs_trade_devices_and_lose_nothing_to_kills(tmp_path: Path) -> None:
 
     def are_complete() -> bool:
         there = serving.shown()
-        return all(there[name].status == "complete" for name in STEPS if there)
+        return bool(there) and all(there[name].status == "complete" for name in STEPS)
 
     try:
         add("first")

@@ -28,7 +28,7 @@ from whalejax.scheduler.job_table import NOWHERE, JobError
 from whalejax.scheduler.live import local_socket, plan_worker
 from whalejax.scheduler.live.job_book import JobBook
 from whalejax.scheduler.live.job_devices import job_devices
-from whalejax.scheduler.live.job_planning import Planning
+from whalejax.scheduler.live.job_planning import PlannedJob, Planning
 from whalejax.scheduler.live.job_run import read_hosts
 from whalejax.scheduler.live.job_service import JobService, ServeSettings
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, ask, make_private
@@ -443,6 +443,26 @@ def test_words_of_add_that_cannot_be_used_are_named_at_once(tmp_path: Path) -> N
 # Planning.
 
 
+def next_planned(planning: Planning) -> PlannedJob:
+    """Returns the next job whose planning ends."""
+    end = time.monotonic() + 120
+    while (planned := planning.poll()) is None:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return planned
+
+
+def refusal_of(script: str, folder: Path) -> str:
+    """Returns the refusal of a job with this script."""
+    (folder / "script.py").write_text(script)
+    planning = Planning(cluster("cpu:4"))
+    try:
+        planning.submit(job(folder, model=f"{folder}/script.py:make"))
+        return next_planned(planning).refusal
+    finally:
+        planning.close()
+
+
 def test_a_folder_that_is_gone_is_said_by_planning(tmp_path: Path) -> None:
     planning = Planning(cluster("cpu:4"))
     planning.submit(job(tmp_path / "gone"))
@@ -461,10 +481,8 @@ def test_a_job_whose_code_hangs_does_not_keep_others_from_a_plan(
     try:
         planning.submit(job(tmp_path, "hangs", model=f"{tmp_path}/hangs.py:make"))
         planning.submit(job(tmp_path, "gone", model="no-such-model"))
-        end = time.monotonic() + 120
-        while (planned := planning.poll()) is None:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        planned: PlannedJob | None = next_planned(planning)
+        assert planned is not None
         assert planned.name == "gone" and "no-such-model" in planned.refusal
         monkeypatch.setattr("whalejax.scheduler.live.job_planning._MOST_SECONDS", 0.0)
         planned = planning.poll()
@@ -490,32 +508,9 @@ def make():
 
 
 def test_what_user_code_prints_is_no_plan(tmp_path: Path) -> None:
-    (tmp_path / "talks.py").write_text(TALKS)
-    planning = Planning(cluster("cpu:4"))
-    try:
-        planning.submit(job(tmp_path, model=f"{tmp_path}/talks.py:make"))
-        end = time.monotonic() + 120
-        while (planned := planning.poll()) is None:
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    finally:
-        planning.close()
-    assert "ValueError: no model (at " in planned.refusal
-
-
-def test_settings_that_user_code_prints_are_no_plan(tmp_path: Path) -> None:
-    script = 'import os\nprint(\'{"options": {"lr": 1}}\', flush=True)\nos._exit(9)\n'
-    (tmp_path / "prints.py").write_text(script)
-    planning = Planning(cluster("cpu:4"))
-    try:
-        planning.submit(job(tmp_path, model=f"{tmp_path}/prints.py:make"))
-        end = time.monotonic() + 120
-        while (planned := planning.poll()) is None:
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    finally:
-        planning.close()
-    assert "planning it ended with status 9" in planned.refusal
+    assert "ValueError: no model (at " in refusal_of(TALKS, tmp_path)
+    settings = 'import os\nprint(\'{"options": {"lr": 1}}\', flush=True)\nos._exit(9)\n'
+    assert "planning it ended with status 9" in refusal_of(settings, tmp_path)
 
 
 BROKEN = """
