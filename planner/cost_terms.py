@@ -86,6 +86,14 @@ class TimeTerms:
             }
         )
 
+    def __sub__(self, other: TimeTerms) -> TimeTerms:
+        return self + other.scaled(-1)
+
+    def scaled(self, number: float) -> TimeTerms:
+        """Returns the terms, each multiplied by a number."""
+        names = [f.name for f in dataclasses.fields(self)]
+        return TimeTerms(**{name: getattr(self, name) * number for name in names})
+
     def by_size(self) -> list[tuple[str, float]]:
         """Returns the terms above zero, largest first, such as ``[("compute", 0.3),
         …]``.

@@ -21,6 +21,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost_terms import Remat, TimeTerms
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.combined_steps import scheduled_step
 from whalejax.planner.pipeline.heterogeneous_stages import HeterogeneousPlacement, notes
 from whalejax.planner.pipeline.layer_stack import STAGE, devices_of_stage
 from whalejax.planner.pipeline.program_cut import Division
@@ -52,10 +53,9 @@ from whalejax.planner.search.stage_models import (
 from whalejax.planner.search.stage_time import (
     handed_bytes,
     handed_seconds,
-    times,
     turn_of,
 )
-from whalejax.planner.search.tied_parameters import copied_bytes, exposed
+from whalejax.planner.search.tied_parameters import copied_bytes
 from whalejax.planner.search.user_choices import PipelineConstraints
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.step_options import options_off
@@ -479,9 +479,7 @@ class _MpmdCandidate:
 
     def _time(self) -> TimeTerms:
         """Returns the time of the slowest stage, including its idle time."""
-        table, work = self.table, self.turns[self.slowest]
-        once = max((t.once for t in self.turns), key=lambda t: t.step_seconds)
-        useful = times(work.both, table.num_micro_batches)
+        table = self.table
         ahead, behind, weight = self._by_place()
         line = simulate(
             table,
@@ -490,10 +488,8 @@ class _MpmdCandidate:
             self._transfer_seconds(),
             weight_seconds=weight if table.splits_backward else None,
         )
-        waited = max(0.0, line.step_seconds - useful.step_seconds)
         copied = [self._over_seconds(stage, n) for stage, n in enumerate(self.copied)]
-        late = exposed(table, line, ahead, copied)
-        return useful + once + late + TimeTerms(bubble_seconds=waited)
+        return scheduled_step(self.turns, table, line, ahead=ahead, copied=copied)
 
     def _by_place(self) -> tuple[list[float], list[float], list[float]]:
         """Returns the seconds of each virtual stage for a micro-batch.

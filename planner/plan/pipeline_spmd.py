@@ -30,6 +30,7 @@ from whalejax.planner.cost_terms import ALL, MemoryTerms, Remat, TimeTerms
 from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.combined_steps import MicroBatchCost, lockstep_step
 from whalejax.planner.pipeline.layer_stack import STAGE, StackedLayers, devices_of_stage
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.uneven_layers import (
@@ -61,10 +62,7 @@ from whalejax.planner.search.spmd_search import (
     decided_on,
 )
 from whalejax.planner.search.stage_time import (
-    MicroBatchCost,
     handed_bytes,
-    less,
-    times,
     turn_of,
 )
 from whalejax.planner.search.user_choices import PipelineConstraints
@@ -355,7 +353,7 @@ class _LockstepCandidate:
     def behind(self) -> TimeTerms:
         """Time terms of a stage's backward pass of a micro-batch."""
         turn = self.turn
-        return turn.both if self.stash == "inputs" else less(turn.both, turn.ahead)
+        return turn.both if self.stash == "inputs" else turn.both - turn.ahead
 
     def _setting(self) -> CostSetting:
         return self.search.setting(self.best.mesh, self.best.num_micro_batches)
@@ -422,8 +420,7 @@ class _LockstepCandidate:
     def _turn(self) -> MicroBatchCost:
         """Returns the costs of a micro-batch on the slowest stage."""
         turn = turn_of(self.search, self.best, self._ahead_rows())
-        spared = TimeTerms(compute_seconds=self.dealt.spared_seconds)
-        return replace(turn, both=less(turn.both, spared))
+        return turn.spared(self.dealt.spared_seconds)
 
     def _between_seconds(self, what: str) -> float:
         """Returns the seconds of one kind of collective between stages, per step or
@@ -436,21 +433,17 @@ class _LockstepCandidate:
 
     def _time(self) -> TimeTerms:
         """Returns the time of all turns; those without a micro-batch are the bubble."""
-        stages, count, turn = self.stages, self.best.num_micro_batches, self.turn
-        handing = stages.handed_seconds
-        passed = times(turn.ahead, stages.ahead) + times(self.behind, stages.back)
-        passed += TimeTerms(border_seconds=handing * stages.turns)
-        useful = times(turn.ahead, count) + times(self.behind, count)
-        useful += TimeTerms(border_seconds=handing * count)
-        waited = passed.step_seconds - useful.step_seconds
-        return (
-            useful
-            + turn.once
-            + TimeTerms(
-                bubble_seconds=waited,
-                parameter_seconds=self._between_seconds("parameter"),
-                gradient_seconds=self._between_seconds("gradient"),
-            )
+        stages = self.stages
+        return lockstep_step(
+            self.turn,
+            self.behind,
+            count=self.best.num_micro_batches,
+            turns=(stages.ahead, stages.back, stages.turns),
+            handed_seconds=stages.handed_seconds,
+            once_seconds={
+                "parameter_seconds": self._between_seconds("parameter"),
+                "gradient_seconds": self._between_seconds("gradient"),
+            },
         )
 
     @property

@@ -26,6 +26,7 @@ from whalejax.planner.balance.shares import (
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost_terms import MemoryTerms, TimeTerms
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.combined_steps import replicas_step
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.simulate import simulate
@@ -457,14 +458,13 @@ def _time(one: _ParallelPipelines) -> TimeTerms:
     """Returns the terms of the step, from the pipeline that ends last."""
     ends = [p.seconds(k) for p, k in zip(one.plans, one.shares, strict=True)]
     last = one.plans[ends.index(max(ends))]
-    terms = dataclasses.asdict(last.plan.time)
-    update = terms.pop("update_seconds")
-    total = max(sum(terms.values()), 1e-30)
-    ratio = (one.step_seconds - one.exchange[1] - update) / total
-    return TimeTerms(
-        **{name: seconds * ratio for name, seconds in terms.items()},
-        update_seconds=update,
-    ) + TimeTerms(gradient_seconds=one.exchange[1])
+    time, exchange = last.plan.time, one.exchange[1]
+    return replicas_step(
+        time,
+        one.step_seconds - exchange - time.update_seconds,
+        update_seconds=time.update_seconds,
+        exchange_seconds=exchange,
+    )
 
 
 def _notes(one: _ParallelPipelines) -> Iterator[str]:

@@ -31,6 +31,7 @@ from whalejax.planner.balance.shares import (
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost_terms import TimeTerms
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.combined_steps import replicas_step
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import Candidate, Collective
 from whalejax.planner.plan_errors import DeviceCountError, NothingFits, PlanError
@@ -512,14 +513,12 @@ def _verdict(one: Replicas, best: Replicas) -> str:
 
 def _time(one: Replicas) -> TimeTerms:
     """Returns the terms of the step, from the plan of one replica."""
-    terms = dataclasses.asdict(one.plan.time)
-    terms.pop("update_seconds")
-    ratio = one.pace / max(sum(terms.values()), 1e-30)
-    return TimeTerms(
-        **{name: seconds * ratio for name, seconds in terms.items()},
+    return replicas_step(
+        one.plan.time,
+        one.pace,
         update_seconds=one.after,
-    ) + TimeTerms(
-        gradient_seconds=one.exchange[1], parameter_seconds=one.gather_seconds
+        exchange_seconds=one.exchange[1],
+        gather_seconds=one.gather_seconds,
     )
 
 

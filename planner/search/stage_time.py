@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
@@ -15,39 +13,16 @@ from whalejax.planner.cost.operation_cost import (
     row_ahead,
     row_hits,
 )
-from whalejax.planner.cost_terms import TimeTerms
 from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.combined_steps import MicroBatchCost, micro_batch_cost
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan_entries import Collective
 from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import shards, spec_of
 from whalejax.planner.sharding.operation_rows import Row
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatchCost:
-    """Times of one micro-batch, and of the work that is done once in a step.
-
-    Attributes:
-        ahead: Time of the forward pass.
-        both: Time of the forward and the backward pass.
-        once: Time of the update.
-        weight_share: Fraction of the backward pass that computes gradients of
-            parameters and can be postponed.
-    """
-
-    ahead: TimeTerms
-    both: TimeTerms
-    once: TimeTerms
-    weight_share: float
-
-    def measured(self, ratio: float) -> MicroBatchCost:
-        """Returns a copy whose micro-batch times are multiplied by a measured ratio."""
-        ahead, both = times(self.ahead, ratio), times(self.both, ratio)
-        return replace(self, ahead=ahead, both=both)
 
 
 def turn_of(
@@ -66,21 +41,15 @@ def turn_of(
         row_ahead(row, row_hits(row, scored.tables[row.task_graph], s), s)
         for row in (search.rows.ops if ahead_rows is None else ahead_rows)
     ]
-    ahead = TimeTerms(
-        compute_seconds=float(sum(cost[0] for cost in costs)),
-        launch_seconds=float(sum(cost[1] for cost in costs))
-        * search.cluster.slowest.launch_seconds,
-    )
-    once = TimeTerms(
-        update_seconds=time.update_seconds,
-        allocation_seconds=time.allocation_seconds,
-        offload_seconds=time.offload_seconds,
-    )
-    both = times(less(time, once), 1 / count)
-    return MicroBatchCost(
-        ahead=replace(ahead, **_sent_ahead(scored.collectives, both, s)),
-        both=both,
-        once=once,
+    return micro_batch_cost(
+        time,
+        count,
+        forward={
+            "compute_seconds": float(sum(cost[0] for cost in costs)),
+            "launch_seconds": float(sum(cost[1] for cost in costs))
+            * search.cluster.slowest.launch_seconds,
+        },
+        forward_shares=_sent_ahead(scored.collectives, s),
         weight_share=_weight_share(search.graph),
     )
 
@@ -95,9 +64,7 @@ _TERMS = {  # Purpose of a collective, and the term that counts its seconds.
 }
 
 
-def _sent_ahead(
-    collectives: Sequence[Collective], both: TimeTerms, s: CostSetting
-) -> dict[str, float]:
+def _sent_ahead(collectives: Sequence[Collective], s: CostSetting) -> dict[str, float]:
     """Returns the forward pass's part of each communication term, by name.
 
     Overlap with computation is assumed equal in both passes. So each term is split in
@@ -111,11 +78,7 @@ def _sent_ahead(
             _, seconds = as_run(c, s)
             whole[term] += seconds
             ahead[term] += seconds * (c.phase == "forward")
-    return {
-        term: getattr(both, term) * ahead[term] / seconds
-        for term, seconds in whole.items()
-        if seconds
-    }
+    return {term: ahead[term] / seconds for term, seconds in whole.items() if seconds}
 
 
 def _weight_share(graph: Graph) -> float:
@@ -169,15 +132,3 @@ def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> 
     """
     parts = axis_parts((STAGE,), mesh, cluster)
     return float(collective_seconds("collective-permute", int(nbytes), parts))
-
-
-def times(terms: TimeTerms, number: float) -> TimeTerms:
-    """Returns the terms, each multiplied by a number."""
-    return TimeTerms(
-        **{f.name: getattr(terms, f.name) * number for f in dataclasses.fields(terms)}
-    )
-
-
-def less(terms: TimeTerms, other: TimeTerms) -> TimeTerms:
-    """Returns the difference of the terms."""
-    return terms + times(other, -1)

@@ -1,0 +1,175 @@
+"""Time terms of a step that several parts compute together: stages, or unlike replicas.
+
+``StepTime`` predicts each part alone. No other module combines the terms of parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whalejax.planner.cost_terms import TimeTerms
+from whalejax.planner.pipeline.schedules import Schedule
+from whalejax.planner.pipeline.simulate import ScheduleTimeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchCost:
+    """Times of one micro-batch, and of the work that is done once in a step.
+
+    Attributes:
+        ahead: Time of the forward pass.
+        both: Time of the forward and the backward pass.
+        once: Time of the update.
+        weight_share: Fraction of the backward pass that computes gradients of
+            parameters and can be postponed.
+    """
+
+    ahead: TimeTerms
+    both: TimeTerms
+    once: TimeTerms
+    weight_share: float
+
+    def measured(self, ratio: float) -> MicroBatchCost:
+        """Returns a copy whose micro-batch times are multiplied by a measured ratio."""
+        ahead, both = self.ahead.scaled(ratio), self.both.scaled(ratio)
+        return replace(self, ahead=ahead, both=both)
+
+    def spared(self, seconds: float) -> MicroBatchCost:
+        """Returns a copy with fewer compute seconds in both passes together."""
+        compute = self.both.compute_seconds - seconds
+        return replace(self, both=replace(self.both, compute_seconds=compute))
+
+
+def micro_batch_cost(
+    step: TimeTerms,
+    count: int,
+    *,
+    forward: Mapping[str, float],
+    forward_shares: Mapping[str, float],
+    weight_share: float,
+) -> MicroBatchCost:
+    """Returns the costs of one of a step's micro-batches.
+
+    Args:
+        step: Time of a step of one part.
+        count: Number of micro-batches of the step.
+        forward: Seconds of a forward pass by name of the term, if known exactly.
+        forward_shares: Part of other terms that the forward pass takes, by name.
+        weight_share: Field of ``MicroBatchCost``.
+    """
+    once = TimeTerms(
+        update_seconds=step.update_seconds,
+        allocation_seconds=step.allocation_seconds,
+        offload_seconds=step.offload_seconds,
+    )
+    both = (step - once).scaled(1 / count)
+    sent = {name: getattr(both, name) * part for name, part in forward_shares.items()}
+    return MicroBatchCost(
+        ahead=TimeTerms(**{**forward, **sent}),
+        both=both,
+        once=once,
+        weight_share=weight_share,
+    )
+
+
+def lockstep_step(
+    turn: MicroBatchCost,
+    behind: TimeTerms,
+    *,
+    count: int,
+    turns: tuple[int, int, int],
+    handed_seconds: float,
+    once_seconds: Mapping[str, float],
+) -> TimeTerms:
+    """Returns the time of a pipeline whose stages run the same turns together.
+
+    Turns without a micro-batch are the bubble.
+
+    Args:
+        turn: Costs of a micro-batch on the slowest stage.
+        behind: Time of its backward pass.
+        count: Number of micro-batches of a step.
+        turns: Number of forward turns, of backward turns, and of transfers.
+        handed_seconds: Seconds of a transfer between stages.
+        once_seconds: Seconds of the collectives between all stages that run once in a
+            step, by name of the term.
+    """
+    ahead, back, transfers = turns
+
+    def passes(forward: int, backward: int, handings: int) -> TimeTerms:
+        both = turn.ahead.scaled(forward) + behind.scaled(backward)
+        border = both.border_seconds + handed_seconds * handings
+        return replace(both, border_seconds=border)
+
+    useful = passes(count, count, count)
+    waited = passes(ahead, back, transfers).step_seconds - useful.step_seconds
+    return useful + turn.once + TimeTerms(bubble_seconds=waited, **once_seconds)
+
+
+def scheduled_step(
+    turns: Sequence[MicroBatchCost],
+    table: Schedule,
+    line: ScheduleTimeline,
+    *,
+    ahead: Sequence[float],
+    copied: Sequence[float],
+) -> TimeTerms:
+    """Returns the time of the slowest stage, including its idle time.
+
+    A stage needs its copies of shared parameters when its first micro-batch starts. It
+    has their gradients when its last micro-batch ends.
+
+    Args:
+        turns: Costs of a micro-batch on each stage.
+        table: Pipeline schedule.
+        line: Timeline of the schedule.
+        ahead: Seconds of a forward pass on each virtual stage.
+        copied: Seconds to transfer the copies to each stage; their gradients take the
+            same time.
+    """
+    slowest = max(turns, key=lambda turn: turn.both.step_seconds)
+    useful = slowest.both.scaled(table.num_micro_batches)
+    once = max((turn.once for turn in turns), key=lambda terms: terms.step_seconds)
+    before = after = 0.0
+    for stage, seconds in enumerate(copied):
+        rows = zip(table.rows, line.ends_seconds, strict=True)
+        ends = [end for row, end in rows if row.stage == stage]
+        before = max(before, seconds - (min(ends) - ahead[stage]))
+        after = max(after, seconds - (line.step_seconds - max(ends)))
+    return (
+        useful
+        + once
+        + TimeTerms(
+            bubble_seconds=max(0.0, line.step_seconds - useful.step_seconds),
+            parameter_seconds=before,
+            gradient_seconds=after,
+        )
+    )
+
+
+def replicas_step(
+    part: TimeTerms,
+    pace_seconds: float,
+    *,
+    update_seconds: float,
+    exchange_seconds: float,
+    gather_seconds: float = 0.0,
+) -> TimeTerms:
+    """Returns the time of a step of replicas with unlike shares of the samples.
+
+    Args:
+        part: Time of a step of the replica that ends last.
+        pace_seconds: Seconds of its share of the samples, without the update.
+        update_seconds: Seconds of the optimizer's update.
+        exchange_seconds: Seconds in which the replicas sum their gradients.
+        gather_seconds: Seconds in which they gather updated parameters.
+    """
+    own = replace(part, update_seconds=0.0)
+    paced = own.scaled(pace_seconds / max(own.step_seconds, 1e-30))
+    return replace(
+        paced,
+        update_seconds=update_seconds,
+        gradient_seconds=paced.gradient_seconds + exchange_seconds,
+        parameter_seconds=paced.parameter_seconds + gather_seconds,
+    )
