@@ -16,6 +16,11 @@ The last line is one JSON object, counted in the text except for the last three:
     option_files     for each given option of wh.plan, product files that contain it
     twice            public class names that several modules define
     names_twice      these names
+    process_lines    lines of the folders whose code runs between processes, counted as
+                     by wc, and of their commands
+    starters         modules of these that start a process by themselves
+    wires            packages of these that open a connection
+    leases           classes by which these find processes that have become silent
     evaluators       modules that compute the terms of a step's time from numbers
     plan_modules     modules of whalejax, planner and meshes that ``wh.plan`` enters for
                      two layers on eight devices
@@ -35,6 +40,7 @@ import re
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -107,6 +113,46 @@ def modules_on_rings(graph: dict[str, set[str]]) -> int:
         if not acyclic:
             return len(graph)
         graph = {n: out - acyclic for n, out in graph.items() if n not in acyclic}
+
+
+PROCESS_FOLDERS = (
+    "agreement",
+    "distributed",
+    "elastic",
+    "journals",
+    "lowering/multihost",
+    "membership",
+    "processes",
+    "state",
+    "swarm_runtime",
+    "wire",
+)
+PROCESS_COMMANDS = re.compile(r"(launch|elastic|swarm|process_places|doctor)\w*\.py")
+
+
+def process_files(files: Sequence[Path]) -> list[Path]:
+    """Returns the files whose code runs between processes, and their commands."""
+    room = ROOT / "whalejax"
+    return [
+        path
+        for path in files
+        if any(path.is_relative_to(room / name) for name in PROCESS_FOLDERS)
+        or (path.parent == room / "cli" and PROCESS_COMMANDS.match(path.name))
+    ]
+
+
+def process_counts(texts: Mapping[Path, str]) -> dict[str, int]:
+    """Returns the figures of the code that runs between processes."""
+
+    def matching(pattern: str) -> list[Path]:
+        return [path for path, text in texts.items() if re.search(pattern, text, re.M)]
+
+    return {
+        "process_lines": sum(text.count("\n") for text in texts.values()),
+        "starters": len(matching(r"subprocess\.Popen\(|os\.fork\(|posix_spawn")),
+        "wires": len({path.parent for path in matching(r"\bwrap_socket\(")}),
+        "leases": len(matching(r"^    def silent\b")),
+    }
 
 
 def makes_time_terms(source: str) -> bool:
@@ -212,6 +258,7 @@ def main() -> None:
                 },
                 "twice": sum(count > 1 for count in classes.values()),
                 "names_twice": sorted(n for n, c in classes.items() if c > 1),
+                **process_counts({path: texts[path] for path in process_files(files)}),
                 "evaluators": sum(map(makes_time_terms, texts.values())),
                 "plan_modules": len({path for path, _ in entered.functions}),
                 "plan_functions": len(entered.functions),

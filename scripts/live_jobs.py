@@ -33,7 +33,7 @@ from whalejax.journals.journal import FOLDER  # noqa: E402
 from whalejax.membership.assignment import check_tiles  # noqa: E402
 from whalejax.meshes.errors import WhaleError  # noqa: E402
 from whalejax.processes.local_processes import began_at, runs  # noqa: E402
-from whalejax.runtime.folder_lock import LOCK  # noqa: E402
+from whalejax.state.folder_lock import LOCK  # noqa: E402
 
 
 HANGS_SECONDS: Final = 300.0

@@ -635,7 +635,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         of=lambda w: w.step,
         given=lambda w: {"path": w.folder / "checkpoint", "state": w.state},
         legal={"path": FILE},
-        stops=("whalejax.runtime.checkpoint:write_arrays",),
+        stops=("whalejax.state.checkpoint:write_arrays",),
     ),
     "TrainStep.shares=": Entry(of=lambda w: w.step, given=given(shares=[1])),
     "TrainState": Entry(

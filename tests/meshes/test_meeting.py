@@ -16,11 +16,9 @@ import pytest
 
 from tests.processes import free_port
 from tests.whalejax.keys import KEY, OTHER
-from whalejax.cli import main
-from whalejax.distributed import host_checks
-from whalejax.distributed.first_connection import reach, shared_key
-from whalejax.distributed.host_checks import Check, HostReport
-from whalejax.distributed.host_comparison import (
+from whalejax.agreement import host_checks
+from whalejax.agreement.host_checks import Check, HostReport
+from whalejax.agreement.host_comparison import (
     AskTime,
     ClockTime,
     Comparison,
@@ -28,6 +26,8 @@ from whalejax.distributed.host_comparison import (
     Visit,
     meet,
 )
+from whalejax.cli import main
+from whalejax.distributed.first_connection import reach, shared_key
 from whalejax.distributed.launch_env import (
     COORDINATOR,
     NUM_PROCESSES,

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax.runtime import adopt_state
+from whalejax.state import adopt_state
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Adam's counts

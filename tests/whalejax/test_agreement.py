@@ -22,13 +22,15 @@ import time
 import numpy as np, optax
 import whalejax as wh
 from whalejax.membership import launch_heartbeat as heartbeat
+import jaxlib.version
+from whalejax.agreement import facts
 from whalejax.lowering.multihost import plan_agreement as agreement
 
 case = sys.argv[5]
 odd = index == count - 1
 if odd and case == "versions":
-    agreement.__version__ = "0.0.9"
-    agreement.jaxlib.version.__version__ = "0.0.8"
+    facts.__version__ = "0.0.9"
+    jaxlib.version.__version__ = "0.0.8"
 x, y = np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
 model = {"w": np.full((8, 4), 0.1, np.float32)}
 tx = optax.sgd(0.1)

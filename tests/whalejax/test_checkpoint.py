@@ -29,9 +29,9 @@ from tests.whalejax.runs import (
     step_of,
 )
 from whalejax.lowering.train_state import Origin
-from whalejax.runtime.checkpoint import UncheckedCheckpoint
-from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.train_step import TrainState, TrainStep
+from whalejax.state.checkpoint import UncheckedCheckpoint
+from whalejax.state.checkpoint_record import UNFINISHED_SUFFIX
 
 
 # Adam promotes its count.
@@ -168,7 +168,7 @@ def test_odd_leaves_come_back(tmp_path: Path) -> None:
         loss_scale=None,
         origin=Origin(shared_step().adapter),
     )
-    from whalejax.runtime import checkpoint
+    from whalejax.state import checkpoint
 
     checkpoint.save(tmp_path / "a", state, plan)
     abstract = jax.tree.map(
@@ -323,7 +323,7 @@ def test_numbers_that_orbax_cannot_read(copy: Path) -> None:
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 from tests.whalejax import runs
-from whalejax.runtime import checkpoint
+from whalejax.state import checkpoint
 
 step = runs.shared_step()
 state = runs.fresh_state(step)

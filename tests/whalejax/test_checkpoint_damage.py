@@ -21,9 +21,9 @@ import pytest
 import whalejax as wh
 from tests.whalejax.runs import fresh_state, host_leaves, run_script, shared_step
 from tests.whalejax.test_checkpoint import data_files, without_hashes
-from whalejax.runtime import checkpoint, checkpoint_files
-from whalejax.runtime.checkpoint import UncheckedCheckpoint
-from whalejax.runtime.checkpoint_record import RECORD, DamagedCheckpoint, read_record
+from whalejax.state import checkpoint, checkpoint_files
+from whalejax.state.checkpoint import UncheckedCheckpoint
+from whalejax.state.checkpoint_record import RECORD, DamagedCheckpoint, read_record
 
 
 # Adam promotes its count.
@@ -109,7 +109,7 @@ def test_a_record_that_was_changed_is_named(copy: Path) -> None:
 )
 def test_records_that_say_what_cannot_be(copy: Path, changes: dict[str, Any]) -> None:
     """A hash that is right does not make a record one."""
-    from whalejax.runtime.checkpoint_record import _hash_of
+    from whalejax.state.checkpoint_record import _hash_of
 
     record = {**json.loads((copy / RECORD).read_text()), **changes}
     (copy / RECORD).write_text(
@@ -209,7 +209,7 @@ def test_a_record_that_may_not_be_read_is_no_damage(
     def fail(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("whalejax.runtime.checkpoint_record.read_text", fail)
+    monkeypatch.setattr("whalejax.state.checkpoint_record.read_text", fail)
     with pytest.raises(
         wh.WhaleError, match="Permission denied. Ask for leave"
     ) as caught:
@@ -326,6 +326,31 @@ def test_an_interrupted_save_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         step.save(tmp_path / "a", fresh_state(step))
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, before = set[str](), set[str]()
+    flush, rename = os.fsync, Path.rename
+
+    def note(opened: int) -> None:
+        flushed.add(os.readlink(f"/proc/self/fd/{opened}"))
+        flush(opened)
+
+    def renamed(path: Path, target: Path) -> Any:
+        if target == tmp_path / "a":
+            inside = {str(one) for one in path.rglob("*")}
+            assert inside | {str(path)} <= flushed
+            before.update(flushed)
+        return rename(path, target)
+
+    step = shared_step()
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", renamed)
+    step.save(tmp_path / "a", fresh_state(step))
+    assert before
+    assert str(tmp_path) in flushed - before
 
 
 def test_places_that_are_none(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import json, os
 from pathlib import Path
 import numpy as np, optax
 import whalejax as wh
-from whalejax.runtime import checkpoint_files, resume
-from whalejax.runtime.resume import hold_folder as held
-from whalejax.runtime.resume import restore_newest as resumed
+from whalejax.state import checkpoint_files, resume
+from whalejax.state.resume import hold_folder as held
+from whalejax.state.resume import restore_newest as resumed
 
 x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 model = {"w": np.full((8, 4), 0.1, np.float32)}

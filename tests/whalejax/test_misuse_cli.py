@@ -72,6 +72,7 @@ LEGAL: Final[Mapping[str, tuple[str, str]]] = {
     "margin": ("zero", "nothing is kept free"),
     "replay": ("zero", "no step is repeated"),
     "spares": ("zero", "nobody stands by"),
+    "restarts": ("zero", "the first failure ends all"),
     "staleness": ("zero", "no lookup lacks an update"),
     "restart": ("zero", "what takes no time"),
     "snapshot": ("zero", "what takes no time"),

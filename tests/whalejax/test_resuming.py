@@ -33,10 +33,11 @@ from tests.whalejax.test_checkpoint import data_files, without_hashes
 from whalejax.cli import train_session
 from whalejax.cli.options import TrainCommand
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime import folder_lock, loop, resume
-from whalejax.runtime.folder_lock import LOCK, FolderLock
-from whalejax.runtime.resume import batches_from, checkpoints, restore_newest
+from whalejax.runtime import loop
 from whalejax.runtime.train_step import TrainState, TrainStep
+from whalejax.state import folder_lock, resume
+from whalejax.state.folder_lock import LOCK, FolderLock
+from whalejax.state.resume import batches_from, checkpoints, restore_newest
 
 
 # Adam promotes its count.
@@ -283,7 +284,7 @@ def wh_losses(steps: int) -> list[float]:
 HOLDS = """
 import sys
 from pathlib import Path
-from whalejax.runtime.folder_lock import FolderLock
+from whalejax.state.folder_lock import FolderLock
 
 with FolderLock(Path(sys.argv[1])):
     print("held", flush=True)

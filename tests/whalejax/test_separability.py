@@ -28,7 +28,7 @@ from whalejax.elastic.replica_programs import (
     local_cluster,
     planned_replica,
 )
-from whalejax.runtime.resume import restore_newest
+from whalejax.state.resume import restore_newest
 
 
 pytestmark = pytest.mark.relaxed_promotion

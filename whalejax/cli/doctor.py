@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from whalejax._version import __version__
+from whalejax.agreement.host_checks import Check, report
+from whalejax.agreement.host_comparison import HostComparison, meet
 from whalejax.cli.options import DoctorCommand
 from whalejax.cli.progress import make_console
 from whalejax.distributed.first_connection import shared_key
-from whalejax.distributed.host_checks import Check, report
-from whalejax.distributed.host_comparison import HostComparison, meet
 from whalejax.distributed.launch_env import launched, split_address
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes import launcher

@@ -44,7 +44,7 @@ def launch_elastic(command: LaunchCommand) -> int:
                 f"--cpu-quota is {command.cpu_quota}; with MIN:MAX no process has one. "
                 "Leave it out"
             )
-    settings = SupervisorSettings(least=least, most=most, spares=command.spares)
+    settings = _settings(command, command.processes)
     words = (sys.executable, str(command.script), *command.arguments)
     began = time.monotonic()
     with start_agents(command, command.logs, most + command.spares) as places:
@@ -110,12 +110,28 @@ def train_elastically(command: TrainCommand) -> int:
         "whalejax.elastic.elastic_worker",
         encode_command(command),
     )
-    settings = SupervisorSettings(least=least, most=most, spares=command.spares)
+    settings = _settings(command, command.processes)
     began = time.monotonic()
     with start_agents(command, command.save, most + command.spares) as places:
         status = supervise(words, command.save, settings, places, quiet=command.quiet)
     elastic_outcome.print_trained(command, status, time.monotonic() - began)
     return status
+
+
+def _settings(
+    command: LaunchCommand | TrainCommand, processes: str
+) -> SupervisorSettings:
+    """Returns the numbers of a run; a launch of a fixed number restarts nothing."""
+    least, most = least_and_most(processes)
+    restarts, fixed = command.restarts, ":" not in processes and not command.spares
+    if restarts is None and fixed and isinstance(command, LaunchCommand):
+        restarts = 0
+    return SupervisorSettings(
+        least=least,
+        most=most,
+        spares=command.spares,
+        **({} if restarts is None else {"restarts": restarts}),
+    )
 
 
 def encode_command(command: TrainCommand) -> str:

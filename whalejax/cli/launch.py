@@ -32,13 +32,6 @@ def launch(command: LaunchCommand) -> int:
     from whalejax.membership.settings import least_and_most
 
     least, _ = least_and_most(command.processes)
-    for name, value in (("--host", command.host), ("--ray", command.ray)):
-        if value is not None and ":" not in command.processes:
-            raise WhaleError(
-                f"{name} is {value} with --processes {command.processes}; agents hold "
-                f"the processes of elastic runs. Give MIN:MAX, as {least}:{least}, "
-                f"or leave {name} out"
-            )
     words = (
         sys.executable,
         script_process.__file__,
@@ -56,7 +49,7 @@ def launch(command: LaunchCommand) -> int:
         return Keeper(
             [program], command.logs, lambda text: say(f"whalejax: {text}")
         ).run()
-    if ":" in command.processes or command.spares:
+    if ":" in command.processes or _needs_supervisor(command):
         from whalejax.cli.elastic_launch import launch_elastic
 
         return launch_elastic(command)
@@ -78,6 +71,14 @@ def launch(command: LaunchCommand) -> int:
             exit_seconds=command.exit_timeout,
         )
     )
+
+
+def _needs_supervisor(command: LaunchCommand) -> bool:
+    """Returns whether a supervisor holds a fixed number of processes: on agents, or
+    to replace lost ones.
+    """
+    held = command.host is not None or command.ray is not None
+    return held or bool(command.spares or command.restarts)
 
 
 def _percents(text: str) -> tuple[float, ...]:

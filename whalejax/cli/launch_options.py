@@ -45,16 +45,23 @@ AgentsAddress = Annotated[
     str | None,
     option(
         metavar="ADDRESS",
-        help="of MIN:MAX: address of this machine at which whalejax agent joins from "
-        "others; the processes run where agents are",
+        help="address of this machine at which whalejax agent joins from others; the "
+        "processes run where agents are",
     ),
 ]
 RayAddress = Annotated[
     str | None,
     option(
         metavar="ADDRESS",
-        help="of MIN:MAX: hold the processes on the nodes of this Ray cluster; auto "
-        "finds it",
+        help="hold the processes on the nodes of this Ray cluster; auto finds it",
+    ),
+]
+Restarts = Annotated[
+    int | None,
+    option(
+        metavar="N",
+        help="failures within an hour that restarts repair; one more ends the run "
+        "(default: 100; of launch with a fixed number 0)",
     ),
 ]
 RemoteShell = Annotated[
@@ -79,7 +86,8 @@ class LaunchCommand:
     """number of processes over all hosts; MIN:MAX continues with the remaining
     ones, and restarts lost ones: see docs/survive/elastic.md"""
     spares: Annotated[int, option(metavar="N")] = 0
-    """with MIN:MAX: standby processes, which replace lost ones at once"""
+    """standby processes, which replace lost ones at once"""
+    restarts: Restarts = None
     keep: Switch = False
     """with --processes 1: restart the process when it is killed, such as one with the
     dense part of a recommender, which continues from its kept state"""
@@ -100,7 +108,7 @@ class LaunchCommand:
     json: Switch = False
     """print how every rank ended as one line of JSON and nothing else"""
     quiet: Switch = False
-    """with MIN:MAX: print problems only, no progress"""
+    """print problems only, no progress; not with a fixed number of processes"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,7 @@ _WHOLE: Final = {
     "port": (1, 65535),
     "processes": (1, 2**20),
     "replay": (0, LARGEST),
+    "restarts": (0, 2**20),
     "spares": (0, 2**20),
     "samples": (1, MOST_SAMPLES),
     "save_every": (1, LARGEST),

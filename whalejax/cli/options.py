@@ -26,6 +26,7 @@ from whalejax.cli.launch_options import (
     Hosts,
     RayAddress,
     RemoteShell,
+    Restarts,
     Switch,
     option,
 )
@@ -163,6 +164,7 @@ class TrainCommand:
     """train with MIN to MAX processes, which may fail and rejoin; needs --save"""
     spares: Annotated[int, option(metavar="N")] = 0
     """with --processes: standby processes, which replace lost ones at once"""
+    restarts: Restarts = None
     noise_scale: Switch = False
     """measure the gradient-noise scale, in samples, as a metric; needs --processes"""
     hosts: Hosts = "localhost"

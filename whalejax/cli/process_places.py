@@ -15,6 +15,7 @@ from whalejax.elastic.launching import LOOPBACK, ProcessPlaces
 from whalejax.meshes.errors import Problems
 from whalejax.processes.launch_spec import check_hosts, is_here, shell_words
 from whalejax.processes.local_gpus import refusal, visible_gpus
+from whalejax.wire.connection import listen
 
 
 if TYPE_CHECKING:
@@ -39,6 +40,15 @@ def check_places(
     if not hosts and command.host is None and command.ray is None:
         if why := refusal(visible_gpus(), most):
             problems.add(f"--processes: {why}")
+    if command.host is not None:
+        try:
+            listen(command.host).close()
+        except (OSError, UnicodeError) as error:
+            problems.add(
+                f"--host is {command.host!r}, where this machine cannot listen "
+                f"({getattr(error, 'strerror', None) or error}). Give one of its own "
+                "addresses, or 0.0.0.0 for all of them"
+            )
     if hosts:
         check_hosts(problems, hosts, most, shell_words(command.remote_shell))
     if hosts and command.ray is not None:

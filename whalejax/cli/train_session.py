@@ -44,14 +44,14 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.table_text import whole_seconds
 from whalejax.runtime import loop
 from whalejax.runtime.plan_compatibility import devices_of
-from whalejax.runtime.resume import (
+from whalejax.runtime.train_step import TrainStep
+from whalejax.runtime.train_step import compile as compile_step
+from whalejax.state.resume import (
     agreed_checkpoints,
     batches_from,
     hold_folder,
     restore_newest,
 )
-from whalejax.runtime.train_step import TrainStep
-from whalejax.runtime.train_step import compile as compile_step
 from whalejax.user_code.losses import Job
 
 
@@ -121,6 +121,11 @@ def check_options(options: TrainCommand) -> None:
         problems.add(
             f"--spares is {options.spares} without --processes MIN:MAX, of which they "
             "step in for lost ones. Give both, or leave it out"
+        )
+    if options.restarts and options.processes is None:
+        problems.add(
+            f"--restarts is {options.restarts} without --processes, whose lost "
+            "processes are restarted. Give both, or leave it out"
         )
     if options.noise_scale and options.processes is None:
         problems.add(

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from whalejax.distributed.launch_env import is_loopback, joined_address
-from whalejax.elastic.async_checkpoints import Saver
 from whalejax.elastic.environment import HELD_BY, local_host
 from whalejax.elastic.gradient_reduction.message_all_reduce import exchanged
 from whalejax.elastic.member_connections import Peers
@@ -45,7 +44,8 @@ from whalejax.membership.phases import (
     WAITING,
 )
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import LOCK
+from whalejax.state.async_checkpoints import Saver
+from whalejax.state.folder_lock import LOCK
 from whalejax.wire.messages import WireError
 from whalejax.wire.run_messages import (
     Begin,

@@ -6,23 +6,19 @@ import dataclasses
 import functools
 import hashlib
 import json
-import platform
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import jax
-import jaxlib.version
 import numpy as np
 
-from whalejax._version import __version__
 from whalejax.adapters.leaves import is_key
+from whalejax.agreement.facts import training_facts, values_hash
 from whalejax.api import job_plans
 from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.distributed.standard_streams import say
-from whalejax.elastic.async_checkpoints import Tell
 from whalejax.elastic.noise_scale import NoiseScale
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.multihost.fingerprints import fingerprint
@@ -34,15 +30,16 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.adopt_state import to_save
-from whalejax.runtime.checkpoint import save
-from whalejax.runtime.resume import (
+from whalejax.runtime.train_step import compile as compile_step
+from whalejax.state.adopt_state import to_save
+from whalejax.state.async_checkpoints import Tell
+from whalejax.state.checkpoint import save
+from whalejax.state.resume import (
     RestoredRun,
     batches_by_samples,
     checkpoints,
     restore_newest,
 )
-from whalejax.runtime.train_step import compile as compile_step
 from whalejax.user_code.losses import Job
 from whalejax.wire.run_messages import Note, Recovered, State
 
@@ -201,23 +198,18 @@ class ReplicaPrograms:
                     "a step has 1. Give num_micro_batches=2"
                 )
             self._noise = NoiseScale(self.size, self.count)
-        self._data = _digest(jax.tree.leaves(planned.first))
+        self._data = values_hash(jax.tree.leaves(planned.first))
 
     def facts(self) -> dict[str, str]:
         """Returns the facts that must be equal in all members."""
-        captured = self._runner.program.captured
-        text = re.sub(r"0x[0-9a-f]+", "", str(captured.jaxpr))
-        return {
-            "code of the loss": hashlib.sha256(text.encode()).hexdigest()[:12],
-            "plan": self.step.plan.hash,
-            "optimizer": fingerprint(self._runner.program),
-            "data of the first batch": self._data,
-            "seed": str(self._seed),
-            "whalejax": __version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.version.__version__,
-            "python": ".".join(platform.python_version_tuple()[:2]),
-        }
+        program = self._runner.program
+        return training_facts(
+            program.captured.jaxpr,
+            plan=self.step.plan.hash,
+            optimizer=fingerprint(program),
+            first_batch=self._data,
+            seed=self._seed,
+        )
 
     # The state.
 
@@ -474,12 +466,3 @@ def _typed(array: np.ndarray, like: Any) -> Any:
     if is_key(like):
         result = jax.random.wrap_key_data(result, impl=impl_of(like))
     return jax.device_put(result, like.sharding)
-
-
-def _digest(leaves: Sequence[Any]) -> str:
-    digest = hashlib.sha256()
-    for leaf in leaves:
-        array = np.asarray(leaf)
-        digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()[:12]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import platform
 import signal
 import sys
 import threading
@@ -130,19 +129,10 @@ def listens(coordinator: str) -> str:
 
 
 def _facts() -> dict[str, str]:
-    import jax
-    import jaxlib.version
-
-    from whalejax._version import __version__
+    from whalejax.agreement.facts import versions
     from whalejax.membership.elastic_run import IN_GENERATIONS, MODE
 
-    return {
-        MODE: IN_GENERATIONS,
-        "whalejax": __version__,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.version.__version__,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-    }
+    return {MODE: IN_GENERATIONS, **versions()}
 
 
 def _obey(control: Any, said: Any) -> None:

@@ -21,11 +21,10 @@ from typing import Any, Final
 import jax
 
 from whalejax.distributed.launch_env import KEY_FILE
-from whalejax.elastic.async_checkpoints import remove_old_checkpoints
+from whalejax.elastic.copy_schedule import ShardCopyManager
 from whalejax.elastic.init_distributed import init_distributed
 from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.script_placement import await_placement, connection
-from whalejax.elastic.shard_copies.copy_schedule import ShardCopyManager
 from whalejax.elastic.sharded_programs import SpreadPrograms
 from whalejax.elastic.supervisor_client import Control, on_notice
 from whalejax.lowering.train_state import TrainState
@@ -34,8 +33,9 @@ from whalejax.membership.phases import BETWEEN, COMPILING, RESTORING, SAVING, WA
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
-from whalejax.runtime.checkpoint_files import fail_together, told_by_all
-from whalejax.runtime.resume import agreed_checkpoints
+from whalejax.state.async_checkpoints import remove_old_checkpoints
+from whalejax.state.checkpoint_files import fail_together, told_by_all
+from whalejax.state.resume import agreed_checkpoints
 from whalejax.wire.run_messages import (
     Committed,
     CompiledAhead,

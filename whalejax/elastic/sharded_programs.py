@@ -12,7 +12,6 @@ import numpy as np
 
 from whalejax.api import job_plans
 from whalejax.capture.batch import aval_of
-from whalejax.elastic.async_checkpoints import Tell
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
 from whalejax.elastic.replica_programs import most_micro_batches, tell_source
 from whalejax.lowering.train_state import TrainState
@@ -20,14 +19,15 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.adopt_state import to_save
-from whalejax.runtime.checkpoint import save
-from whalejax.runtime.resume import (
+from whalejax.runtime.train_step import compile as compile_step
+from whalejax.state.adopt_state import to_save
+from whalejax.state.async_checkpoints import Tell
+from whalejax.state.checkpoint import save
+from whalejax.state.resume import (
     agreed_checkpoints,
     batches_by_samples,
     restore_newest,
 )
-from whalejax.runtime.train_step import compile as compile_step
 from whalejax.user_code.losses import Job
 
 

@@ -23,7 +23,7 @@ from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.local_processes import machine
-from whalejax.runtime.folder_lock import is_free
+from whalejax.state.folder_lock import is_free
 from whalejax.wire.connection import (
     Channel,
     OtherProtocol,

@@ -300,8 +300,8 @@ def _train_sharded(
 
 def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Yields the steps of a run of one process, without a supervisor."""
-    from whalejax.elastic.async_checkpoints import Saver
-    from whalejax.runtime.resume import hold_folder
+    from whalejax.state.async_checkpoints import Saver
+    from whalejax.state.resume import hold_folder
 
     def tell(report: Report) -> None:
         if isinstance(report, NotSaved):

@@ -15,7 +15,7 @@ from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.reduction_choice import GradientReduction
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import is_held
+from whalejax.state.folder_lock import is_held
 
 
 _INTERRUPTED_STATUS: Final = 143

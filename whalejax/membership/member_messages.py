@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Final
 
+from whalejax.agreement.facts import difference
 from whalejax.membership.elastic_run import ElasticRun, MemberRecord, Parts
 from whalejax.membership.events import RegisterEvent, ReleaseEffect, Started, StepCommit
 from whalejax.membership.exit_status import Ending
@@ -38,26 +38,8 @@ def refusal(run: ElasticRun, name: str, message: wire.Register) -> str:
         return "this member was given up, and its generation is over"
     if run.phase == "ending" and known is None:
         return "the run is over"
-    return difference(_facts(message), run.facts) if run.facts else ""
-
-
-def difference(facts: Mapping[str, str], known: Mapping[str, str]) -> str:
-    """Returns text about a member's facts that differ from the others'; empty if none.
-
-    >>> difference({"jax": "0.10.1"}, {"jax": "0.10.2"})[:66]
-    'this member differs from the others: jax is 0.10.1, not 0.10.2. Ru'
-    """
-    wrong = [
-        f"{name} is {facts.get(name, 'not told')}, not {known.get(name, 'told')}"
-        for name in sorted({*facts, *known})
-        if facts.get(name) != known.get(name)
-    ]
-    if not wrong:
-        return ""
-    return (
-        f"this member differs from the others: {'; '.join(wrong)}. Run the same code, "
-        "versions, data and optimizer in all"
-    )
+    own = _facts(message)
+    return difference("this member", own, run.facts) if run.facts else ""
 
 
 def _facts(message: wire.Register) -> dict[str, str]:

@@ -139,6 +139,8 @@ class Failures:
         if self._attempts >= settings.fruitless and not passed:
             return f"{self._attempts} failures without a new step between them{first}"
         if len(self._times) > settings.restarts:
+            if not settings.restarts:
+                return f"a process failed, and none is restarted{first}"
             return (
                 f"{len(self._times)} failures in {settings.window_seconds:.0f} s, more "
                 f"than the {settings.restarts} allowed{first}"

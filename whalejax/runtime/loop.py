@@ -28,9 +28,7 @@ from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import count_text, milliseconds
-from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.evaluations import Evaluations
-from whalejax.runtime.resume import checkpoints, hold_folder, steps_of
 from whalejax.runtime.run_records import BestCheckpoint, Records
 from whalejax.runtime.run_records import best as best
 from whalejax.runtime.steps_in_flight import (
@@ -41,6 +39,8 @@ from whalejax.runtime.steps_in_flight import (
 )
 from whalejax.runtime.steps_in_flight import Progress as Progress
 from whalejax.runtime.train_step import TrainStep
+from whalejax.state.checkpoint_record import UNFINISHED_SUFFIX
+from whalejax.state.resume import checkpoints, hold_folder, steps_of
 from whalejax.user_code.argument_checks import check_function
 
 

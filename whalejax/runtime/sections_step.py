@@ -26,7 +26,6 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.sections import Sections, SectionTimes
-from whalejax.runtime.table_checkpoint import restore_sections, save_sections
 from whalejax.runtime.table_step import TablesState, TableStep
 from whalejax.sections.pipeline import Pipeline, Work
 from whalejax.sections.remote_store import (
@@ -36,6 +35,7 @@ from whalejax.sections.remote_store import (
     rank_ids,
 )
 from whalejax.sections.section_run import KeptState, SectionRun
+from whalejax.state.table_checkpoint import restore_sections, save_sections
 from whalejax.tables.exchange import assemble, pack_gradients
 from whalejax.tables.layout import TableLayout, make_layout
 from whalejax.tables.programs import TablePrograms

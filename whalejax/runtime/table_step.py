@@ -34,7 +34,7 @@ from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.replace import Replacement, place_again
 from whalejax.runtime.plan_compatibility import devices_of
-from whalejax.runtime.table_checkpoint import (
+from whalejax.state.table_checkpoint import (
     Sections,
     leaf_names,
     restore_sections,

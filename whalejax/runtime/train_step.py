@@ -30,6 +30,7 @@ from whalejax.capture.precision import at_precision
 from whalejax.capture.split_checks import check_split
 from whalejax.lowering.global_arrays import is_here, stages_mesh
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.optimizer_schedules import with_schedule
 from whalejax.lowering.runner import OneProgram, Runner, abstract_state
 from whalejax.lowering.train_state import Origin, following, host_copy, typed_key
 from whalejax.lowering.train_state import TrainState as TrainState
@@ -39,8 +40,6 @@ from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
-from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
-from whalejax.runtime.optimizer_schedules import with_schedule
 from whalejax.runtime.plan_compatibility import (
     check_host_memory,
     check_planned,
@@ -56,13 +55,14 @@ from whalejax.runtime.ragged_batch import (
     repeated,
     together,
 )
-from whalejax.runtime.resume import agreed_checkpoints, depends_on_parts, restore_newest
 from whalejax.runtime.runner_choice import (
     evaluator_of,
     layout_of,
     rehearsal_of,
     runner_of,
 )
+from whalejax.state.adopt_state import OwnStates, adopted, to_lower, to_save
+from whalejax.state.resume import agreed_checkpoints, depends_on_parts, restore_newest
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import (
     check_order,
@@ -544,7 +544,7 @@ class TrainStep:
             WhaleError: The checkpoint cannot be written (the message gives a remedy),
                 or the state was donated. No files remain.
         """
-        from whalejax.runtime.checkpoint import save
+        from whalejax.state.checkpoint import save
 
         problems = Arguments("TrainStep.save")
         problems.path("path", path, "the path of a folder that does not exist yet")
@@ -627,7 +627,7 @@ class TrainStep:
             WhaleError: No checkpoint exists, it is damaged, or it is another model's;
                 or ``keep_schedule`` is True and there is no schedule.
         """
-        from whalejax.runtime.checkpoint import restore, restore_model
+        from whalejax.state.checkpoint import restore, restore_model
 
         problems = Arguments("TrainStep.restore")
         problems.path("path", path, "the path of a checkpoint")

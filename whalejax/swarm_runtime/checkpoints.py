@@ -18,15 +18,15 @@ from whalejax.adapters.leaves import is_key
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.checkpoint import restore, save
-from whalejax.runtime.resume import checkpoints, depends_on_parts, restore_newest
+from whalejax.state.checkpoint import restore, save
+from whalejax.state.resume import checkpoints, depends_on_parts, restore_newest
 from whalejax.swarm_runtime.staged_job import StagedJob
 from whalejax.swarm_runtime.trainers.trainer_state import Snapshot
 
 
 class Checkpoints:
     """Reads and writes the checkpoints of a staged job, for
-    ``elastic.async_checkpoints``.
+    ``state.async_checkpoints``.
     """
 
     def __init__(self, cut: StagedJob) -> None:

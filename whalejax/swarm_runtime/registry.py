@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from whalejax.agreement.facts import difference
 from whalejax.membership.lease import Lease
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
@@ -169,17 +170,8 @@ class Registry:
         Raises:
             RefusedRequestError: Names the differences.
         """
-        differing = [
-            f"{key} is {facts.get(key, 'not given')} there and {value} here"
-            for key, value in self._facts.items()
-            if facts.get(key) != value
-        ]
-        if differing:
-            raise RefusedRequestError(
-                "failed",
-                f"{who} differs: {'; '.join(differing)}. Run the same code, "
-                "options and versions in all processes",
-            )
+        if differs := difference(who, facts, self._facts):
+            raise RefusedRequestError("failed", differs)
 
     def announce(self, name: str, now: float, **told: Any) -> PeerRecord | None:
         """Renews a lease; returns None if the peer is unknown.

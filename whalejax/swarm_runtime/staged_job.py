@@ -13,26 +13,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
-import platform
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 import numpy as np
 import optax
 from jax.sharding import Mesh
 from scipy.optimize import linear_sum_assignment
 
 from whalejax import _compat
-from whalejax._version import __version__
 from whalejax.adapters.base import Adapter, adapt, made_model
 from whalejax.adapters.leaves import is_key
+from whalejax.agreement.facts import program_hash, training_facts, values_hash
 from whalejax.api import job_plans
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
@@ -156,7 +152,7 @@ class StagedJob:
             self.adapter, example, num_micro_batches=self.count, batch_axes=0
         )
         self.captured: Captured = as_planned(result, self.plan)
-        self._data = _digest(jax.tree.leaves(first))
+        self._data = values_hash(jax.tree.leaves(first))
         self.division = _division(self.plan, self.captured, stages)
         self.origin = Origin(self.adapter)
         self.device = jax.local_devices()[0]
@@ -254,18 +250,18 @@ class StagedJob:
     def facts(self) -> dict[str, str]:
         """Returns the names of facts that all peers must share, with hashes."""
         built = _compat.trace(self._build, [jax.random.key(0)])
+        facts = training_facts(
+            self.captured.jaxpr,
+            plan=self.plan.hash,
+            optimizer=fingerprint(self.program),
+            first_batch=self._data,
+            seed=self.seed,
+        )
+        initial = f"{program_hash(built.jaxpr)} {values_hash(built.consts)}"
         return {
-            "code of the loss": _hashed(self.captured.jaxpr),
-            "initial values": f"{_hashed(built.jaxpr)} {_digest(built.consts)}",
-            "plan": self.plan.hash,
-            "optimizer": fingerprint(self.program),
-            "data of the first batch": self._data,
-            "seed": str(self.seed),
+            **facts,
+            "initial values": initial,
             "delayed updates": str(self.delayed_updates),
-            "whalejax": __version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.version.__version__,
-            "python": ".".join(platform.python_version_tuple()[:2]),
         }
 
     # The state.
@@ -634,17 +630,3 @@ def _untied_borders(units: Units, starts: Sequence[str]) -> Sequence[str]:
     ]
     _, chosen = linear_sum_assignment(far)
     return sorted((free[n] for n in chosen), key=lambda name: units.borders[name])
-
-
-def _hashed(jaxpr: Any) -> str:
-    text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _digest(leaves: Sequence[Any]) -> str:
-    digest = hashlib.sha256()
-    for leaf in leaves:
-        array = np.asarray(leaf)
-        digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()[:12]

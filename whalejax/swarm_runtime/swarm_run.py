@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.elastic.async_checkpoints import Saver
 from whalejax.journals.journal import JournalLines, read
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.resume import hold_folder
+from whalejax.state.async_checkpoints import Saver
+from whalejax.state.resume import hold_folder
 from whalejax.swarm_runtime.checkpoints import Checkpoints
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry_server import RegistryServer

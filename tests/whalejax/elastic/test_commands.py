@@ -86,17 +86,37 @@ def test_options_of_the_other_way_to_launch_are_refused(
             main(["launch", "--processes", "1:2", "--hosts", hosts, str(script)]) == 2
         )
         assert why in capsys.readouterr().err
-    assert main(["launch", "--processes", "2", "--host", "a", str(script)]) == 2
-    assert "Give MIN:MAX, as 2:2" in capsys.readouterr().err
     assert main(["train", "mlp-test", "--spares", "2"]) == 2
     said = capsys.readouterr().err
     assert "--spares is 2 without --processes MIN:MAX" in said
+    assert main(["train", "mlp-test", "--restarts", "2"]) == 2
+    assert "--restarts is 2 without --processes" in capsys.readouterr().err
     places = ["--hosts", "a", "--host", "b", "--ray", "auto", "--port", "1"]
     assert main(["train", "mlp-test", *places]) == 2
     said = capsys.readouterr().err
     assert all(f"{n} was given without --processes" in said for n in places[::2])
     assert main(["launch", "--processes", "2", "--quiet", str(script)]) == 2
     assert "--quiet was given with --processes 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "restarts"),
+    [
+        (["--processes", "2", "--host", "127.0.0.1"], 0),
+        (["--processes", "2", "--restarts", "3"], 3),
+        (["--processes", "2", "--spares", "1"], 100),
+        (["--processes", "1:2"], 100),
+        (["--processes", "1:2", "--restarts", "0"], 0),
+    ],
+)
+def test_a_launch_of_a_fixed_number_restarts_only_if_asked(
+    script: Path, supervised: list[dict[str, Any]], words: list[str], restarts: int
+) -> None:
+    logs = str(script.parent / "logs")
+    assert main(["launch", *words, "--logs", logs, str(script)]) == 0
+    (call,) = supervised
+    assert call["settings"].restarts == restarts
+    assert call["settings"].most == 2
 
 
 def test_train_runs_where_agents_are(

@@ -15,9 +15,23 @@ import pytest
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.test_spread import in_order, within
 from tests.whalejax.keys import KEY, OTHER
-from whalejax.elastic.shard_copies import copies, copy_schedule
-from whalejax.elastic.shard_copies import remote_copies as copy_machines
-from whalejax.elastic.shard_copies.copies import (
+from whalejax.elastic import copy_schedule
+from whalejax.elastic.copy_schedule import ShardCopyManager
+from whalejax.elastic.sharded_programs import SpreadPrograms
+from whalejax.elastic.supervisor.memory_folder import (
+    memory_folder,
+    memory_folders,
+    remove_copies,
+)
+from whalejax.state import remote_shard_copies as copy_machines
+from whalejax.state import shard_copies as copies
+from whalejax.state.remote_shard_copies import (
+    CopyExchange,
+    CopyHolder,
+    Put,
+    names_in,
+)
+from whalejax.state.shard_copies import (
     BadCopies,
     Copies,
     CopyFile,
@@ -25,19 +39,6 @@ from whalejax.elastic.shard_copies.copies import (
     copy_file,
     read_copies,
     whole_sets,
-)
-from whalejax.elastic.shard_copies.copy_schedule import ShardCopyManager
-from whalejax.elastic.shard_copies.remote_copies import (
-    CopyExchange,
-    CopyHolder,
-    Put,
-    names_in,
-)
-from whalejax.elastic.sharded_programs import SpreadPrograms
-from whalejax.elastic.supervisor.memory_folder import (
-    memory_folder,
-    memory_folders,
-    remove_copies,
 )
 from whalejax.wire.service import RefusedRequestError, UnreachableProcessError
 

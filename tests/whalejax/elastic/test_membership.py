@@ -293,6 +293,14 @@ def test_restarts_in_a_window_have_a_budget() -> None:
     assert "4 failures in 100 s, more than the 3 allowed" in failures.exceeded(140.0)
 
 
+def test_without_restarts_the_first_failure_ends_the_run() -> None:
+    failures = World(11, restarts=0).membership.failures
+    assert not failures.exceeded(0.0)
+    failures.count(failed(1.0, "no data"))
+    text = failures.exceeded(1.0)
+    assert text.startswith("a process failed, and none is restarted. The first error")
+
+
 def test_steps_that_are_done_again_are_no_progress() -> None:
     failures = World(12, fruitless=3).membership.failures
     for now in (1.0, 2.0):

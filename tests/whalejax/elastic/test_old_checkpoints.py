@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from whalejax.elastic import async_checkpoints
-from whalejax.elastic.async_checkpoints import Saver, remove_old_checkpoints
+from whalejax.state import async_checkpoints
+from whalejax.state.async_checkpoints import Saver, remove_old_checkpoints
 from whalejax.wire.run_messages import Report, Saved
 
 

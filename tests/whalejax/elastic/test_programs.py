@@ -14,11 +14,11 @@ import pytest
 from tests.compilations import count_compilations
 from tests.whalejax.elastic import job as example
 from whalejax.adapters.leaves import is_key
-from whalejax.elastic.async_checkpoints import Saver
 from whalejax.elastic.gradient_reduction.message_all_reduce import _added
 from whalejax.elastic.replica_programs import Buffers, ReplicaPrograms
 from whalejax.membership.assignment import Node, assign_micro_batches, cover, total
 from whalejax.meshes.errors import WhaleError
+from whalejax.state.async_checkpoints import Saver
 from whalejax.wire.run_messages import Report
 
 
@@ -208,7 +208,7 @@ def test_a_slow_checkpoint_is_not_forgotten(
         path.mkdir()
 
     monkeypatch.setattr(programs, "save", slow)
-    monkeypatch.setattr("whalejax.elastic.async_checkpoints.SAVE_SECONDS", 0.2)
+    monkeypatch.setattr("whalejax.state.async_checkpoints.SAVE_SECONDS", 0.2)
     (tmp_path / "step_000001.deleted").mkdir()  # Of one that was killed meanwhile.
     saver = Saver(programs, tmp_path, every=2, keep=2, tell=tell)
     state = programs.init_state()
@@ -217,7 +217,7 @@ def test_a_slow_checkpoint_is_not_forgotten(
     saver.save(state, 4, lambda: looks.append(1))
     assert told == [("not_saved", 4)] and looks
     goes_on.set()
-    monkeypatch.setattr("whalejax.elastic.async_checkpoints.SAVE_SECONDS", 400.0)
+    monkeypatch.setattr("whalejax.state.async_checkpoints.SAVE_SECONDS", 400.0)
     assert saver.wait() and told[1:] == [("saved", 2)]
     assert [p.name for p in tmp_path.iterdir()] == ["step_000002"]
 

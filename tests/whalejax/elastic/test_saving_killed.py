@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.whalejax.elastic import job as example
-from whalejax.elastic.async_checkpoints import Saver
 from whalejax.elastic.replica_programs import ReplicaPrograms
-from whalejax.runtime.resume import checkpoints, restore_newest
+from whalejax.state.async_checkpoints import Saver
+from whalejax.state.resume import checkpoints, restore_newest
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -22,7 +22,7 @@ from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import MemberStatus, status_of
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import FolderLock
+from whalejax.state.folder_lock import FolderLock
 
 
 def member(state: str, rank: int | None, pid: int | None = None) -> MemberStatus:

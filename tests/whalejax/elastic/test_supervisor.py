@@ -33,7 +33,7 @@ from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import FolderLock, is_held
+from whalejax.state.folder_lock import FolderLock, is_held
 from whalejax.wire.connection import Channel, ConnectionClosedError, dial
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message, WireError
@@ -178,7 +178,7 @@ def test_members_that_differ_are_refused(tmp_path: Path) -> None:
         assert answer.why == (
             "this member differs from the others: jax is 0.10.3, not 0.10.2; "
             "micro-batches is 4, not 8; optimizer is abd, not abc. Run the same code, "
-            "versions, data and optimizer in all"
+            "options, versions, data and optimizer in all"
         )
         assert there.supervisor._state.members.keys() == {"x1"}
         assert [e["name"] for e in there.events("refused")] == ["x2"]

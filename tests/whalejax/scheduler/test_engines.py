@@ -25,7 +25,6 @@ from tests.whalejax.scheduler.test_run_reader import Host
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.membership.exit_status import Ending
 from whalejax.meshes import cluster
-from whalejax.runtime.folder_lock import FolderLock
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.device_assignment import MOST_LAUNCHES
 from whalejax.scheduler.live.job_book import JobBook
@@ -39,6 +38,7 @@ from whalejax.scheduler.live.job_hosts import (
 from whalejax.scheduler.live.job_run import JobRun, write_refusals
 from whalejax.scheduler.live.job_service import JobService, ServeSettings
 from whalejax.scheduler.live.requests import Add, RequestRefused
+from whalejax.state.folder_lock import FolderLock
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -14,7 +14,7 @@ from tests.whalejax.keys import KEY
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.checkpoint import save
+from whalejax.state.checkpoint import save
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.swarm_run import SwarmRun, SwarmRunPaths
 from whalejax.swarm_runtime.trainers.trainer_state import Settings

@@ -244,9 +244,9 @@ def test_a_trainer_of_another_job_seed_or_key_is_refused() -> None:
         other = StagedJob(
             jobs.make(), stages=jobs.STAGES, micro_batches=jobs.COUNT, seed=1
         )
-        with pytest.raises(WhaleError, match=r"trainer .* differs: .*seed"):
+        with pytest.raises(WhaleError, match=r"trainer .* differs from .*: .*seed"):
             found.lead(cut=other)
-        with pytest.raises(WhaleError, match=r"wire is int8 there and f32 here"):
+        with pytest.raises(WhaleError, match=r"wire is int8, not f32"):
             found.lead(wire="int8")
         trainer = SecondaryTrainer(jobs.cut(), OTHER, found.serving.address)
         with pytest.raises(WhaleError, match="--key"):

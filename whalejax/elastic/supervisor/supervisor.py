@@ -62,7 +62,7 @@ from whalejax.processes.local_processes import (
     handled_signals,
     machine,
 )
-from whalejax.runtime.folder_lock import FolderLock
+from whalejax.state.folder_lock import FolderLock
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, ConnectionClosedError, listen
 from whalejax.wire.connection_loop import Waker

@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
-import jaxlib.version
 from jax.sharding import Mesh
 
 from whalejax import _compat_processes
-from whalejax._version import __version__
+from whalejax.agreement.facts import versions
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.membership import launch_heartbeat
 from whalejax.planner.fingerprint import part_digests, told_apart
@@ -100,10 +98,7 @@ class Agreement:
         facts = {
             "plan": hashlib.sha256(repr(what).encode()).hexdigest()[:12],
             "optimizer": optimizer,
-            "whalejax": __version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.version.__version__,
-            "python": ".".join(platform.python_version_tuple()[:2]),
+            **versions(),
         }
         if self._one_kind:
             facts["device kind"] = ", ".join(self._kinds)

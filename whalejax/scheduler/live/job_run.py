@@ -22,10 +22,10 @@ from typing import Any, Final
 from whalejax.elastic.supervisor.supervisor import ADDRESS, KEY
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import is_held
 from whalejax.scheduler.live.job_hosts import JobHosts
 from whalejax.scheduler.live.requests import Add
 from whalejax.scheduler.live.run_reader import METRICS, RunReader
+from whalejax.state.folder_lock import is_held
 from whalejax.wire.connection import dial
 from whalejax.wire.keys import load_key
 from whalejax.wire.messages import WireError

@@ -21,7 +21,6 @@ from whalejax.distributed.standard_streams import say_in_background
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.local_processes import handled_signals
-from whalejax.runtime.folder_lock import FolderLock
 from whalejax.scheduler.allocation import Objective
 from whalejax.scheduler.batch_choice import LEAST_GAIN, options_with_batches
 from whalejax.scheduler.job_table import (
@@ -52,6 +51,7 @@ from whalejax.scheduler.live.requests import (
 )
 from whalejax.scheduler.live.run_reader import ChangeCosts
 from whalejax.scheduler.schedule import JobSchedule, elastic
+from whalejax.state.folder_lock import FolderLock
 
 
 _TURN_SECONDS: Final = 0.2

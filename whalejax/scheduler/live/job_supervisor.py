@@ -24,7 +24,6 @@ from whalejax.elastic.launching import ProcessPlaces, supervise
 from whalejax.journals.journal import EVENTS, FOLDER, read
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import FolderLock, is_held
 from whalejax.scheduler.live.job_hosts import slurm_refusal
 from whalejax.scheduler.live.job_run import (
     FRONT,
@@ -32,6 +31,7 @@ from whalejax.scheduler.live.job_run import (
     read_hosts,
     write_refusals,
 )
+from whalejax.state.folder_lock import FolderLock, is_held
 
 
 IS_HELD: Final = 75

@@ -20,8 +20,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from whalejax.agreement.host_checks import CLOCK_SECONDS, Check, HostReport
 from whalejax.distributed.first_connection import listen_at, reach
-from whalejax.distributed.host_checks import CLOCK_SECONDS, Check, HostReport
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, OtherProtocol, WireTimeoutError, WrongKey

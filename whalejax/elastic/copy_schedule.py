@@ -17,7 +17,22 @@ from typing import Any, Final
 import jax
 
 from whalejax.elastic.environment import RUN, SUPERVISOR, local_host
-from whalejax.elastic.shard_copies.copies import (
+from whalejax.elastic.supervisor.memory_folder import memory_folder
+from whalejax.lowering.train_state import TrainState
+from whalejax.planner.plan.goodput import daly_seconds
+from whalejax.processes.local_processes import machine
+from whalejax.runtime.train_step import TrainStep
+from whalejax.state.adopt_state import to_save
+from whalejax.state.checkpoint_files import told_by_all
+from whalejax.state.remote_shard_copies import (
+    CopyExchange,
+    CopyHolder,
+    holder_from,
+    names_in,
+    other_machine,
+    remove_others,
+)
+from whalejax.state.shard_copies import (
     BadCopies,
     Copies,
     CopyFile,
@@ -26,21 +41,6 @@ from whalejax.elastic.shard_copies.copies import (
     read_copies,
     whole_sets,
 )
-from whalejax.elastic.shard_copies.remote_copies import (
-    CopyExchange,
-    CopyHolder,
-    holder_from,
-    names_in,
-    other_machine,
-    remove_others,
-)
-from whalejax.elastic.supervisor.memory_folder import memory_folder
-from whalejax.lowering.train_state import TrainState
-from whalejax.planner.plan.goodput import daly_seconds
-from whalejax.processes.local_processes import machine
-from whalejax.runtime.adopt_state import to_save
-from whalejax.runtime.checkpoint_files import told_by_all
-from whalejax.runtime.train_step import TrainStep
 from whalejax.wire.keys import load_key
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from whalejax import _compat
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.checkpoint import (
+from whalejax.state.checkpoint import (
     ARRAYS,
     checked,
     existing_path,
@@ -26,8 +26,8 @@ from whalejax.runtime.checkpoint import (
     read_leaves,
     write_arrays,
 )
-from whalejax.runtime.checkpoint_files import being_built, hashed, write_failure_message
-from whalejax.runtime.checkpoint_record import Leaf, check_same, write_record
+from whalejax.state.checkpoint_files import being_built, hashed, write_failure_message
+from whalejax.state.checkpoint_record import Leaf, check_same, write_record
 
 
 Sections = dict[str, dict[str, Any]]

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +26,9 @@ import jax
 
 from whalejax import _compat_processes
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.runtime.checkpoint_record import (
+from whalejax.state.checkpoint_record import (
     LONGEST_REASON,
+    RECORD,
     Record,
     files_of,
     refuse_damaged,
@@ -123,8 +124,9 @@ def hashed(building: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file of a checkpoint that is being written.
 
     All processes call this. Each process hashes the files that it wrote, which are
-    still in its machine's memory; the first one also hashes the common files. Reading
-    all files in one process would take longer than writing them.
+    still in its machine's memory, and flushes them to the disk; the first one also
+    takes the common files. Reading all files in one process would take longer than
+    writing them.
 
     Args:
         building: Folder of the checkpoint; all files are written.
@@ -135,6 +137,7 @@ def hashed(building: Path) -> dict[str, str]:
     here, count = jax.process_index(), jax.process_count()
     mine = [name for name in files_of(building) if _writer(name) % count == here]
     try:
+        flush_to_disk(building / name for name in mine)
         own, error = _hashes(building, mine), ""
     except OSError as failed:
         own, error = {}, _reason(failed)
@@ -214,6 +217,26 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+# Durability.
+
+
+def flush_to_disk(paths: Iterable[Path]) -> None:
+    """Flushes the contents of files, and the entries of folders, to the disk.
+
+    Without that, a loss of power after a checkpoint's rename can leave empty files
+    under its final name, after older checkpoints were removed.
+    """
+    for path in paths:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # A file system without this call.
+                raise
+        finally:
+            os.close(opened)
+
+
 # Building.
 
 
@@ -242,7 +265,10 @@ def being_built(target: Path) -> Iterator[Path]:
         try:
             yield building
             if first:
+                inside = (path for path in building.rglob("*") if path.is_dir())
+                flush_to_disk((*building.glob(RECORD), *inside, building))
                 building.rename(target)
+                flush_to_disk([target.parent])
         except OSError as found:
             error = _error_text(target, found)
         fail_together(error, f"{target.name} written")

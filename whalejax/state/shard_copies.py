@@ -25,11 +25,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from whalejax.adapters.leaves import is_key
-from whalejax.elastic.shard_copies.remote_copies import NAME
 from whalejax.lowering.global_arrays import impl_of, wrapped
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.checkpoint import _leaves
+from whalejax.state.checkpoint import _leaves
+from whalejax.state.remote_shard_copies import NAME
 
 
 _HEADER_BYTES: Final = 8

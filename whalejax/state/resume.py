@@ -26,10 +26,10 @@ from whalejax.adapters.leaves import is_key
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.checkpoint import UncheckedCheckpoint, unchecked
-from whalejax.runtime.checkpoint_files import fail_together, told_by_all
-from whalejax.runtime.checkpoint_record import DamagedCheckpoint, Record, read_record
-from whalejax.runtime.folder_lock import FolderLock
+from whalejax.state.checkpoint import UncheckedCheckpoint, unchecked
+from whalejax.state.checkpoint_files import fail_together, told_by_all
+from whalejax.state.checkpoint_record import DamagedCheckpoint, Record, read_record
+from whalejax.state.folder_lock import FolderLock
 from whalejax.user_code.losses import Job
 
 

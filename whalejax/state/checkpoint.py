@@ -31,16 +31,17 @@ from whalejax import _compat
 from whalejax.adapters.base import dotted
 from whalejax.lowering.global_arrays import settle
 from whalejax.lowering.loss_scale import LossScale
+from whalejax.lowering.optimizer_schedules import COUNT
 from whalejax.lowering.stage_arrays import collected, spread, spread_sharding
 from whalejax.lowering.train_state import check_alive
 from whalejax.meshes.errors import WhaleError, warn
-from whalejax.runtime.checkpoint_files import (
+from whalejax.state.checkpoint_files import (
     being_built,
     check_hashes,
     hashed,
     write_failure_message,
 )
-from whalejax.runtime.checkpoint_record import (
+from whalejax.state.checkpoint_record import (
     LONGEST_REASON,
     MODEL_SECTIONS,
     DamagedCheckpoint,
@@ -52,7 +53,6 @@ from whalejax.runtime.checkpoint_record import (
     read_record,
     write_record,
 )
-from whalejax.runtime.optimizer_schedules import COUNT
 
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import WhaleError, warn
-from whalejax.runtime.resume import checkpoints
+from whalejax.state.resume import checkpoints
 from whalejax.wire.run_messages import NotSaved, Report, Saved
 
 

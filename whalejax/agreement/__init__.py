@@ -1,0 +1,1 @@
+"""Facts that the processes of a run must share, and their comparison."""

@@ -1,1 +1,0 @@
-"""Copies of shards in the memory of machines, which outlive the processes."""
