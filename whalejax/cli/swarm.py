@@ -497,13 +497,17 @@ def _check(
             "port": (command.port, 0, 65535),
             "peers": (command.peers, 0, 1024),
             "processes": (command.processes, 0, 1024),
+            "peer-gpus": (command.peer_gpus, 0, 1024),
             "seed": (command.seed, -(2**31), 2**31 - 1),
         }
-        if not command.processes and command.hosts != "localhost":
-            problems.add(
-                f"--hosts is {command.hosts} without --processes, how many peers are "
-                "started there. Give it"
-            )
+        hosts = None if command.hosts == "localhost" else command.hosts
+        places = {"hosts": hosts, "slurm": command.slurm, "ray": command.ray}
+        for name, given in places.items():
+            if given is not None and not command.processes:
+                problems.add(
+                    f"--{name} is {given} without --processes, how many peers are "
+                    "started there. Give it"
+                )
         waits = {
             "call-timeout": command.call_timeout,
             "patience": command.patience,

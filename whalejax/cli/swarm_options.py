@@ -76,6 +76,12 @@ class SwarmServeCommand:
     """number of peers started as processes, in turn on --hosts, and restarted if they
     fail; a killed registry is restarted too, and continues from --save"""
     hosts: Hosts = "localhost"
+    slurm: Annotated[str | None, option(metavar="OPTIONS")] = None
+    """in place of --hosts: each peer is an allocation by srun with these options"""
+    ray: Annotated[str | None, option(metavar="ADDRESS")] = None
+    """in place of --hosts: each peer is an actor of this Ray cluster, or of auto"""
+    peer_gpus: Number = 0
+    """with --ray: GPUs of each peer; without any, a peer has one CPU"""
     remote_shell: RemoteShell = SSH
     logs: Annotated[Path, option(metavar="FOLDER")] = Path("logs")
     """with --processes: folder of one file for each peer, peer-1.log and so on"""

@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
 from whalejax.distributed.launch_env import is_loopback, joined_address, reached_host
 from whalejax.distributed.standard_streams import say
+from whalejax.elastic.engines.engine_shells import (
+    leave_allocation,
+    ray_shell,
+    slurm_options,
+    slurm_shell,
+)
 from whalejax.meshes.errors import Problems
 from whalejax.processes.launch_spec import (
     check_hosts,
@@ -39,8 +45,8 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
     Raises:
         WhaleError: Options contradict each other.
     """
-    count, hosts = command.processes, command.hosts.split(",")
-    shell, gpus = shell_words(command.remote_shell), visible_gpus()
+    count, gpus = command.processes, visible_gpus()
+    shell, hosts = _places(command)
     here = [n for n in range(count) if is_here(hosts[n % len(hosts)])]
     with Problems("whalejax swarm serve --processes") as problems:
         if command.save is None:
@@ -56,20 +62,24 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
         check_hosts(problems, hosts, count, shell)
         if len(here) < count and is_loopback(command.host):
             problems.add(
-                f"--host is {command.host}, which other machines of --hosts "
-                f"{command.hosts} cannot reach. Give it as {socket.gethostname()}, or "
-                "another address of this machine"
+                f"--host is {command.host}, which the machines of {_engine(command)} "
+                f"cannot reach. Give it as {socket.gethostname()}, or another address "
+                "of this machine"
             )
         if why := refusal(gpus, len(here)):
             problems.add(f"--processes: {why}")
     make_key(command.key)
+    places = "hosts", "slurm", "ray", "peer_gpus", "remote_shell"
     registry = dataclasses.replace(
-        command, processes=0, hosts=HERE.hosts, remote_shell=HERE.remote_shell
+        command, processes=0, **{name: getattr(HERE, name) for name in places}
     )
+    named = command.slurm is None and command.ray is None
     programs = [KeptCommand(name="registry", command=_words("serve", registry))]
     for place in range(count):
         host = hosts[place % len(hosts)]
-        words = _words("join", _join(command, command.host if place in here else host))
+        # The address of a node that an engine will give is known there only.
+        reached = command.host if place in here else host if named else "0.0.0.0"  # noqa: S104
+        words = _words("join", _join(command, reached))
         own = {}
         if place in here:
             own = own_gpus(gpus, len(here), here.index(place))
@@ -79,9 +89,52 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
         programs.append(KeptCommand(name=name, command=words, environment=own))
     keeper = Keeper(programs, command.logs, lambda text: say(f"whalejax: {text}"))
     if not command.json:
-        where = "here" if len(here) == count else f"on {command.hosts}"
+        where = "here" if len(here) == count else f"on {_engine(command)}"
         say(f"whalejax: {count} peers are started {where}, with logs in {command.logs}")
     return keeper.run()
+
+
+def _places(command: SwarmServeCommand) -> tuple[Sequence[str], list[str]]:
+    """Returns the words that run a command on a host, and the hosts' names.
+
+    Raises:
+        WhaleError: Options contradict each other, or there is no ``srun`` here.
+    """
+    given = {
+        "--hosts": None if command.hosts == HERE.hosts else command.hosts,
+        "--slurm": command.slurm,
+        "--ray": command.ray,
+    }
+    both = [f"{n} {value}".strip() for n, value in given.items() if value is not None]
+    with Problems("whalejax swarm serve --processes") as problems:
+        if len(both) > 1:
+            problems.add(
+                f"{' and '.join(both)} were given; one of them starts the peers. Leave "
+                "out the others"
+            )
+        if command.peer_gpus and command.ray is None:
+            problems.add(
+                f"--peer-gpus is {command.peer_gpus} without --ray, whose actors have "
+                "them. Leave it out, or name GPUs in the options of --slurm"
+            )
+    numbers = range(1, command.processes + 1)
+    if command.slurm is not None:
+        shell = slurm_shell(slurm_options(command.slurm))
+        leave_allocation("swarm")
+        return shell, [f"slurm-{number}" for number in numbers]
+    if command.ray is not None:
+        shell = ray_shell(
+            command.ray, cpus=int(not command.peer_gpus), gpus=command.peer_gpus
+        )
+        return shell, [f"ray-{number}" for number in numbers]
+    return shell_words(command.remote_shell), command.hosts.split(",")
+
+
+def _engine(command: SwarmServeCommand) -> str:
+    """Returns what starts the peers, for messages."""
+    if command.slurm is not None:
+        return "Slurm"
+    return f"--hosts {command.hosts}" if command.ray is None else "Ray"
 
 
 def _join(command: SwarmServeCommand, host: str) -> SwarmJoinCommand:

@@ -29,6 +29,9 @@ from whalejax.processes.local_processes import (
 FRUITFUL_SECONDS: Final = 60.0
 """Running time after which earlier failures of a process no longer count."""
 
+AT_ONCE_SECONDS: Final = 1.0
+"""Time between the first and the second request to end."""
+
 _TICK_SECONDS: Final = 0.2
 _FAILED: Final = 1
 SHELL_FAILED: Final = 255
@@ -97,12 +100,23 @@ class Keeper:
             try:
                 while self._status is None:
                     self._turn()
-                end = time.monotonic() + (0.0 if self._status else GRACE_SECONDS)
-                while self._processes.names and time.monotonic() < end:
-                    self._take_ends()
+                self._end_others()
             finally:
                 self._processes.end_all()
         return self._status
+
+    def _end_others(self) -> None:
+        """Waits for the others to end after the leader, and asks them to if it failed.
+
+        A command that runs another one elsewhere has to end that first. A peer leaves
+        after its step when it is asked once, and at once when it is asked again.
+        """
+        for seconds in (AT_ONCE_SECONDS, GRACE_SECONDS):
+            for name in self._processes.names if self._status else ():
+                self._processes.terminate(name)
+            end = time.monotonic() + seconds
+            while self._processes.names and time.monotonic() < end:
+                self._take_ends()
 
     def _handle(self, number: int, _: object) -> None:
         del number

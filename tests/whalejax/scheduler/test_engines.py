@@ -25,6 +25,7 @@ from tests.whalejax.scheduler.test_run_reader import Host
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.membership.exit_status import Ending
 from whalejax.meshes import cluster
+from whalejax.meshes.errors import WhaleError
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.device_assignment import MOST_LAUNCHES
 from whalejax.scheduler.live.job_book import JobBook
@@ -317,7 +318,7 @@ def test_words_of_an_allocation(
     assert first[:4] == ["srun", "--nodes=1", "--ntasks=1", "--gpus-per-task=8"]
     assert first[4:7] == ["--constraint=h100", "-t", "60"]
     assert "--gpus-per-task=4" in last and "--constraint=a100-80" in last
-    with pytest.raises(JobError, match="No closing quotation"):
+    with pytest.raises(WhaleError, match="No closing quotation"):
         slurm_hosts(cluster("h100:8"), "--comment='a")
     shell = ray_hosts(cluster("h100:2x8"), "auto").shells["ray-1"]
     assert shell[-3:] == ["auto", "1", "8"]

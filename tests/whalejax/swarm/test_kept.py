@@ -86,20 +86,26 @@ def test_options_are_given_on() -> None:
     ]
 
 
-def test_peers_of_other_hosts_are_started_by_a_shell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs: list[KeptCommand] = []
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[KeptCommand]:
+    """Programs that a command would keep running."""
+    seen: list[KeptCommand] = []
 
     class Seen(Keeper):
         def __init__(self, given: Any, *_: Any) -> None:
-            programs.extend(given)
+            seen.extend(given)
 
         def run(self) -> int:
             return 0
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("whalejax.cli.swarm_processes.Keeper", Seen)
+    return seen
+
+
+def test_peers_of_other_hosts_are_started_by_a_shell(
+    tmp_path: Path, programs: list[KeptCommand]
+) -> None:
     words = "swarm serve gpt-test --stages 2 --save s --processes 3 --host 10.0.0.1"
     words += " --hosts localhost,node-b --remote-shell sh --port 7"
     assert main.main(words.split()) == 0
@@ -110,6 +116,59 @@ def test_peers_of_other_hosts_are_started_by_a_shell(
     assert [*peers[1].command[:2]] == ["sh", "node-b"]
     assert peers[1].command[2].startswith(f"cd {tmp_path} && exec ")
     assert peers[1].command[2].endswith(f"{join} node-b")
+
+
+@pytest.mark.parametrize(
+    ("options", "shell"),
+    [
+        (["--slurm=--mem=1G -p long"], "--mem=1G -p long sh -c"),
+        (["--ray", "auto", "--peer-gpus", "2"], "engines.ray_shell auto 0 2"),
+        (["--ray", "a:1"], "engines.ray_shell a:1 1 0"),
+    ],
+)
+def test_peers_are_started_where_an_engine_gives_a_node(
+    programs: list[KeptCommand],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    shell: str,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    words = "swarm serve gpt-test --stages 2 --save s --processes 2 --host 10.0.0.1"
+    assert main.main([*words.split(), *options]) == 0
+    registry, *peers = programs
+    assert not {"--slurm", "--ray", "--peer-gpus"} & {*registry.command}
+    assert ("SLURM_JOB_ID" in os.environ) == (options[0] == "--ray")
+    for number, peer in enumerate(peers, 1):
+        *before, name, command = peer.command
+        assert shell in " ".join(before)
+        assert name.endswith(f"-{number}")
+        assert "swarm join 10.0.0.1:8476 gpt-test --host 0.0.0.0" in command
+
+
+def test_engines_that_contradict_each_other_are_refused(
+    programs: list[KeptCommand],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "swarm serve gpt-test --stages 2 --save s --host 10.0.0.1".split()
+
+    def said(*options: str) -> str:
+        assert main.main([*words, *options]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "--ray is auto without --processes" in said("--ray", "auto")
+    both = said("--processes", "2", "--slurm=", "--ray", "a", "--hosts", "b")
+    assert "--hosts b and --slurm and --ray a were given" in both
+    gpus = said("--processes", "2", "--peer-gpus", "2")
+    assert "--peer-gpus is 2 without --ray" in gpus
+    loopback = said("--processes", "2", "--ray", "a", "--host", "127.0.0.1")
+    assert "which the machines of Ray cannot reach" in loopback
+    unclosed = said("--processes", "2", '--slurm="')
+    assert "--slurm is '\"' (No closing quotation)" in unclosed
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert "there is no srun here" in said("--processes", "2", "--slurm=")
+    assert not programs
 
 
 def test_what_cannot_be_kept_is_refused(
@@ -127,7 +186,7 @@ def test_what_cannot_be_kept_is_refused(
     assert main.main([*words, "--processes", "2", "--save", "s"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "--processes is 2 on 3 hosts; expected at least one on each" in said
-    assert "--host is 127.0.0.1, which other machines of --hosts a,b,c cannot" in said
+    assert "--host is 127.0.0.1, which the machines of --hosts a,b,c cannot" in said
 
 
 def test_one_that_always_fails_beside_others_that_serve_ends_nothing(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import shutil
 import socket
-import sys
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from whalejax.elastic.engines.engine_shells import (
+    ray_shell,
+    slurm_options,
+    slurm_shell,
+)
 from whalejax.meshes import Cluster, Node
-from whalejax.scheduler.job_table import JobError
 
 
 Engine = Literal["slurm", "ray"]
@@ -75,29 +76,21 @@ def slurm_hosts(cluster: Cluster, options: str, address: str = "") -> JobHosts:
         address: Address of this machine at which the hosts reach it; default: its name.
 
     Raises:
-        JobError: There is no ``srun`` here, or a quotation in the options does not end.
+        WhaleError: There is no ``srun`` here, or a quotation in the options does not
+            end.
     """
-    if shutil.which("srun") is None:
-        raise JobError(
-            "--slurm: there is no srun here. Run whalejax jobs serve on a login node "
-            "of the cluster, or leave --slurm out"
-        )
-    try:
-        words = shlex.split(options)
-    except ValueError as error:
-        raise JobError(f"--slurm is {options!r} ({error})") from None
+    words = slurm_options(options)
 
     def shell(node: Node) -> list[str]:
         what = "gpus" if node.kind.platform == "gpu" else "cpus"
-        srun = ["srun", "--nodes=1", "--ntasks=1", f"--{what}-per-task={node.count}"]
+        filled = [f"--{what}-per-task={node.count}"]
         for word in words:
             for name, value in zip(
                 _PLACEHOLDERS, (node.kind.name, str(node.count)), strict=True
             ):
                 word = word.replace(name, value)
-            srun.append(word)
-        # The host's name and a command for a shell follow.
-        return [*srun, "sh", "-c", 'eval "$1"']
+            filled.append(word)
+        return slurm_shell(filled)
 
     return _engine_hosts(cluster, "slurm", [*map(shell, cluster.nodes)], address)
 
@@ -138,8 +131,7 @@ def ray_hosts(cluster: Cluster, ray: str, address: str = "") -> JobHosts:
     def shell(node: Node) -> list[str]:
         is_gpu = node.kind.platform == "gpu"
         cpus, gpus = (1, node.count) if is_gpu else (node.count, 0)
-        module = "whalejax.elastic.engines.ray_shell"
-        return [sys.executable, "-m", module, ray, str(cpus), str(gpus)]
+        return ray_shell(ray, cpus=cpus, gpus=gpus)
 
     return _engine_hosts(cluster, "ray", [*map(shell, cluster.nodes)], address)
 

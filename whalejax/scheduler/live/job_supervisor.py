@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import msgspec
 
 from whalejax.distributed.launch_env import joined_address
 from whalejax.elastic.agents.on_hosts import HostAgents
+from whalejax.elastic.engines.engine_shells import leave_allocation
 from whalejax.elastic.launching import ProcessPlaces, supervise
 from whalejax.journals.journal import EVENTS, FOLDER, read
 from whalejax.membership.settings import SupervisorSettings
@@ -118,11 +118,7 @@ def _start_agents(
     if hosts is None:
         return None
     if hosts.engine == "slurm":
-        # Inside an allocation srun would start steps of it, not allocations.
-        for name in [n for n in os.environ if n.startswith(("SLURM_", "SRUN_"))]:
-            if name != "SLURM_CONF":
-                del os.environ[name]
-        os.environ["SLURM_JOB_NAME"] = home.name
+        leave_allocation(home.name)
     agents = HostAgents(
         hosts.shells,
         joined_address(hosts.address, told.port),
