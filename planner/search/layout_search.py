@@ -92,6 +92,9 @@ LISTED = 40
 """Largest number of meshes that are all evaluated; above it, only those near the best.
 """
 
+MOST_LISTED = 512
+"""Largest number of layouts of few meshes that are all evaluated."""
+
 NEAR = 1.02
 """Largest step time, as a multiple of the best, at which plans of many meshes are
 evaluated; larger than the margin for ties."""
@@ -711,7 +714,8 @@ class Search:
         layouts = layouts.take(self._allowed(layouts.cases))
         if not len(layouts.cases):
             return
-        self.follows = self.follows or len(every) > LISTED
+        many = len(every) > LISTED or len(layouts.cases) > MOST_LISTED
+        self.follows = self.follows or many
         if self.follows:
             self.bound = min(self.bound, self.best * NEAR)
         splits = self.split is None and self.request.sequence_parallel is not False
