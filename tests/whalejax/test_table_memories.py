@@ -20,7 +20,6 @@ from tests.whalejax.test_table_step import (
     make_net,
 )
 from whalejax.hlo.groups import groups_of
-from whalejax.runtime import compile_tables
 from whalejax.tables.layout import BufferKey
 
 
@@ -191,12 +190,6 @@ def test_the_planner_keeps_in_host_memory_what_devices_cannot_hold() -> None:
     assert "in the host memory of" in plan.why("user")
 
 
-def test_host_memory_is_refused_where_it_was_not_tested(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan = make_plan("h100:2", "sgd", HOSTED)
-    monkeypatch.setattr(compile_tables, "HOST_BACKENDS", ("tpu",))
-    with pytest.raises(wh.WhaleError, match=r"user \(host\).*run on tpu so far"):
-        wh.compile_tables(plan, loss, make_net(np.float32), optimizer=OPTIMIZER)
+def test_a_cached_part_is_a_fraction() -> None:
     with pytest.raises(wh.WhaleError, match="pins is .* or cached:0.25"):
         make_plan("h100:2", "sgd", {"user": "cached:2"})

@@ -245,6 +245,10 @@ class SectionsStep(TableStep):
             forget=self._forget,
         )
 
+    def _result_shardings(self) -> Any:
+        """Returns None: no table of a dense section is in host memory."""
+        return None
+
     @property
     def _asking(self) -> TablePrograms:
         return self.programs if self.beside is None else self.beside

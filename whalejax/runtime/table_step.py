@@ -159,12 +159,26 @@ class TableStep:
         )
         self.dtype = leaves[plan.tables[0]].dtype
         self.store = self._make_store()
-        self._train = jax.jit(self._advance, donate_argnums=0, static_argnums=2)
+        self._train = jax.jit(
+            self._advance,
+            donate_argnums=0,
+            static_argnums=2,
+            out_shardings=self._result_shardings(),
+        )
         self._eval = jax.jit(self._evaluate)
         whole = NamedSharding(self.mesh, PartitionSpec())
         self._bounds = jax.jit(self.programs.id_bounds, out_shardings=whole)
         asking = self._asking
         self._room_taken = jax.jit(asking.room_taken, out_shardings=whole)
+
+    def _result_shardings(self) -> Any:
+        """Returns the shardings of a step's results that are not left to the compiler.
+
+        Without them, a table in host memory would be copied there in every step.
+        """
+        tables = jax.tree.map(lambda x: x.sharding, self.store.abstract_arrays())
+        left: Any = dict.fromkeys(("params", "rest", "opt_state", "step", "rng"))
+        return TablesState(tables=tables, **left), None
 
     def _numbers(self, placement: TablePlacement) -> list[int]:
         """Returns the indices of the lookups of a placement's tables."""
@@ -516,6 +530,40 @@ class TableStep:
         """
         return self._train.lower(self._checked(state), self._place_batch(batch), False)
 
+    @without_mesh
+    def lower_shapes(self) -> Any:
+        """Returns the step lowered from shapes alone, also for absent devices."""
+        given = self._abstract_state(), self._abstract_batch()
+        return self._train.lower(*given, False)
+
+    def _abstract_state(self) -> TablesState:
+        """Returns the shapes and shardings of a state."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        params = self._abstract_params()
+        shardings = {path: self._dense_sharding(path) for path in params}
+        opt_state = _map_params(
+            self._optimizer,
+            _shaped,
+            self._abstract_optimizer(),
+            shardings,
+            transform_non_params=lambda leaf: _shaped(leaf, whole),
+        )
+        return TablesState(
+            params={path: _shaped(x, shardings[path]) for path, x in params.items()},
+            rest=[_shaped(x, whole) for x in jax.tree.leaves(self.adapter.rest)],
+            opt_state=opt_state,
+            tables=self.store.abstract_arrays(),
+            step=jax.ShapeDtypeStruct((), np.int32, sharding=whole),
+            rng=_shaped(jax.eval_shape(lambda: jax.random.key(0)), whole),
+        )
+
+    def _abstract_batch(self) -> list[Any]:
+        """Returns the shapes and shardings of a batch's leaves."""
+        return [
+            _shaped(leaf, self._leaf_sharding(leaf))
+            for leaf in jax.tree.leaves(self.plan.batch)
+        ]
+
     def report(self) -> Any:
         """Refuses to report on sections, as this step has only one.
 
@@ -580,12 +628,12 @@ class TableStep:
 
     def _on_devices(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves of a batch, sharded over the devices."""
-        shared = NamedSharding(self.mesh, PartitionSpec(tuple(self.plan.axes)))
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        return [
-            jax.device_put(leaf, shared if _divides(leaf, self.mesh.size) else whole)
-            for leaf in leaves
-        ]
+        return [jax.device_put(leaf, self._leaf_sharding(leaf)) for leaf in leaves]
+
+    def _leaf_sharding(self, leaf: Any) -> NamedSharding:
+        shared = _divides(leaf, self.mesh.size)
+        spec = PartitionSpec(tuple(self.plan.axes)) if shared else PartitionSpec()
+        return NamedSharding(self.mesh, spec)
 
     def _place_batch(self, batch: Any) -> list[Any]:
         """Checks a batch and its ids, and places its leaves on the devices."""
@@ -846,6 +894,10 @@ def _shapes(sections: Sections) -> Any:
 
 
 _map_params: Final[Any] = optax.tree_map_params
+
+
+def _shaped(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _divides(leaf: Any, ranks: int) -> bool:
