@@ -93,8 +93,8 @@ def place_tables(
         splits: Allowed ways of dividing a table: ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the ranks of one node),
             ``"replicate"``, ``"host"`` (undivided, in host memory) and ``"cached"``
-            (the same with the first rows on the device). The last two are tried only if
-            the ranks' memory is short.
+            (the same with the rows on the device that counts show to be read most, or
+            the first ones). The last two are tried only if the ranks' memory is short.
         together: Groups of tables that must share one rank, by their names.
         pins: Fixed placements by table: its rank, or the way in which it is divided,
             such as ``"rows"`` or, with the part of its rows on the device,
@@ -151,6 +151,7 @@ def place_tables(
         items=items,
         chosen=assignment.ways,
         mean=scale.mean,
+        hottest=_hottest(tables, items, assignment),
     )
 
 
@@ -397,6 +398,20 @@ def _full(
         of_bytes=int(room),
         nearest="tables over ranks",
     )
+
+
+def _hottest(
+    tables: Sequence[Table], items: Sequence[Item], assignment: Assignment
+) -> dict[str, np.ndarray]:
+    """Returns the rows of cached tables that are on the device, unless the first."""
+    found: dict[str, np.ndarray] = {}
+    for item, way in zip(items, assignment.ways, strict=True):
+        for table in (tables[i] for i in item.tables):
+            count = item.ways[way].cached_rows
+            rows = table.hottest_rows(count) if count else None
+            if rows is not None:
+                found[table.name] = rows
+    return found
 
 
 def _shards(

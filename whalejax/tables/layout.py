@@ -79,7 +79,7 @@ class WidthLayout:
         return int(self.source.shape[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredShard:
     """Position of a shard in a buffer.
 
@@ -87,11 +87,13 @@ class StoredShard:
         shard: The shard.
         key: Buffer of the shard.
         base: First row in the rank's part of the buffer.
+        numbers: Table rows of the shard, if they are no range and not every n-th.
     """
 
     shard: TableShard
     key: BufferKey
     base: int
+    numbers: np.ndarray | None = None
 
     @property
     def width(self) -> int:
@@ -99,12 +101,28 @@ class StoredShard:
         return self.key.width
 
     @property
-    def row_numbers(self) -> slice:
+    def row_numbers(self) -> slice | np.ndarray:
         """Table rows of the shard."""
+        if self.numbers is not None:
+            return self.numbers
         first, last = self.shard.rows
         if self.shard.hashed:
             return slice(first + self.shard.index, last, self.shard.shards)
         return slice(first, last)
+
+    def some_rows(self, first: int, count: int) -> slice | np.ndarray:
+        """Returns the table rows of a part of the shard.
+
+        Args:
+            first: First row in the shard.
+            count: Number of rows; there may be fewer.
+        """
+        numbers = self.row_numbers
+        if not isinstance(numbers, slice):
+            return numbers[first : first + count]
+        part = range(numbers.start, numbers.stop, numbers.step or 1)
+        part = part[first : first + count]
+        return slice(part.start, part.stop, part.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +195,8 @@ class TableLayout:
             the number of rows for none.
         distinct: Tables of which each distinct row is sent once, by name.
         requests: Most rows that a rank may ask of another, by buffer.
+        hottest: Rows of cached tables that are on the device, sorted, by name, unless
+            they are the first.
     """
 
     ranks: int
@@ -192,6 +212,7 @@ class TableLayout:
     blocks: Mapping[BufferKey, np.ndarray]
     distinct: Mapping[str, DistinctTable]
     requests: Mapping[BufferKey, int]
+    hottest: Mapping[str, np.ndarray]
 
     def widths_in(self, *, nodes: bool) -> dict[BufferKey, WidthLayout]:
         """Returns the buffers of single ranks, or those that nodes hold jointly.
@@ -321,7 +342,7 @@ def _layout(
     ranks = placement.ranks.count
     replicated = frozenset(s.table for s in placement.shards if s.split == "replicate")
     shards = [s for s in placement.shards if s.table not in replicated]
-    stored, rows = _stored(shards, ranks)
+    stored, rows = _stored(shards, ranks, placement.hottest)
     gathered, blocks = _choose_gathered(stored, rows, ranks, lookups, names, samples)
     distinct, requests = _distinct(placement, stored, gathered) if asks else ({}, {})
     tasks = _Tasks(ranks)
@@ -357,6 +378,7 @@ def _layout(
         blocks=blocks,
         distinct=distinct,
         requests=requests,
+        hottest=placement.hottest,
     )
 
 
@@ -424,7 +446,7 @@ def _padded(by_rank: Sequence[Sequence[int]], none: int) -> np.ndarray:
 
 
 def _stored(
-    shards: Sequence[TableShard], ranks: int
+    shards: Sequence[TableShard], ranks: int, hottest: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, tuple[StoredShard, ...]], dict[BufferKey, int]]:
     """Returns the positions of shards, and the number of rows of each buffer
     on a rank.
@@ -434,11 +456,25 @@ def _stored(
     for shard in shards:
         key = BufferKey(shard.columns[1] - shard.columns[0], memory_of(shard))
         rows = filled.setdefault(key, [0] * ranks)
-        place = StoredShard(shard=shard, key=key, base=rows[shard.rank])
+        place = StoredShard(
+            shard=shard,
+            key=key,
+            base=rows[shard.rank],
+            numbers=_numbers(shard, hottest.get(shard.table)),
+        )
         rows[shard.rank] += shard.num_rows
         stored.setdefault(shard.table, []).append(place)
     most = {key: max(rows) for key, rows in filled.items()}
     return {name: tuple(each) for name, each in stored.items()}, most
+
+
+def _numbers(shard: TableShard, hottest: np.ndarray | None) -> np.ndarray | None:
+    """Returns the rows of a cached table's part, if they are no range."""
+    if hottest is None or shard.split != "cached":
+        return None
+    if shard.index == 0:
+        return hottest
+    return np.delete(np.arange(shard.rows[1]), hottest)
 
 
 class _Tasks:

@@ -90,6 +90,15 @@ class TakenIds:
     requests: dict[BufferKey, RowRequests]
 
 
+def _positions(ids: Any, hottest: Any) -> Any:
+    """Returns the positions of rows in an order with some sorted rows first."""
+    rows = jnp.asarray(hottest, ids.dtype)
+    before = jnp.searchsorted(rows, ids).astype(ids.dtype)
+    is_hot = rows[jnp.minimum(before, len(rows) - 1)] == ids
+    place = jnp.where(is_hot, before, len(rows) + ids - before)
+    return jnp.where(ids == NO_ID, ids, place)
+
+
 def _join_updates(
     first: Mapping[BufferKey, tuple[Any, Any]],
     second: Mapping[BufferKey, tuple[Any, Any]],
@@ -143,13 +152,17 @@ class TablePrograms:
     def join_ids(self, by_lookup: Sequence[Any]) -> Any:
         """Concatenates the ids of all lookups, and clips them if that was chosen.
 
+        Ids of cached tables become positions, those on the device first.
+
         Args:
             by_lookup: Ids of each lookup.
         """
         found = []
-        for ids, rows in zip(by_lookup, self.rows, strict=True):
+        for ids, rows, name in zip(by_lookup, self.rows, self.names, strict=True):
             if self.clips:
                 ids = jnp.where(ids == NO_ID, ids, jnp.clip(ids, 0, rows - 1))
+            if name in self.layout.hottest:
+                ids = _positions(ids, self.layout.hottest[name])
             found.append(ids)
         return jnp.concatenate(found, axis=1)
 

@@ -181,7 +181,7 @@ class TableStore:
                 if rank in turn:
                     each = turn[rank]
                     columns = slice(0, 1) if by_row else slice(*each.shard.columns)
-                    own = values[each.row_numbers][first : first + size, columns]
+                    own = values[each.some_rows(first, size), columns]
                     rows[: len(own)] = own
                 return rows
 
