@@ -316,7 +316,6 @@ def _items(
                     objective=objective,
                     splits=allowed,
                     cached_part=part,
-                    asks=len(group) == 1,
                 )
             )
             for i in group
@@ -341,6 +340,8 @@ def _sum_of(ways: Sequence[StorageOption]) -> StorageOption:
         loads=tuple(np.sum([way.loads for way in ways], axis=0).tolist()),
         exchange_bytes=sum(way.exchange_bytes for way in ways),
         memory_bytes=sum(way.memory_bytes for way in ways),
+        sample_bytes=sum(way.sample_bytes for way in ways),
+        of_tables=tuple(ways),
     )
 
 

@@ -146,7 +146,11 @@ class TablePlacement:
         """
         number = next(i for i, t in enumerate(self.tables) if t.name == table)
         place = next(i for i, item in enumerate(self.items) if number in item.tables)
-        return self.items[place].ways[self.chosen[place]]
+        way, tables = (
+            self.items[place].ways[self.chosen[place]],
+            self.items[place].tables,
+        )
+        return way.of_tables[tables.index(number)] if way.of_tables else way
 
     def why(self, table: str) -> str:
         """Explains where a table is stored, and the cost of the other ways.
@@ -221,11 +225,10 @@ class TablePlacement:
         if ranks.count > 1:
             most = gigabytes(float(self.exchange_bytes.max()))
             yield f"  a rank exchanges at most {most} of ids, vectors and gradients"
-        for item, number in zip(self.items, self.chosen, strict=True):
-            way = item.ways[number]
+        for table in self.tables:
+            way = self.way_of(table.name)
             if way.distinct_rows:
-                name = self.tables[item.tables[0]].name
-                yield f"  {name}: {_request_text(way)}"
+                yield f"  {table.name}: {_request_text(way)}"
 
     def _quality(self) -> str:
         text = f"the most loaded rank has {self.imbalance:.3f} of the mean"

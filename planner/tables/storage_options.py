@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from whalejax.planner.tables.ranks import Ranks
@@ -78,6 +78,7 @@ class StorageOption:
         distinct_rows: Most distinct rows of one shard that a rank requests, if that
             moves less than vectors by sample; 0 if vectors are exchanged.
         sample_bytes: Bytes that a rank would send in all-to-alls by sample.
+        of_tables: Way of each table, if several stay together; else empty.
     """
 
     split: Split
@@ -90,6 +91,9 @@ class StorageOption:
     cached_rows: int = 0
     distinct_rows: int = 0
     sample_bytes: float = 0.0
+    of_tables: tuple[StorageOption, ...] = field(
+        default=(), metadata={"unless_default": True}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +166,8 @@ def list_ways(
             way = _storage_option(
                 split, shards, table, ranks, batch_size, objective, asks
             )
-            if way.distinct_rows and "columns" in splits and table.splits_columns:
+            is_by_rows = split in ("rows", "whole") and "columns" in splits
+            if way.distinct_rows and is_by_rows and table.splits_columns:
                 # Columns move as much as the undivided table would by sample.
                 apart = _storage_option(
                     "whole", 1, table, ranks, batch_size, objective, False
@@ -328,8 +333,6 @@ def _exchange(
     if not asks:
         return _Exchange(by_sample, by_sample)
     best = min(by_sample, whole)
-    if split == "columns":
-        return _Exchange(best, by_sample)
     expected = table.distinct_rows(own) / row_parts
     room = math.ceil(expected + max(_SPARE * expected, 4 * math.sqrt(expected)))
     room = min(room, rows, math.ceil(own))

@@ -159,16 +159,18 @@ class GatheredShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DistinctTable:
-    """A table of which a rank receives each distinct row that it needs once.
+    """Some columns of a table, of which a rank receives each row that it needs once.
 
     Attributes:
-        key: Buffer of the table.
+        key: Buffer of the columns.
+        columns: First column and the column after the last one.
         ranks, bases: Rank of each shard, and its first row in the buffer there.
         firsts: First row of each shard, if shards are ranges.
         hashed: Whether shards have every n-th row.
     """
 
     key: BufferKey
+    columns: tuple[int, int]
     ranks: np.ndarray
     bases: np.ndarray
     firsts: np.ndarray
@@ -193,7 +195,8 @@ class TableLayout:
             fewer rows than the vectors that a rank's samples need.
         blocks: Rows of each buffer that each rank sends completely, ``[ranks, rows]``;
             the number of rows for none.
-        distinct: Tables of which each distinct row is sent once, by name.
+        distinct: Tables of which each distinct row is sent once, by name: their shards
+            by columns, each with all rows.
         requests: Most rows that a rank may ask of another, by buffer.
         hottest: Rows of cached tables that are on the device, sorted, by name, unless
             they are the first.
@@ -210,7 +213,7 @@ class TableLayout:
     id_columns: int
     gathered: Mapping[str, tuple[GatheredShard, ...]]
     blocks: Mapping[BufferKey, np.ndarray]
-    distinct: Mapping[str, DistinctTable]
+    distinct: Mapping[str, tuple[DistinctTable, ...]]
     requests: Mapping[BufferKey, int]
     hottest: Mapping[str, np.ndarray]
 
@@ -386,26 +389,38 @@ def _distinct(
     placement: TablePlacement,
     stored: Mapping[str, Sequence[StoredShard]],
     gathered: Mapping[str, object],
-) -> tuple[dict[str, DistinctTable], dict[BufferKey, int]]:
+) -> tuple[dict[str, tuple[DistinctTable, ...]], dict[BufferKey, int]]:
     """Returns the tables whose rows are requested as planned, and their room."""
-    found: dict[str, DistinctTable] = {}
+    found: dict[str, tuple[DistinctTable, ...]] = {}
     rooms: dict[BufferKey, np.ndarray] = {}
     for name, shards in stored.items():
         room = placement.way_of(name).distinct_rows
         if not room or name in gathered or shards[0].key.memory != "device":
             continue
-        ordered = sorted(shards, key=lambda each: each.shard.index)
-        key, owners = ordered[0].key, [each.shard.rank for each in ordered]
-        found[name] = DistinctTable(
-            key=key,
-            ranks=np.array(owners, np.int32),
-            bases=np.array([each.base for each in ordered], np.int32),
-            firsts=np.array([each.shard.rows[0] for each in ordered], np.int32),
-            hashed=ordered[0].shard.hashed,
+        by_columns: dict[tuple[int, int], list[StoredShard]] = {}
+        for each in sorted(shards, key=lambda each: each.shard.index):
+            by_columns.setdefault(each.shard.columns, []).append(each)
+        found[name] = tuple(
+            _distinct_table(columns, by_columns[columns])
+            for columns in sorted(by_columns)
         )
-        own = rooms.setdefault(key, np.zeros(placement.ranks.count, int))
-        np.add.at(own, owners, room)
+        for table in found[name]:
+            own = rooms.setdefault(table.key, np.zeros(placement.ranks.count, int))
+            np.add.at(own, table.ranks, room)
     return found, {key: int(own.max()) for key, own in rooms.items()}
+
+
+def _distinct_table(
+    columns: tuple[int, int], shards: Sequence[StoredShard]
+) -> DistinctTable:
+    return DistinctTable(
+        key=shards[0].key,
+        columns=columns,
+        ranks=np.array([each.shard.rank for each in shards], np.int32),
+        bases=np.array([each.base for each in shards], np.int32),
+        firsts=np.array([each.shard.rows[0] for each in shards], np.int32),
+        hashed=shards[0].shard.hashed,
+    )
 
 
 def _choose_gathered(

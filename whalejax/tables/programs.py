@@ -254,17 +254,23 @@ class TablePrograms:
         self, requests: Mapping[BufferKey, RowRequests], ids: list[Any], rows: Any
     ) -> dict[int, Any]:
         """Returns vectors of the lookups whose rows were requested, by index."""
-        found: dict[int, Any] = {}
+        parts: dict[int, dict[tuple[int, int], Any]] = {}
         for key, by_id in rows_of_ids(self.layout, requests, rows).items():
             start = 0
-            for number in lookups_of(self.layout, key, self.names):
-                lookup, count = self.program.lookups[number], ids[number].size
+            for number, table in lookups_of(self.layout, key, self.names):
+                count = ids[number].size
                 part = by_id[start : start + count]
                 part = part.reshape(*ids[number].shape, key.width)
-                vectors = part.sum(1) if lookup.pooled else part
-                shape = len(ids[number]), *lookup.vectors_shape[1:]
-                found[number] = vectors.reshape(shape).astype(lookup.dtype)
+                pooled = self.program.lookups[number].pooled
+                own = parts.setdefault(number, {})
+                own[table.columns] = part.sum(1) if pooled else part
                 start += count
+        found: dict[int, Any] = {}
+        for number, own in parts.items():
+            lookup = self.program.lookups[number]
+            vectors = jnp.concatenate([own[columns] for columns in sorted(own)], -1)
+            shape = len(ids[number]), *lookup.vectors_shape[1:]
+            found[number] = vectors.reshape(shape).astype(lookup.dtype)
         return found
 
     def _asked_sums(
@@ -275,14 +281,14 @@ class TablePrograms:
         own = self._by_lookup(ids)
         for key in self.layout.requests:
             parts = []
-            for number in lookups_of(self.layout, key, self.names):
+            for number, table in lookups_of(self.layout, key, self.names):
                 lookup, (samples, count) = (
                     self.program.lookups[number],
                     own[number].shape,
                 )
                 vectors = gradients[number].reshape(
-                    samples, lookup.num_vectors, key.width
-                )
+                    samples, lookup.num_vectors, lookup.width
+                )[:, :, slice(*table.columns)]
                 wide = jnp.broadcast_to(vectors, (samples, count, key.width))
                 parts.append(wide.reshape(-1, key.width))
             by_buffer[key] = jnp.concatenate(parts)
