@@ -235,13 +235,14 @@ def _check(
         problems.refuse("objective", objective, f"one of {', '.join(OBJECTIVES)}")
     if not splits or not set(splits) <= set(SPLITS):
         problems.refuse("splits", splits, f"some of {', '.join(SPLITS)}")
+    known = f"which is no table; the tables are {', '.join(list(names)[:8])}"
     for group in together:
         for name in group:
             if name not in names:
-                problems.add(f"together names {short_repr(name)}, which is no table")
+                problems.add(f"together names {short_repr(name)}, {known}")
     for name, pin in (pins or {}).items():
         if name not in names:
-            problems.add(f"pins names {short_repr(name)}, which is no table")
+            problems.add(f"pins names {short_repr(name)}, {known}")
         if not is_whole(pin, 0) and read_pin(pin) is None:
             problems.refuse(f"pins[{name!r}]", pin, f"a rank, or {PIN_WORDS}")
     problems.raise_if_any()

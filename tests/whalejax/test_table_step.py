@@ -303,7 +303,7 @@ def test_ids_out_of_range_are_refused_by_name() -> None:
     with pytest.raises(wh.WhaleError) as error:
         step(state, batch)
     assert "user has the id 37, and user has 37 rows" in str(error.value)
-    assert "words has the id -31, and word has 29 rows" in str(error.value)
+    assert "words has the id -60 (-31 if the loss" in str(error.value)
     clipped = wh.compile_tables(
         plan,
         loss,
@@ -338,8 +338,15 @@ def test_a_state_is_consumed_and_evaluation_keeps_it() -> None:
 def test_another_batch_or_model_is_refused() -> None:
     plan, step, net = make_step(2, "sgd")
     batch = make_batch(0, np.float32)
+    state = step.init_from(net)
+    with pytest.raises(
+        wh.WhaleError, match=r"user is int32\[4\]; expected int32\[32\]"
+    ):
+        step(state, {**batch, "user": batch["user"][:4]})
+    with pytest.raises(wh.WhaleError, match=r"user is float32\[32\]; expected int32"):
+        step(state, {**batch, "user": batch["user"].astype(np.float32)})
     with pytest.raises(wh.WhaleError, match="Plan again for another batch"):
-        step(step.init_from(net), {**batch, "user": batch["user"][:4]})
+        step(state, {"user": batch["user"]})
     other = {**net, "user": jnp.zeros((38, 16))}
     with pytest.raises(wh.PlanError, match=r"user has the shape \(38, 16\)"):
         wh.compile_tables(plan, loss, other, devices=jax.devices()[:2])

@@ -119,7 +119,7 @@ class TablesRequest:
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
         refused |= {
             f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
-            "else"
+            "else. Look it up in the loss, or leave it out"
             for path in program.unread
         }
         return TablesPlan(

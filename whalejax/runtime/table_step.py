@@ -29,7 +29,7 @@ from whalejax.distributed.standard_streams import say
 from whalejax.lowering.train_state import host_copy, typed_key
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, short_repr
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.replace import Replacement, place_again
@@ -615,13 +615,21 @@ class TableStep:
             given = [aval_of(leaf) for leaf in jax.tree.leaves(batch)] if same else []
         except (TypeError, AttributeError):
             given, same = [], False
-        shapes = [(leaf.shape, leaf.dtype) for leaf in expected]
-        if not same or [(leaf.shape, leaf.dtype) for leaf in given] != shapes:
+        shapes = [_leaf_text(leaf) for leaf in expected]
+        if not same:
             raise PlanError(
                 f"batch is {short_repr(batch)}; this step is for leaves of the shapes "
-                f"{', '.join(str(shape) for shape, _ in shapes)}, in the same "
-                "containers and types. Plan again for another batch"
+                f"{', '.join(shapes)}, in the same containers and types. Plan again "
+                "for another batch"
             )
+        problems = Problems("batch", PlanError)
+        for name, leaf, shape in zip(leaf_names(batch), given, shapes, strict=True):
+            if _leaf_text(leaf) != shape:
+                problems.add(
+                    f"{name} is {_leaf_text(leaf)}; expected {shape}, as planned. "
+                    "Convert it, or plan again for this batch"
+                )
+        problems.raise_if_any()
         check_32_bits(batch)
         leaves: list[Any] = jax.tree.leaves(batch)
         return leaves
@@ -652,11 +660,12 @@ class TableStep:
         for number, (least, most) in enumerate(bounds):
             rows, name = self._rows[number], self._names[number]
             if least < 0 or most >= rows:
-                value = most if most >= rows else least
+                feature = self.program.lookups[number].feature
+                value = f"the id {most}" if most >= rows else _negative_id(least, rows)
                 problems.add(
-                    f"{self.program.lookups[number].feature} has the id "
-                    f"{value}, and {name} has {rows:,} rows, from 0; correct the data, "
-                    'or compile with out_of_range="clip" to take the nearest row'
+                    f"{feature} has {value}, and {name} has {rows:,} rows, from 0; "
+                    'correct the data, or compile with out_of_range="clip" to take the '
+                    "nearest row"
                 )
         problems.raise_if_any()
 
@@ -898,6 +907,16 @@ _map_params: Final[Any] = optax.tree_map_params
 
 def _shaped(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _leaf_text(leaf: Any) -> str:
+    """Returns the type and shape of a leaf, such as ``int32[16]``."""
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _negative_id(value: int, rows: int) -> str:
+    """Returns text on an id below 0, which may have been counted from the end."""
+    return f"the id {value - rows} ({value} if the loss counts none from the end)"
 
 
 def _divides(leaf: Any, ranks: int) -> bool:
