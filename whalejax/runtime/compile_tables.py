@@ -18,6 +18,7 @@ from whalejax.runtime.sections_step import SectionsStep, check_job
 from whalejax.runtime.table_step import TableStep
 from whalejax.sections.section_run import SectionRun
 from whalejax.tables.host_rows import copied_bytes
+from whalejax.tables.scatter_check import wrong_sums
 from whalejax.tables.table_plan_record import program_hash, tables_plan
 from whalejax.tables.tables_plan import TablesPlan
 from whalejax.user_code.ambient_mesh import without_mesh
@@ -103,6 +104,7 @@ def compile_tables(
         step = SectionsStep(*given, job=named, run=section_run)
     if optimizer is not None:
         _check_host_memory(plan, step)
+        _check_sums(step)
         _check_program(plan, step)
     return step
 
@@ -166,6 +168,19 @@ def table_step_of(
     step = TableStep(own, adapter, optimizer, "error", devices)
     _check_host_memory(own, step)
     return step
+
+
+def _check_sums(step: TableStep) -> None:
+    """Refuses to train where a compiler sums gradients of repeated rows wrongly."""
+    wrong, of_all = wrong_sums(step.mesh)
+    if wrong:
+        kind = step.mesh.devices.flat[0].device_kind
+        raise PlanError(
+            f"JAX {jax.__version__} sums gradients of repeated rows wrongly on "
+            f"{step.mesh.size}×{kind}: {wrong:,} of {of_all:,} elements of a test "
+            "program differ from NumPy's. Use another version of JAX, or the flag "
+            "--xla_disable_hlo_passes=while-loop-all-reduce-code-motion if it helps"
+        )
 
 
 def _check_host_memory(plan: TablesPlan, step: TableStep) -> None:
