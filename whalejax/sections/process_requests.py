@@ -1,4 +1,4 @@
-"""What is asked of a process for a batch: ids by sample, or each distinct row once.
+"""Requests to a process for a batch: ids by sample, or each distinct row once.
 
 A buffer whose vectors are single rows, not sums, may have fewer distinct rows in a
 batch than vectors. Then only the rows are named and sent, and their gradients are
