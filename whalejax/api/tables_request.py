@@ -103,7 +103,7 @@ class TablesRequest:
         check_tables(adapter, program, self.counts)
         _check_lengths(batch, program)
         known = parsed_cluster(dense_cluster)
-        dense = self._dense_question(adapter, program, batch, known).plan()
+        dense = _plan_dense(self._dense_question(adapter, program, batch, known))
         tables = self._tables(adapter, program)
         names = [adapter.param_paths[one.param] for one in program.lookups]
 
@@ -298,6 +298,28 @@ class TablesRequest:
                 )
             )
         return found
+
+
+def _plan_dense(question: PlanQuestion) -> Plan:
+    """Returns the plan of the dense part.
+
+    Raises:
+        NothingFits: It has no room, whatever the layout; names what a user can change.
+    """
+    try:
+        return question.plan()
+    except NothingFits as error:
+        leaves = jax.tree.leaves(question.batch)
+        samples = max(leaf.shape[0] for leaf in leaves if leaf.shape)
+        raise NothingFits(
+            "the part of the loss beside the tables runs with one micro-batch of "
+            f"{samples:,} samples, in float32 and without recomputation: it lacks "
+            f"{gigabytes(error.lacks_bytes)} of {gigabytes(error.of_bytes)} per device "
+            f"({error.nearest}). Use a smaller batch or more devices",
+            lacks_bytes=error.lacks_bytes,
+            of_bytes=error.of_bytes,
+            nearest=error.nearest,
+        ) from error
 
 
 def split_sections(
