@@ -246,7 +246,8 @@ class Collective:
         axes: Mesh axes of the collective.
         phase: Forward, backward or update; turn for transfers between stages.
         what: Gradient, activation, parameter, border, ring (transfers during
-            computation), or halo (elements of neighbours for windows).
+            computation), halo (elements of neighbours for windows), or, of embedding
+            tables, ids, rows and row gradients.
         payload_bytes: Bytes on one device per execution.
         count: Number of executions in one micro-batch (in one step for the update).
         scope: One of its places in the model.

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from tyro import conf
@@ -46,7 +46,12 @@ from whalejax.cli.jobs.jobs_options import (
     JobsShowCommand,
     JobsSimulateCommand,
 )
-from whalejax.cli.option_checks import check_words, checked
+from whalejax.cli.option_checks import (
+    check_table_options,
+    check_words,
+    checked,
+    row_optimizer,
+)
 from whalejax.cli.options import (
     AgentCommand,
     BatchCommand,
@@ -84,7 +89,7 @@ from whalejax.distributed.standard_streams import (
     say,
     standard_output,
 )
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 if TYPE_CHECKING:
@@ -337,31 +342,56 @@ def _run(command: Command, started: float) -> int:
     return 0
 
 
+def _plan_without_tables(
+    command: PlanCommand,
+    job: Any,
+    model: Any,
+    batch: Any,
+    source: tuple[str, ...],
+    settings: dict[str, Any],
+) -> Any:
+    from whalejax.api import job_plans
+
+    return job_plans.make_plan(
+        *(job, model, batch, job_plans.machine(command.cluster)),
+        runnable=not command.estimate,
+        allow_idle=command.allow_idle,
+        margin=command.margin,
+        verified=command.verify,
+        swarm=command.swarm,
+        bandwidth=command.bandwidth,
+        wire=command.wire,
+        sum_wire=command.sum_wire,
+        source=source,
+        **settings,
+    )
+
+
 def _plan(command: PlanCommand) -> None:
     from whalejax.api import job_plans
     from whalejax.cli import show
     from whalejax.cli.progress import Working, make_console
 
     _check_output(command.output)
+    problems = Problems("whalejax plan")
+    check_table_options(command, problems)
+    problems.raise_if_any()
     settings = plan_settings(command)
     job = find_job(command.model, named_values(command.set))
+    source = (lasting_name(command.model), *command.set)
     with Working("planning", quiet=command.quiet):
-        plan = job_plans.make_plan(
-            job,
-            job_plans.abstract_model(job),
-            job_plans.first_batch(job, command.batch),
-            job_plans.machine(command.cluster),
-            runnable=not command.estimate,
-            allow_idle=command.allow_idle,
-            margin=command.margin,
-            verified=command.verify,
-            swarm=command.swarm,
-            bandwidth=command.bandwidth,
-            wire=command.wire,
-            sum_wire=command.sum_wire,
-            source=(lasting_name(command.model), *command.set),
-            **settings,
-        )
+        model = job_plans.abstract_model(job)
+        batch = job_plans.first_batch(job, command.batch)
+        if command.tables is not None:
+            plan = job_plans.make_table_plan(
+                *(job, model, batch, command.cluster),
+                tables=row_optimizer(command.tables),
+                staleness=command.staleness,
+                mesh=settings.get("mesh"),
+                source=source,
+            )
+        else:
+            plan = _plan_without_tables(command, job, model, batch, source, settings)
     if command.output is not None:
         plan.save(command.output)
     if command.json:

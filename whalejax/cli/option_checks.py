@@ -17,6 +17,7 @@ from whalejax.cli.options import (
     PLAN_NUMBERS,
     CalibrateCommand,
     CheckCommand,
+    PlanCommand,
     ProfileCommand,
     TrainCommand,
     VerifyCommand,
@@ -259,8 +260,17 @@ def _problem(name: str, value: Any) -> str:
 
 _OBEYED: Final = ("--cluster", "--batch", "--mesh")
 
+_WITHOUT_TABLES: Final = (
+    *("plan", "processes", "check", "replay"),
+    *("margin", "verify", "allow_idle", "estimate", "swarm", "bandwidth", "wire"),
+    "sum_wire",
+)
+"""Options that exclude ``--tables``: those of training, and those of planning."""
 
-def check_table_options(options: TrainCommand, problems: Problems) -> None:
+
+def check_table_options(
+    options: TrainCommand | PlanCommand, problems: Problems
+) -> None:
     """Records errors in the options of tables.
 
     Args:
@@ -284,14 +294,12 @@ def check_table_options(options: TrainCommand, problems: Problems) -> None:
                 f"{name} {words} was given with --tables, whose dense part is one "
                 "program in float32 with one micro-batch. Leave it out"
             )
-    given = {
-        "--plan": options.plan,
-        "--processes": options.processes,
-        "--check": options.check,
-        "--replay": options.replay,
-    }
-    for name in (name for name, value in given.items() if value):
-        problems.add(f"{name} was given with --tables, and takes none. Leave it out")
+    for name in _WITHOUT_TABLES:
+        if getattr(options, name, None):
+            words = f"--{name.replace('_', '-')}"
+            problems.add(
+                f"{words} was given with --tables, and takes none. Leave it out"
+            )
 
 
 def row_optimizer(text: str) -> Any:
