@@ -688,3 +688,43 @@ def test_where_memory_is_short_what_was_asked_for_is_kept(share: float) -> None:
         assert "sequence parallel" in str(error)
     else:
         assert plan.sequence_parallel
+
+
+def test_a_parameter_that_the_loss_does_not_read_is_named() -> None:
+    net = {name: jnp.zeros((8, 32, 32)) for name in ("up", "down", "extra", "count")}
+    net |= {"one": jnp.zeros((32, 32)), "two": jnp.zeros((32, 32))}
+
+    def loss(net: Any, x: Any) -> Any:
+        def layer(carry: Any, layer: Any) -> Any:
+            hidden, first, second = carry
+            # What a later turn of the loop reads is read.
+            hidden = jnp.tanh(hidden @ layer["up"] + first)
+            return (hidden, second, first @ net["one"]), layer["count"].sum()
+
+        begin = (x, jnp.zeros_like(x), x)
+        layers = {key: net[key] for key in ("up", "down", "extra", "count")}
+        (hidden, _, _), counts = jax.lax.scan(layer, begin, layers)
+        return hidden.mean(), {"counts": counts.sum()}
+
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    plan = wh.plan(loss, net, x, optimizer=optax.adam(1e-3), cluster="h100:8")
+    (note,) = [note for note in plan.notes if "does not depend on" in note]
+    assert note.startswith("count, down, extra and 1 more (102 kB): the loss does not")
+    assert "two" in "".join(x.path for x in plan.leaves if x.note)
+    assert "whole: the loss does not read it" in plan.why("two")
+    kept = wh.plan(
+        loss,
+        net,
+        x,
+        optimizer=optax.adam(1e-3),
+        cluster="h100:8",
+        trainable=["up", "one"],
+    )
+    assert not any("does not depend on" in note for note in kept.notes)
+
+
+def test_a_plan_without_an_optimizer_says_so() -> None:
+    net = {"w": jnp.zeros((32, 32))}
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    plan = wh.plan(lambda net, x: (x @ net["w"]).mean(), net, x, cluster="h100:8")
+    assert any(note.startswith("no optimizer was given") for note in plan.notes)

@@ -85,7 +85,7 @@ from whalejax.planner.sharding.precision_regions import precision_for
 from whalejax.planner.sharding.remat_regions import regions
 from whalejax.user_code.ambient_mesh import tracing
 from whalejax.user_code.annotations import recording
-from whalejax.user_code.losses import check_rows
+from whalejax.user_code.losses import check_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -808,7 +808,7 @@ class _FlatLoss:
             self.batch_tree.unflatten(leaves[second:third]),
             leaves[third] if self.adapter.takes_rng else None,
         )
-        check_rows(result.metrics, self.size)
+        check_metrics(result.metrics, self.size)
         self.weighted = result.weighted
         results, self.out_tree = jax.tree.flatten(
             (result.total, result.weight, dict(result.metrics), result.rest)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from tyro import conf
@@ -46,7 +46,7 @@ from whalejax.cli.jobs.jobs_options import (
     JobsShowCommand,
     JobsSimulateCommand,
 )
-from whalejax.cli.option_checks import check_words, checked
+from whalejax.cli.option_checks import check_words, checked, unknown_words_text
 from whalejax.cli.options import (
     AgentCommand,
     BatchCommand,
@@ -170,7 +170,12 @@ COMMAND_NAMES = (
 
 def _check_command_name(argv: Sequence[str]) -> None:
     """Refuses a first word that is not a command, and names the nearest one."""
-    if not argv or argv[0].startswith("-") or argv[0] in COMMAND_NAMES:
+    if not argv:
+        raise WhaleError(
+            f"no command is given. Commands: {', '.join(COMMAND_NAMES)}. "
+            "whalejax --help describes them"
+        )
+    if argv[0].startswith("-") or argv[0] in COMMAND_NAMES:
         return
     from whalejax.meshes.arguments.near_names import COMMAND_SYNONYMS, near_hint
 
@@ -186,14 +191,33 @@ def _parse(argv: Sequence[str]) -> Command:
         from whalejax.processes.launcher import words_after
 
         argv = ["launch", *words_after(argv[1:])]
-    check_words(argv)
-    parsed: Command = tyro.cli(
-        Command,
-        prog="whalejax",
-        description=_description(argv),
-        args=list(argv),
+    parsed: Command = _parsed(Command, "whalejax", _description(argv), argv)
+    return parsed
+
+
+def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) -> Any:
+    """Returns the command that words describe.
+
+    Args:
+        commands: Union of the commands.
+        prog: Words before these.
+        description: Beginning of the help.
+        words: Name of a command and its options.
+
+    Raises:
+        WhaleError: There is an option that the command does not have.
+    """
+    check_words(words)
+    parsed, unknown = tyro.cli(
+        commands,
+        prog=prog,
+        description=description,
+        args=list(words),
         config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
+        return_unknown_args=True,
     )
+    if unknown:
+        raise WhaleError(unknown_words_text(f"{prog} {words[0]}", parsed, unknown))
     return parsed
 
 
@@ -210,13 +234,11 @@ def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
     Args:
         argv: Arguments after the program's name.
     """
-    check_words(argv)
-    parsed: SwarmCommand = tyro.cli(
+    parsed: SwarmCommand = _parsed(
         SwarmCommand,
-        prog="whalejax swarm",
-        description="Train a model in stages that peers serve which may come and go.",
-        args=list(argv[1:]),
-        config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
+        "whalejax swarm",
+        "Train a model in stages that peers serve which may come and go.",
+        argv[1:],
     )
     return parsed
 
@@ -227,13 +249,11 @@ def parse_jobs(argv: Sequence[str]) -> JobsCommand:
     Args:
         argv: Arguments after the program's name.
     """
-    check_words(argv)
-    parsed: JobsCommand = tyro.cli(
+    parsed: JobsCommand = _parsed(
         JobsCommand,
-        prog="whalejax jobs",
-        description="Share devices out among jobs that come and go.",
-        args=list(argv[1:]),
-        config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
+        "whalejax jobs",
+        "Share devices out among jobs that come and go.",
+        argv[1:],
     )
     return parsed
 
@@ -453,8 +473,10 @@ def _show(command: ShowCommand) -> None:
 
 def _export(command: ExportCommand) -> None:
     from whalejax.planner.plan.plan import Plan
+    from whalejax.planner.plan.report.export import check_export
 
     _check_output(command.output)
+    check_export(command.to, image=command.image, called="--to")
     text = Plan.load(command.plan).export(
         command.to, name=command.name, image=command.image, command=command.command
     )
@@ -475,7 +497,7 @@ def _search(command: SearchCommand) -> None:
     if command.json and command.export is not None:
         raise WhaleError("--export and --json are two ways to print; give one of them")
     if command.export is not None:
-        check_export(command.export, image=command.image)
+        check_export(command.export, image=command.image, called="--export")
     elif command.image is not None:
         raise WhaleError("--image is for --export jobset; give both, or neither")
     given, settings = prices(command.price), plan_settings(command)
