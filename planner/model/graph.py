@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -383,21 +383,32 @@ class Graph:
         return tuple(t for t in self.tensors if t.kind == "param")
 
     def unread_weights(self) -> tuple[Tensor, ...]:
-        """Returns the trained weights on which the loss does not depend.
+        """Returns the trained weights on which the loss does not depend."""
+        read = self._read_by({self.loss, *(self.whole if self.weighted else ())})
+        return tuple(t for t in self.params if not t.frozen and t.id not in read)
 
-        A loop that the loss reads is taken to read everything that its body passes on.
+    def unused_state(self) -> tuple[Tensor, ...]:
+        """Returns the state that the loss neither changes nor reads for any result."""
+        state = [t for t in self.tensors if t.kind == "state"]
+        read = self._read_by({self.loss, *self.whole} - {t.id for t in state})
+        return tuple(t for t in state if t.id in self.whole and t.id not in read)
+
+    def _read_by(self, results: Collection[int]) -> set[int]:
+        """Returns the tensors on which results depend, and the results.
+
+        A loop that they read is taken to read everything that its body passes on.
         """
         carried: dict[tuple[int, ...], list[int]] = {}
         for op in self.ops:
             if op.kind in LOOPS and op.results and len(op.operands) > 1:
                 carried.setdefault(op.position, []).extend(op.operands)
-        read = {self.loss, *(self.whole if self.weighted else ())}
+        read = {*results}
         for op in reversed(self.ops):
             if not read.isdisjoint(op.results):
                 read.update(op.operands)
                 if op.kind in LOOPS:
                     read.update(carried.get(op.position, ()))
-        return tuple(t for t in self.params if not t.frozen and t.id not in read)
+        return read
 
     @property
     def layers_in_a_loop(self) -> bool:

@@ -374,6 +374,27 @@ def test_unknown_options(capsys: Captured, words: str, expected: str) -> None:
     assert expected in said and len(said.splitlines()) == 1
 
 
+def test_a_loss_that_fails_is_named_with_its_line(here: Path, capsys: Captured) -> None:
+    (here / "failing.py").write_text(
+        "import jax.numpy as jnp, numpy as np, optax\n"
+        "import whalejax as wh\n"
+        "def loss(model, batch):\n"
+        "    return (batch['x'] @ model['w'] @ jnp.ones((3, 3))).mean()\n"
+        "def make():\n"
+        "    model = lambda key: {'w': jnp.ones((4, 2))}\n"
+        "    batch = {'x': np.ones((8, 4), 'f4')}\n"
+        "    return wh.Job(loss, model, batch, optax.sgd(0.1), 8)\n"
+    )
+    said = refused(["plan", "failing.py:make", "--cluster", "h100:8"], capsys)
+    first, second = said.splitlines()
+    assert first.startswith("whalejax: loss_fn raised TypeError: dot_general requires")
+    assert first.endswith("(at failing.py:4)")
+    assert second == (
+        "loss_fn was given a dict with 'w' as model, and as batch: batch['x'] "
+        "float32[8, 4]"
+    )
+
+
 def test_a_place_that_cannot_be_written_is_refused_before_training(
     here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -728,3 +728,50 @@ def test_a_plan_without_an_optimizer_says_so() -> None:
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     plan = wh.plan(lambda net, x: (x @ net["w"]).mean(), net, x, cluster="h100:8")
     assert any(note.startswith("no optimizer was given") for note in plan.notes)
+
+
+def test_forgotten_statistics_of_a_linen_module_are_named() -> None:
+    net = nn.BatchNorm(use_running_average=False)
+    variables = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 8)))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+
+    def loss(variables: Any, x: Any, *, forgotten: bool) -> Any:
+        result, updated = net.apply(variables, x, mutable=["batch_stats"])
+        return (result**2).mean(), wh.Aux(variables={} if forgotten else updated)
+
+    plans = [
+        wh.plan(
+            functools.partial(loss, forgotten=forgotten),
+            variables,
+            x,
+            optimizer=optax.adam(1e-3),
+            cluster="h100:8",
+        )
+        for forgotten in (True, False)
+    ]
+    notes = [[n for n in plan.notes if "neither reads" in n] for plan in plans]
+    assert len(notes[0]) == 1 and not notes[1]
+    assert notes[0][0] == (
+        "batch_stats.mean, batch_stats.var: the loss neither reads nor changes them. "
+        "Collections that apply updates are returned as (loss, "
+        "wh.Aux(variables=updated))"
+    )
+
+
+def test_linen_parameters_without_their_collection_are_explained() -> None:
+    net = nn.Dense(4)
+    variables = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 8)))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+    with pytest.raises(Exception, match="kernel") as caught:
+        wh.plan(
+            lambda v, x: net.apply(v, x).mean(),
+            variables["params"],
+            x,
+            optimizer=optax.adam(1e-3),
+            cluster="h100:8",
+        )
+    assert any("Give wh.plan all that init returned" in n for n in notes_of(caught))
+
+
+def notes_of(caught: pytest.ExceptionInfo[Exception]) -> list[str]:
+    return list(getattr(caught.value, "__notes__", ()))

@@ -26,7 +26,23 @@ def loss_notes(captured: Captured, found: Plan) -> list[str]:
     changing = _changing_note(captured.changing, found.num_micro_batches)
     axes = _axes_note(captured.axes)
     averaged = _averaged_note(captured, found)
-    return [*unread_note(captured.graph), *changing, *axes, *averaged]
+    unread = unread_note(captured.graph)
+    if captured.adapter.kind == "linen":
+        unread += _forgotten_note(captured.graph)
+    return [*unread, *changing, *axes, *averaged]
+
+
+def _forgotten_note(graph: Graph) -> list[str]:
+    """Returns the note on collections of a Linen module that are of no use."""
+    names = [tensor.path for tensor in graph.unused_state()]
+    if not names:
+        return []
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return [
+        f"{', '.join(names[:2])}{more}: the loss neither reads nor changes "
+        f"{'it' if len(names) == 1 else 'them'}. Collections that apply updates are "
+        "returned as (loss, wh.Aux(variables=updated))"
+    ]
 
 
 def unread_note(graph: Graph) -> list[str]:

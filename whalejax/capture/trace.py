@@ -24,6 +24,7 @@ import jax
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
+from whalejax.adapters.loss_inputs import TRACED
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs, with_stacked
 from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.batch_independent_state import (
@@ -683,7 +684,7 @@ def _traced(
         if isinstance(error, VALUE_ERRORS):
             raise WhaleError(_value_read(error, part)) from error
         if not isinstance(error, WhaleError):
-            error.add_note(f"whalejax: raised in loss_fn, traced without values{part}")
+            error.add_note(f"whalejax: {TRACED}{part}")
         raise
     refuse_explicit_axes(jaxpr)
     return jaxpr, axes

@@ -137,6 +137,14 @@ def main(argv: Sequence[str]) -> int:
         except BrokenPipeError:  # The reader of our output has closed it.
             drop_stdout()
             return 0
+        except Exception as error:
+            from whalejax.adapters.loss_inputs import loss_error_text
+
+            text = loss_error_text(error)
+            if not text:
+                raise
+            say(f"whalejax: {text}")
+            return _USER_ERROR
 
 
 def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
