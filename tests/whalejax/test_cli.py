@@ -367,6 +367,8 @@ def test_wrong_places_for_checkpoints(
         ),
         ("jobs show --jsn", "jobs show has no option '--jsn'. Did you mean --json?"),
         ("", "no command is given. Commands: train, plan, show, "),
+        ("help", "whalejax --help describes them"),
+        ("swarm trian", "there is no command 'swarm trian'. Did you mean 'train'?"),
     ],
 )
 def test_unknown_options(capsys: Captured, words: str, expected: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -775,3 +776,24 @@ def test_linen_parameters_without_their_collection_are_explained() -> None:
 
 def notes_of(caught: pytest.ExceptionInfo[Exception]) -> list[str]:
     return list(getattr(caught.value, "__notes__", ()))
+
+
+def test_a_difference_is_no_rounding_and_a_batch_is_no_other_model() -> None:
+    net = {"w": jnp.zeros((32, 32))}
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    plan = wh.plan(
+        lambda net, x: (x @ net["w"]).mean(),
+        net,
+        x,
+        optimizer=optax.adam(1e-3),
+        cluster="h100:8",
+    )
+    longer = plan.time.launch_seconds * (1 + 1e-14)
+    assert longer != plan.time.launch_seconds
+    other = dataclasses.replace(
+        plan, time=dataclasses.replace(plan.time, launch_seconds=longer)
+    )
+    assert not plan.diff(other).time_terms
+    larger = plan.diff(plan.what_if(batch=128, mesh=dict(plan.axes)))
+    assert [change.what for change in larger.changes] == ["batch"]
+    assert larger.time_terms

@@ -153,11 +153,11 @@ def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
         print(f"whalejax {__version__}")
         return 0
     try:
+        _check_command_name(argv)
         if argv[:1] == ["swarm"]:
             return _swarm(parse_swarm(argv))
         if argv[:1] == ["jobs"]:
             return _jobs(parse_jobs(argv))
-        _check_command_name(argv)
         command = _parse(argv)
     except SystemExit as stop:  # after --help, or an error that was printed
         return stop.code if isinstance(stop.code, int) else _USER_ERROR
@@ -176,21 +176,29 @@ COMMAND_NAMES = (
 """Commands, in the order of the help."""
 
 
+_GROUPS = {
+    "swarm": ("serve", "train", "join", "show"),
+    "jobs": tuple("simulate serve add show logs cancel pause resume".split()),
+}
+"""Commands that have commands of their own, and these."""
+
+
 def _check_command_name(argv: Sequence[str]) -> None:
-    """Refuses a first word that is not a command, and names the nearest one."""
-    if not argv:
-        raise WhaleError(
-            f"no command is given. Commands: {', '.join(COMMAND_NAMES)}. "
-            "whalejax --help describes them"
-        )
-    if argv[0].startswith("-") or argv[0] in COMMAND_NAMES:
+    """Refuses a word that is not a command, and names the nearest one."""
+    group = argv[0] if argv and argv[0] in _GROUPS else ""
+    known, words = (_GROUPS[group], argv[1:]) if group else (COMMAND_NAMES, argv)
+    if words and (words[0].startswith("-") or words[0] in known):
         return
     from whalejax.meshes.arguments.near_names import COMMAND_SYNONYMS, near_hint
 
-    hint = near_hint(argv[0], COMMAND_NAMES, COMMAND_SYNONYMS)
+    prog = f"whalejax {group}".rstrip()
+    text = "no command is given."
+    if words:
+        hint = near_hint(words[0], known, None if group else COMMAND_SYNONYMS)
+        named = f"{group} {words[0]}".strip()
+        text = f"there is no command {named!r}{hint or '.'}"
     raise WhaleError(
-        f"there is no command {argv[0]!r}{hint or '.'} "
-        f"Commands: {', '.join(COMMAND_NAMES)}"
+        f"{text} Commands: {', '.join(known)}. {prog} --help describes them"
     )
 
 
