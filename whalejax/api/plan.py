@@ -79,8 +79,8 @@ def plan(
         model: NNX module, variables of a Linen module, or any pytree. Abstract leaves
             are enough.
         batch: GLOBAL batch, abstract or real.
-        optimizer: Optax transformation. Its state counts as memory. None plans an
-            evaluation.
+        optimizer: Optax transformation. Its state counts as memory. None plans a
+            step without that state, which can only evaluate once it is compiled.
         cluster: Cluster, or its text such as ``"h100:4x8"``. None uses the devices of
             this process.
         default: Strategy of the model's parts without a mark, ``wh.replicate()`` or

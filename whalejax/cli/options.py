@@ -129,6 +129,8 @@ class TrainCommand:
     if left out"""
     best: OptionalText = None
     """evaluation metric, such as loss, whose best checkpoint is kept too"""
+    best_mode: Annotated[Literal["min", "max"] | None, option(metavar="min|max")] = None
+    """better direction of --best; min if left out"""
     early_stop: OptionalNumber = None
     """stop after this many evaluations in a row that are no better by --best"""
     resume: Switch = False

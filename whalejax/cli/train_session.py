@@ -116,6 +116,11 @@ def check_options(options: TrainCommand) -> None:
                 f"{name} {words} was given with --plan {options.plan}, which "
                 "decides it. Leave it out, or make another plan with whalejax plan"
             )
+    if options.best_mode is not None and options.best is None:
+        problems.add(
+            f"--best-mode {options.best_mode} was given without --best METRIC. Give "
+            "both, or leave it out"
+        )
     if options.spares and options.processes is None:
         problems.add(
             f"--spares is {options.spares} without --processes MIN:MAX, of which they "
@@ -317,6 +322,7 @@ class _Session:
                 eval_batches=job.eval_batches,
                 eval_every=options.eval_every,
                 best=options.best,
+                best_mode=options.best_mode or "min",
                 patience=options.early_stop,
                 csv=options.csv,
                 resumed_from=checkpoint,
