@@ -30,8 +30,8 @@ def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]
     >>> from whalejax.meshes import device_kind
     >>> efficiency_notes([device_kind("a100-80")], "bf16")
     ()
-    >>> print(*efficiency_notes([device_kind("a30")], "bf16"))
-    A30 was not measured in bf16: 109 of 165 TFLOP/s (87.1 to 131), as a100 by its power
+    >>> print(*efficiency_notes([device_kind("a30")], "bf16"))  # doctest: +ELLIPSIS
+    A30 was not measured in bf16: the plan assumes 109 of 165 TFLOP/s (87.1 to 131), ...
     """
     notes = []
     for kind in dict.fromkeys(kinds):
@@ -46,17 +46,16 @@ def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]
         same = bool(named) and all(r and r.generation == kind.generation for r in named)
         off = SAME if same else OTHER
         rate = peak * known.share
-        whose = f"as {', '.join(known.of)}" if known.of else "assumed"
+        whose = f", as measured on {' and '.join(known.of)}" if known.of else ""
         if {kind.name, kind.family} & {*known.of}:
-            whose = "as in another type"
+            whose = ", as measured in another type"
         elif same and kind.watts and all(r and r.watts for r in named):
-            whose += " by its power"
+            whose += ", by its power"
         low, high = rate * (1 - off), min(peak, rate * (1 + off))
         notes.append(
-            f"{kind.display_name()} was not measured in {runs_in}: "
-            f"{_teraflops_text(rate)} of "
-            f"{_teraflops_text(peak)} TFLOP/s ({_teraflops_text(low)} to "
-            f"{_teraflops_text(high)}), {whose}"
+            f"{kind.display_name()} was not measured in {runs_in}: the plan assumes "
+            f"{_teraflops_text(rate)} of {_teraflops_text(peak)} TFLOP/s "
+            f"({_teraflops_text(low)} to {_teraflops_text(high)}){whose}"
         )
     return tuple(notes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 Remat = tuple[tuple[str, str], ...]
@@ -136,6 +136,9 @@ class MemoryTerms:
         activations_bytes: Values that are saved for the backward pass.
         working_bytes: Gathered parameters, casts and the largest temporaries.
         host_bytes: Bytes in host memory for each device.
+        tables_bytes: Rows of embedding tables, with their optimizer state.
+        lookups_bytes: Vectors and gradients of rows in exchange, beyond the temporaries
+            of the dense part.
     """
 
     params_bytes: int = 0
@@ -146,6 +149,8 @@ class MemoryTerms:
     activations_bytes: int = 0
     working_bytes: int = 0
     host_bytes: int = 0
+    tables_bytes: int = field(default=0, metadata={"unless_default": True})
+    lookups_bytes: int = field(default=0, metadata={"unless_default": True})
 
     def by_name(self) -> dict[str, int]:
         """Returns the terms that make up the peak, such as ``{"params": …}``."""
@@ -160,7 +165,8 @@ class MemoryTerms:
     @property
     def temporary_bytes(self) -> int:
         """Bytes that exist only during a step."""
-        return self.gradients_bytes + self.activations_bytes + self.working_bytes
+        dense = self.gradients_bytes + self.activations_bytes + self.working_bytes
+        return dense + self.lookups_bytes
 
     @property
     def with_exchange_buffer(self) -> MemoryTerms:

@@ -46,7 +46,7 @@ from whalejax.planner.swarm_data import Swarm
 from whalejax.planner.tables_data import TablesData
 
 
-PLAN_VERSION: Final = 16
+PLAN_VERSION: Final = 17
 """Version of the file format."""
 
 _COUNTS: Final = ("version", "num_micro_batches", "group_size")

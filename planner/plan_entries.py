@@ -246,7 +246,8 @@ class Collective:
         axes: Mesh axes of the collective.
         phase: Forward, backward or update; turn for transfers between stages.
         what: Gradient, activation, parameter, border, ring (transfers during
-            computation), or halo (elements of neighbours for windows).
+            computation), halo (elements of neighbours for windows), or, of embedding
+            tables, ids, rows and row gradients.
         payload_bytes: Bytes on one device per execution.
         count: Number of executions in one micro-batch (in one step for the update).
         scope: One of its places in the model.
@@ -272,8 +273,10 @@ class ModelWork:
     Attributes:
         parameters: Number of elements of all parameters.
         trained: Number of trained elements.
-        active: Number of elements that a token uses; fewer than all if there are
-            experts, of which a token uses some.
+        active: Number of elements with which a token is computed; fewer than all if
+            there are experts, of which some compute a token.
+        chosen: Number of these that a token's choice of experts uses; fewer if experts
+            compute every token and only some results are used.
         samples: Number of samples of a global batch.
         tokens: Number of tokens of a global batch; 0 if its leaves have no tokens.
         step_flops: FLOPs of the matrix products of a step over the global batch,
@@ -284,6 +287,7 @@ class ModelWork:
     parameters: int
     trained: int
     active: int
+    chosen: int
     samples: int
     tokens: int
     step_flops: int
@@ -291,11 +295,23 @@ class ModelWork:
 
     def __post_init__(self) -> None:
         problems = Arguments("model work", PlanError)
-        for name in ("parameters", "trained", "active", "tokens", "step_flops"):
+        for name in (
+            "parameters",
+            "trained",
+            "active",
+            "chosen",
+            "tokens",
+            "step_flops",
+        ):
             problems.whole(name, getattr(self, name))
         problems.whole("samples", self.samples, least=1)
         problems.words("dtype", self.dtype)
         problems.raise_if_any()
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample; 0 if a batch has none."""
+        return self.tokens // self.samples
 
     @property
     def unit(self) -> str:

@@ -40,6 +40,7 @@ class TablesData:
         kept = ("staleness", "processes", "queue_depth")
         return {
             "shards": self.document["placement"].get("shards"),
+            "hottest": self.document["placement"].get("hottest"),
             "beside": (self.document.get("beside") or {}).get("shards"),
             "rows": self.document.get("rows"),
             "loss": self.document.get("program_hash"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import re
 import sys
 import tempfile
@@ -26,11 +27,15 @@ from whalejax.display.page import page  # noqa: E402
 from whalejax.planner.plan.plan import Plan  # noqa: E402
 
 
-WIDTH: Final = 900
+WIDTH: Final = 1000
+_HEIGHT: Final = (
+    "<script>addEventListener('load', () => setTimeout(() => console.error("
+    "'height ' + document.body.getBoundingClientRect().bottom), 2000))</script>"
+)
 
 
-def pages() -> Iterator[tuple[str, int, str]]:
-    """Yields the name, height in pixels and text of every page of a display.
+def pages() -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of every page of a display.
 
     The blocks of docs/start/notebooks.md run as they are, so that each picture is of
     its code.
@@ -42,17 +47,27 @@ def pages() -> Iterator[tuple[str, int, str]]:
             exec(block, names)
         target = Path(folder) / "chart.html"
         names["found"].chart().save(target)
-        yield "chart", 500, target.read_text()
-    yield "plan", 880, display_page(names["plan"])
-    yield "topology", 200, display_page(names["across"])
-    yield "shards", 400, display_page(names["kernel"])
-    yield "timeline", 260, display_page(names["line"])
+        yield "chart", target.read_text()
+    yield "plan", display_page(names["plan"])
+    yield "topology", display_page(names["across"])
+    yield "shards", display_page(names["kernel"])
+    yield "timeline", display_page(names["line"])
 
 
 def display_page(value: object) -> str:
     """Returns a page with a notebook's display of a value."""
     bundle: dict[str, str] = value._repr_mimebundle_()  # type: ignore[attr-defined]
     return page(bundle["text/html"], "Plan" if isinstance(value, Plan) else "Picture")
+
+
+def page_height(program: str, text: str, scratch: Path) -> int:
+    """Returns the height of a page in pixels, so that its picture cuts nothing."""
+    source = scratch / "measured.html"
+    source.write_text(text.replace("</head>", f"{_HEIGHT}</head>", 1))
+    said = browser.picture(
+        program, source, scratch / "measured.png", (WIDTH, 200), dark=False
+    )
+    return math.ceil(float(said[-1].removeprefix("height "))) + 16
 
 
 def main() -> int:
@@ -65,7 +80,8 @@ def main() -> int:
         return 1
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        for name, height, text in pages():
+        for name, text in pages():
+            height = page_height(program, text, Path(scratch))
             source = Path(scratch) / f"{name}.html"
             source.write_text(text)
             for theme in ("light", "dark"):

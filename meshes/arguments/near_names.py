@@ -11,13 +11,18 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 
-def _by_synonym(text: str) -> dict[str, str]:
-    """Returns pairs from lines of one of our names, a colon, and names elsewhere."""
-    synonym = {}
+Synonyms = Mapping[str, tuple[str, ...]]
+"""Names elsewhere, each with ours that may be meant, the likeliest first."""
+
+
+def _by_synonym(text: str) -> Synonyms:
+    """Returns synonyms from lines of one of our names, a colon, and names elsewhere."""
+    synonyms = dict[str, tuple[str, ...]]()
     for line in text.strip().splitlines():
         ours, _, others = line.partition(":")
-        synonym.update(dict.fromkeys(others.split(), ours.strip()))
-    return synonym
+        for other in others.split():
+            synonyms[other] = (*synonyms.get(other, ()), ours.strip())
+    return synonyms
 
 
 AXIS_SYNONYMS: Final = _by_synonym(
@@ -60,10 +65,56 @@ ARGUMENT_SYNONYMS: Final = _by_synonym(
     rng: key seed prng rngs
     devices: num_devices device n_devices num_partitions
     num_stages: stages n_stages
+    cluster: clusters gpus num_gpus nodes num_nodes num_devices devices
+    clusters: cluster on pools
+    sequence: seq seq_len seq_length sequence_length max_length context_length
+    steps: epochs num_epochs num_steps max_steps total_steps iterations
+    save_dir: checkpoint_dir ckpt_dir output_dir workdir out save path
+    save_every: save_steps save_interval save_interval_steps checkpoint_every
+    keep: max_to_keep save_total_limit keep_last save_top_k
+    eval_batches: eval_data eval_dataset val_data validation_data val_batches
+    eval_every: eval_steps eval_interval val_every val_check_interval
+    best: monitor metric metric_for_best_model
+    best_mode: mode greater_is_better
+    patience: early_stop early_stopping early_stopping_patience
+    hooks: callbacks loggers
     """
 )
 """Names of arguments in other libraries, and ours."""
 
+
+OPTION_SYNONYMS: Final = _by_synonym(
+    """
+    batch: batch_size bs global_batch global_batch_size train_batch_size
+    best: monitor metric
+    best_mode: mode greater_is_better
+    cluster: gpus num_gpus nodes num_nodes devices num_devices on hardware topology
+    early_stop: patience early_stopping
+    eval_every: eval eval_steps eval_interval
+    keep: max_to_keep save_total_limit keep_last
+    mesh: dp tp pp ep cp fsdp data tensor stage expert context axes parallelism
+    mesh: tensor_parallel data_parallel pipeline_parallel sequence_parallel
+    micro_batches: num_micro_batches microbatches accum_steps grad_accum
+    micro_batches: gradient_accumulation_steps
+    on: cluster clusters gpus
+    output: out o save
+    precision: dtype bf16 fp16 f32 amp mixed_precision
+    price: prices cost
+    processes: nproc nproc_per_node num_processes n
+    remat: checkpointing activation_checkpointing gradient_checkpointing
+    resume: restore load continue
+    save: save_dir checkpoint_dir ckpt_dir output_dir workdir out output o logdir
+    save_every: save_steps save_interval checkpoint_every
+    set: lr learning_rate layers hidden heads vocab sequence seq_len model_options
+    steps: epochs num_epochs num_steps max_steps iterations
+    to: format form
+    tokens: num_tokens total_tokens
+    """
+)
+"""Names of command-line options elsewhere, and ours, without dashes.
+
+One name may be listed for several options; the first that a command has is meant.
+"""
 
 COMMAND_SYNONYMS: Final = _by_synonym(
     """
@@ -81,14 +132,14 @@ COMMAND_SYNONYMS: Final = _by_synonym(
 
 
 def near_names(
-    given: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None
+    given: str, known: Iterable[str], synonyms: Synonyms | None = None
 ) -> list[str]:
     """Returns the known names that were probably meant, the likeliest first.
 
     Args:
         given: Name from the user.
         known: Known names.
-        synonyms: Other names, each with its known one.
+        synonyms: Other names, each with its known ones.
 
     >>> near_names("tp", ["data", "tensor"], AXIS_SYNONYMS)
     ['tensor']
@@ -97,16 +148,16 @@ def near_names(
     """
     names = list(known)
     folded = given.strip().casefold().replace("-", "_")
-    for other, ours in (synonyms or {}).items():
-        if other == folded and ours in names:
-            return [ours]
+    meant = [one for one in (synonyms or {}).get(folded, ()) if one in names]
+    if meant:
+        return meant[:1]
     by_fold = {name.casefold(): name for name in names}
     close = difflib.get_close_matches(folded, by_fold, n=2, cutoff=0.6)
     return [by_fold[name] for name in close]
 
 
 def near_hint(
-    given: object, known: Iterable[str], synonyms: Mapping[str, str] | None = None
+    given: object, known: Iterable[str], synonyms: Synonyms | None = None
 ) -> str:
     """Returns the end of a sentence and a suggestion of the probable name, or nothing.
 

@@ -201,6 +201,11 @@ def _malformed(term: str) -> str:
             f"{term!r} is no KIND:N, no file that ends in .toml or .json, and not "
             "'local'"
         )
+    if "," in term:
+        return (
+            f"{term!r} has a comma. Write + between nodes of several kinds, and "
+            "several clusters as separate texts"
+        )
     return (
         f"{term!r}: expected numbers joined by x after {name.strip()}:, such as 8 or "
         f"4x8, got {rest.strip()!r}"

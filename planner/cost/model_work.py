@@ -10,11 +10,14 @@ of masked positions included, and no recomputation.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from whalejax.meshes.dtypes import dtype_name
+from whalejax.planner.cost.active_parameters import active_parameters
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, RAGGED, Graph, Op
 from whalejax.planner.plan_entries import ModelWork
 
@@ -36,10 +39,12 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
     # Work is proportional to the samples: a few suffice.
     scale = samples / max(1, graph.batch_size)
     params = graph.params
+    active, chosen = active_parameters(graph, products, rows)
     return ModelWork(
         parameters=sum(math.prod(t.shape) for t in params),
         trained=sum(math.prod(t.shape) for t in params if not t.frozen),
-        active=_active_parameters(graph, products, rows),
+        active=active,
+        chosen=chosen,
         samples=samples,
         tokens=round(_tokens(graph, rows) * scale),
         step_flops=round(
@@ -126,8 +131,9 @@ def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
 def _tokens(graph: Graph, rows: int) -> int:
     """Returns the number of tokens of the traced batch.
 
-    They are the integers of a leaf with one of ``TOKEN_NAMES``, or else of one whose
-    embeddings are the rows of most of the work with weights.
+    They are the integers of a leaf with one of ``TOKEN_NAMES`` and of others that read
+    the same table or have the same name; or else of the leaves whose embeddings are
+    multiplied by weights, if that is a good part of the work.
     """
     leaves = [
         (tensor.path.rpartition(".")[2].partition("[")[0], tensor)
@@ -138,22 +144,66 @@ def _tokens(graph: Graph, rows: int) -> int:
         and len(tensor.shape) <= 2
         and math.prod(tensor.shape) > graph.batch_size
     ]
-    lookups, by_name = _lookups(graph), {name: leaf.id for name, leaf in leaves}
-    named = next((by_name[name] for name in TOKEN_NAMES if name in by_name), None)
-    if named is not None:
-        count = math.prod(graph.tensors[named].shape)
-        # The last token of a sample is often only a target.
-        read = rows if 0 <= count - rows <= graph.batch_size else count
-    else:
-        # Other leaves may be candidates or negatives of the same table.
-        read_rows = {lookups[t.id].rows for _, t in leaves if t.id in lookups}
-        is_read = rows in read_rows and rows > graph.batch_size
-        return rows if is_read else 0  # Work may be proportional to samples.
+    lookups = _lookups(graph)
+    ids = {name: [t.id for key, t in leaves if key == name] for name, _ in leaves}
+    same = next((ids[name] for name in TOKEN_NAMES if name in ids), None)
+    if same is None:
+        read_by = {t.id: lookups[t.id] for _, t in leaves if t.id in lookups}
+        return _multiplied_rows(graph, read_by)
+    named, *others = same
+    count = math.prod(graph.tensors[named].shape)
+    # The last token of a sample is often only a target.
+    read = rows if 0 <= count - rows <= graph.batch_size else count
     words = lookups[named].words if named in lookups else None
     return read + sum(
         lookup.rows
         for leaf, lookup in lookups.items()
-        if leaf != named and lookup.words == words
+        if leaf != named and (lookup.words == words or leaf in others)
+    )
+
+
+_TOKEN_WORK: Final = 0.25
+"""Least part of the work with weights that multiplies the embeddings of tokens."""
+
+
+def _multiplied_rows(graph: Graph, lookups: Mapping[int, _Lookup]) -> int:
+    """Returns the rows that lookups read and products multiply by weights.
+
+    Leaves of equal lengths whose embeddings are added or joined are columns of the same
+    tokens. Candidates and negatives, which are only compared, are none.
+
+    Args:
+        graph: Captured loss.
+        lookups: Reads of tables, by the leaf of the batch that indexes them.
+    """
+    weight = graph.weight_tensors()
+    carried = {t: frozenset((leaf,)) for leaf, x in lookups.items() for t in x.results}
+    group = {leaf: leaf for leaf in lookups}
+    multiplied = set[int]()
+    token_work = work = 0
+    for op in graph.ops:
+        leaves = frozenset[int]().union(*(carried.get(t, ()) for t in op.operands))
+        if op.matmul is not None:
+            if sum(weight[t] for t in op.operands[:2]) != 1 or op.kind == ATTENTION:
+                continue
+            m, _, n, _ = op.matmul
+            sizes = {size * trip for size in (m, n) for trip in (1, op.trip)}
+            met = {x for x in leaves if lookups[x].rows in sizes}
+            met = {x for x in met if lookups[x].rows > graph.batch_size}
+            multiplied |= met
+            work += op.flops * op.trip
+            token_work += op.flops * op.trip * bool(met)
+        for first, second in itertools.combinations(sorted(leaves), 2):
+            if lookups[first].rows == lookups[second].rows:
+                old, new = group[second], group[first]
+                group = {leaf: new if g == old else g for leaf, g in group.items()}
+        if leaves:
+            for result in op.results:
+                carried[result] = carried.get(result, frozenset()) | leaves
+    if token_work < _TOKEN_WORK * work:
+        return 0  # Work may be proportional to samples.
+    return sum(
+        lookups[leaf].rows for leaf in {group[x]: x for x in multiplied}.values()
     )
 
 
@@ -164,10 +214,12 @@ class _Lookup:
     Attributes:
         words: Rows of the largest table.
         rows: Number of rows that are read.
+        results: Ids of the tensors that hold them.
     """
 
     words: int
     rows: int
+    results: tuple[int, ...] = ()
 
 
 def _lookups(graph: Graph) -> dict[int, _Lookup]:
@@ -190,105 +242,8 @@ def _lookups(graph: Graph) -> dict[int, _Lookup]:
             lookups[leaf] = _Lookup(
                 words=max(before.words, graph.tensors[table].shape[0]),
                 rows=max(before.rows, math.prod(result.shape[:-1]) * op.trip),
+                results=(*before.results, result.id),
             )
         else:
             leaf_of |= dict.fromkeys(op.results, leaf)
     return lookups
-
-
-def _active_parameters(graph: Graph, products: Sequence[Op], rows: int) -> int:
-    """Returns the elements of parameters that a token uses."""
-    shares = _expert_shares(graph, products, rows)
-    return round(sum(math.prod(t.shape) * shares.get(t.id, 1.0) for t in graph.params))
-
-
-def _expert_shares(
-    graph: Graph, products: Sequence[Op], rows: int
-) -> Mapping[int, float]:
-    """Returns the used fractions of parameters that a token uses in part, by tensor."""
-    weight = graph.weight_tensors()
-    origin = _parameter_of(graph, weight)
-    expert_shares = _gathered_shares(graph, weight, rows)
-    for op in products:
-        if op.matmul is None or op.kind == ATTENTION:
-            continue
-        sides = [weight[t] for t in op.operands[:2]]
-        experts = _experts(graph, op)
-        if sum(sides) != 1 or experts == 1:
-            continue
-        param = origin.get(op.operands[sides.index(True)])
-        if param is None:
-            continue
-        m, _, n, _ = op.matmul
-        met = n if sides[0] else m
-        if op.kind in RAGGED:
-            met //= experts
-        taken = _choices(graph, experts)
-        share = met / max(1, rows)
-        if taken and met < rows:  # Otherwise each expert computes every token.
-            share = taken / experts
-        expert_shares[param] = min(1.0, max(expert_shares.get(param, 0.0), share))
-    return expert_shares
-
-
-def _gathered_shares(
-    graph: Graph, weight: Sequence[bool], rows: int
-) -> dict[int, float]:
-    """Returns the used fractions of stacks of matrices from which each token gathers
-    its own.
-    """
-    found: dict[int, float] = {}
-    tensors = graph.tensors
-    params = {t.id for t in graph.params}
-    for op in graph.ops:
-        if op.kind != "gather" or op.operands[0] not in params:
-            continue
-        stack, picked = tensors[op.operands[0]], tensors[op.results[0]]
-        if len(stack.shape) < 3 or weight[op.results[0]]:
-            continue  # A table of vectors, or matrices that no token chooses.
-        taken = math.prod(picked.shape) * op.trip / max(1, rows)
-        share = min(1.0, taken / math.prod(stack.shape))
-        found[stack.id] = max(found.get(stack.id, 0.0), share)
-    return found
-
-
-def _choices(graph: Graph, experts: int) -> int:
-    """Returns the number of experts that a token chooses; 0 if no choice is found.
-
-    A choice is a ``top_k`` over the experts, or several ``argmax`` per product that
-    scores every expert.
-    """
-    argmax = routers = 0
-    for op in graph.ops:
-        shape = graph.tensors[op.operands[0]].shape if op.operands else ()
-        if op.kind in ("top_k", "approx_top_k") and shape[-1:] == (experts,):
-            return graph.tensors[op.results[0]].shape[-1]
-        if op.kind == "argmax" and shape[-1:] == (experts,):
-            argmax += op.trip
-        if op.matmul is not None and op.matmul[3] == 1 and experts in op.matmul[:3:2]:
-            routers += op.trip
-    return argmax // routers if routers else 0
-
-
-def _experts(graph: Graph, op: Op) -> int:
-    """Returns the number of matrices of a product, each for some rows."""
-    if op.kind in RAGGED:
-        return graph.tensors[op.operands[2]].shape[-1]
-    assert op.matmul is not None
-    return op.matmul[3]
-
-
-def _parameter_of(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
-    """Returns the parameter of each tensor that depends on one parameter alone."""
-    parameter = {t.id: t.id for t in graph.params}
-    for op in graph.ops:
-        origins = {parameter[t] for t in op.operands if t in parameter}
-        for slot, result in enumerate(op.results):
-            if not weight[result]:
-                continue
-            if len(origins) == 1:
-                parameter[result] = next(iter(origins))
-            elif slot < len(op.operands) and op.operands[slot] in parameter:
-                # A loop ties its results to its inputs, pair by pair.
-                parameter[result] = parameter[op.operands[slot]]
-    return parameter

@@ -11,10 +11,11 @@ all follow from the factors.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from whalejax.planner.model.windows import Window
 
@@ -309,6 +310,34 @@ class LoopResidual:
     gathered: bool = False
 
 
+class LoopResiduals(Sequence[LoopResidual]):
+    """Residuals of a program's loops, computed when they are first read.
+
+    They take a derivative of each loop, and many programs of a search need none.
+
+    Args:
+        compute: Function that returns them.
+    """
+
+    def __init__(self, compute: Callable[[], tuple[LoopResidual, ...]]) -> None:
+        self._compute = functools.cache(compute)
+
+    def __len__(self) -> int:
+        return len(self._compute())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._compute()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._compute() == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._compute())
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[LoopResidual, ...]]]:
+        return tuple, (self._compute(),)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """A captured forward loss.
@@ -343,7 +372,7 @@ class Graph:
     unknown_primitives: tuple[str, ...] = ()
     undeclared_marks: tuple[str, ...] = field(default=())
     whole: tuple[int, ...] = ()
-    stacked: tuple[LoopResidual, ...] = ()
+    stacked: Sequence[LoopResidual] = ()
 
     @property
     def params(self) -> tuple[Tensor, ...]:
@@ -352,6 +381,34 @@ class Graph:
         A non-trainable weight is read as others are, and has no gradient.
         """
         return tuple(t for t in self.tensors if t.kind == "param")
+
+    def unread_weights(self) -> tuple[Tensor, ...]:
+        """Returns the trained weights on which the loss does not depend."""
+        read = self._read_by({self.loss, *(self.whole if self.weighted else ())})
+        return tuple(t for t in self.params if not t.frozen and t.id not in read)
+
+    def unused_state(self) -> tuple[Tensor, ...]:
+        """Returns the state that the loss neither changes nor reads for any result."""
+        state = [t for t in self.tensors if t.kind == "state"]
+        read = self._read_by({self.loss, *self.whole} - {t.id for t in state})
+        return tuple(t for t in state if t.id in self.whole and t.id not in read)
+
+    def _read_by(self, results: Collection[int]) -> set[int]:
+        """Returns the tensors on which results depend, and the results.
+
+        A loop that they read is taken to read everything that its body passes on.
+        """
+        carried: dict[tuple[int, ...], list[int]] = {}
+        for op in self.ops:
+            if op.kind in LOOPS and op.results and len(op.operands) > 1:
+                carried.setdefault(op.position, []).extend(op.operands)
+        read = {*results}
+        for op in reversed(self.ops):
+            if not read.isdisjoint(op.results):
+                read.update(op.operands)
+                if op.kind in LOOPS:
+                    read.update(carried.get(op.position, ()))
+        return read
 
     @property
     def layers_in_a_loop(self) -> bool:

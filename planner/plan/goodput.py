@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.fault_traces import (
     Policy,
     nodes_of,
@@ -103,9 +104,9 @@ class Goodput(GoodputDisplay):
 
     def __str__(self) -> str:
         lines = [
-            f"{self.nodes} nodes, a failure every {self.failure_seconds:,.0f} s, steps "
-            f"of {self.step_seconds:.3g} s",
-            f"snapshots every {self.snapshot_every} steps; best for a restart every "
+            f"{count_text(self.nodes, 'node')}, a failure every "
+            f"{self.failure_seconds:,.0f} s, steps of {self.step_seconds:.3g} s",
+            f"snapshots every {self.snapshot_every:,} steps; best for a restart every "
             f"{self.best_snapshot_seconds:,.0f} s (Daly; Young "
             f"{self.young_seconds:,.0f} s)",
         ]

@@ -15,6 +15,8 @@ from whalejax.planner.step_options import options_of
 
 
 _NOTHING = "none"
+_AS_WRITTEN = {"*": "gather"}
+"""Attention of a plan without blocks; left open, blocks would be tried too."""
 
 
 def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = options_of(plan)
     options["remat"] = dict(plan.remat) or _NOTHING
     options["offload"] = plan.offload or _NOTHING
-    options["attention"] = dict(plan.attention) or None
+    options["attention"] = dict(plan.attention) or _AS_WRITTEN
     options.pop("num_micro_batches", None)
     kept = {**options, "mesh": sizes, "zero": plan.zero}
     return {name: value for name, value in kept.items() if name not in asked}

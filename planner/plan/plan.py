@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments
@@ -54,10 +54,31 @@ class Stages(StagesData):
     plans: tuple[Plan, ...] = ()
 
 
+_SPEED: Final = "plan.throughput() has it: {}"
+_HABITS: Final = {
+    **dict.fromkeys(("mfu", "utilization"), _SPEED.format("utilization, from 0 to 1")),
+    "tokens_per_second": _SPEED.format("tokens_per_second"),
+    "samples_per_second": _SPEED.format("samples_per_second"),
+    "speed": _SPEED.format("tokens_per_second, utilization, step_price"),
+    **dict.fromkeys(
+        ("price", "cost"),
+        _SPEED.format("step_price, million_price and run_price(tokens)"),
+    ),
+    "parameters": "plan.work.parameters is their number",
+    "num_parameters": "plan.work.parameters is their number",
+    "step_time": "plan.time.step_seconds is the predicted time of a step",
+    "step_seconds": "plan.time.step_seconds is the predicted time of a step",
+    "compile": "Write step = wh.compile(plan, loss_fn, model, optimizer=…)",
+    "run": "Write step = wh.compile(plan, loss_fn, model, optimizer=…)",
+}
+"""What to write instead of attributes that users expect."""
+
+
 @names_arguments(
     "wh.Plan",
     instance="plan",
     instead="wh.plan(loss_fn, model, batch, …) and wh.Plan.load(path) make plans.",
+    habits=_HABITS,
 )
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(PlanDisplay):

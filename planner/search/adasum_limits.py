@@ -128,9 +128,8 @@ def _of_storage(request: Request) -> Iterator[str]:
 
 
 def _of_parameters(graph: Graph) -> Iterator[str]:
-    read = {t for op in graph.ops for t in op.operands} | set(graph.whole)
     trained = [t for t in graph.params if not t.frozen]
-    unread = [t.path for t in trained if t.id not in read]
+    unread = [t.path for t in graph.unread_weights()]
     if unread:
         some = ", ".join(unread[:3]) + " …" * (len(unread) > 3)
         yield (

@@ -93,8 +93,8 @@ def place_tables(
         splits: Allowed ways of dividing a table: ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the ranks of one node),
             ``"replicate"``, ``"host"`` (undivided, in host memory) and ``"cached"``
-            (the same with the first rows on the device). The last two are tried only if
-            the ranks' memory is short.
+            (the same with the rows on the device that counts show to be read most, or
+            the first ones). The last two are tried only if the ranks' memory is short.
         together: Groups of tables that must share one rank, by their names.
         pins: Fixed placements by table: its rank, or the way in which it is divided,
             such as ``"rows"`` or, with the part of its rows on the device,
@@ -151,6 +151,7 @@ def place_tables(
         items=items,
         chosen=assignment.ways,
         mean=scale.mean,
+        hottest=_hottest(tables, items, assignment),
     )
 
 
@@ -234,13 +235,14 @@ def _check(
         problems.refuse("objective", objective, f"one of {', '.join(OBJECTIVES)}")
     if not splits or not set(splits) <= set(SPLITS):
         problems.refuse("splits", splits, f"some of {', '.join(SPLITS)}")
+    known = f"which is no table; the tables are {', '.join(list(names)[:8])}"
     for group in together:
         for name in group:
             if name not in names:
-                problems.add(f"together names {short_repr(name)}, which is no table")
+                problems.add(f"together names {short_repr(name)}, {known}")
     for name, pin in (pins or {}).items():
         if name not in names:
-            problems.add(f"pins names {short_repr(name)}, which is no table")
+            problems.add(f"pins names {short_repr(name)}, {known}")
         if not is_whole(pin, 0) and read_pin(pin) is None:
             problems.refuse(f"pins[{name!r}]", pin, f"a rank, or {PIN_WORDS}")
     problems.raise_if_any()
@@ -315,7 +317,6 @@ def _items(
                     objective=objective,
                     splits=allowed,
                     cached_part=part,
-                    asks=len(group) == 1,
                 )
             )
             for i in group
@@ -340,6 +341,8 @@ def _sum_of(ways: Sequence[StorageOption]) -> StorageOption:
         loads=tuple(np.sum([way.loads for way in ways], axis=0).tolist()),
         exchange_bytes=sum(way.exchange_bytes for way in ways),
         memory_bytes=sum(way.memory_bytes for way in ways),
+        sample_bytes=sum(way.sample_bytes for way in ways),
+        of_tables=tuple(ways),
     )
 
 
@@ -397,6 +400,20 @@ def _full(
         of_bytes=int(room),
         nearest="tables over ranks",
     )
+
+
+def _hottest(
+    tables: Sequence[Table], items: Sequence[Item], assignment: Assignment
+) -> dict[str, np.ndarray]:
+    """Returns the rows of cached tables that are on the device, unless the first."""
+    found: dict[str, np.ndarray] = {}
+    for item, way in zip(items, assignment.ways, strict=True):
+        for table in (tables[i] for i in item.tables):
+            count = item.ways[way].cached_rows
+            rows = table.hottest_rows(count) if count else None
+            if rows is not None:
+                found[table.name] = rows
+    return found
 
 
 def _shards(

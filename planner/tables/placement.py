@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -37,7 +37,8 @@ class TableShard:
         index, shards: Index of this shard, and number of shards.
         hashed: Whether a row shard has the rows ``index``, ``index + shards``, … rather
             than one range.
-        rows: First row and the row after the last one; all rows if hashed.
+        rows: First row and the row after the last one; all rows if hashed. Rows of a
+            cached table are numbered with those on the device first.
         columns: First column and the column after the last one.
     """
 
@@ -82,6 +83,8 @@ class TablePlacement:
         items: Items with all their ways, for ``why``.
         chosen: Index of the chosen way of each item.
         mean: Least possible mean load, by measure.
+        hottest: Rows of cached tables that are on the device, sorted, by name. A cached
+            table without an entry has its first rows there.
     """
 
     tables: tuple[Table, ...]
@@ -99,6 +102,7 @@ class TablePlacement:
     items: tuple[Item, ...]
     chosen: tuple[int, ...]
     mean: np.ndarray
+    hottest: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def imbalance(self) -> float:
@@ -142,7 +146,11 @@ class TablePlacement:
         """
         number = next(i for i, t in enumerate(self.tables) if t.name == table)
         place = next(i for i, item in enumerate(self.items) if number in item.tables)
-        return self.items[place].ways[self.chosen[place]]
+        way, tables = (
+            self.items[place].ways[self.chosen[place]],
+            self.items[place].tables,
+        )
+        return way.of_tables[tables.index(number)] if way.of_tables else way
 
     def why(self, table: str) -> str:
         """Explains where a table is stored, and the cost of the other ways.
@@ -162,7 +170,7 @@ class TablePlacement:
             f"{table}: {subject.rows:,} rows × {subject.width}, "
             f"{gigabytes(subject.nbytes)} with its optimizer state, "
             f"{subject.lookups_per_sample:g} lookups a sample",
-            f"stored {_where(shards)}",
+            f"stored {_where(shards, is_counted=table in self.hottest)}",
         ]
         if len(item.tables) > 1:
             others = [self.tables[i].name for i in item.tables if i != number]
@@ -217,11 +225,10 @@ class TablePlacement:
         if ranks.count > 1:
             most = gigabytes(float(self.exchange_bytes.max()))
             yield f"  a rank exchanges at most {most} of ids, vectors and gradients"
-        for item, number in zip(self.items, self.chosen, strict=True):
-            way = item.ways[number]
+        for table in self.tables:
+            way = self.way_of(table.name)
             if way.distinct_rows:
-                name = self.tables[item.tables[0]].name
-                yield f"  {name}: {_request_text(way)}"
+                yield f"  {table.name}: {_request_text(way)}"
 
     def _quality(self) -> str:
         text = f"the most loaded rank has {self.imbalance:.3f} of the mean"
@@ -239,8 +246,9 @@ def _request_text(way: StorageOption) -> str:
     )
 
 
-def _where(shards: Sequence[TableShard]) -> str:
+def _where(shards: Sequence[TableShard], *, is_counted: bool) -> str:
     first = shards[0]
+    which = "most read" if is_counted else "first"
     listed = sorted({shard.rank for shard in shards})
     ranks = "rank " if len(listed) == 1 else "ranks "
     ranks += ", ".join(str(rank) for rank in listed[:16])
@@ -254,7 +262,7 @@ def _where(shards: Sequence[TableShard]) -> str:
         "replicate": "on every rank: it is small enough that its gradient is reduced "
         "for less than its lookups are exchanged",
         "host": f"in the host memory of {ranks}",
-        "cached": f"in the host memory of {ranks}, with the first "
+        "cached": f"in the host memory of {ranks}, with the {which} "
         f"{first.rows[1] - first.rows[0]:,} rows on the device",
     }[first.split]
 

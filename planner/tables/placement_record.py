@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,9 @@ class PlacementRecord:
     items: tuple[Item, ...]
     chosen: tuple[int, ...]
     mean: tuple[float, ...]
+    hottest: tuple[tuple[str, str], ...] = field(
+        default=(), metadata={"unless_default": True}
+    )
 
 
 _ARRAYS = ("loads", "memory_bytes", "host_bytes", "exchange_bytes", "mean")
@@ -65,6 +70,10 @@ def placement_data(placement: TablePlacement) -> dict[str, Any]:
     names = PlacementRecord.__slots__
     values = {name: getattr(placement, name) for name in names}
     values |= {name: np.asarray(values[name]).tolist() for name in _ARRAYS}
+    hottest = placement.hottest.items()
+    values["hottest"] = tuple((name, _rows_text(rows)) for name, rows in hottest)
+    if not placement.hottest:
+        values.pop("hottest")
     values["tables"] = tuple(
         TableRecord(**{name: getattr(t, name) for name in TableRecord.__slots__})
         for t in placement.tables
@@ -96,7 +105,45 @@ def placement_of(data: Any) -> TablePlacement:
     problems.raise_if_any()
     values = {name: getattr(record, name) for name in PlacementRecord.__slots__}
     values |= {name: np.asarray(values[name], float) for name in _ARRAYS}
+    values["hottest"] = {name: _rows_of(text) for name, text in record.hottest}
     return TablePlacement(**{**values, "tables": tables})
+
+
+def _rows_text(rows: np.ndarray) -> str:
+    """Returns sorted rows as text: compressed differences."""
+    differences = np.diff(rows, prepend=0).astype("<i4")
+    return base64.b64encode(zlib.compress(differences.tobytes())).decode()
+
+
+def _rows_of(text: str) -> np.ndarray:
+    """Returns the rows of a text of ``_rows_text``.
+
+    Raises:
+        ValueError: The text has no rows.
+    """
+    try:
+        data = zlib.decompress(base64.b64decode(text, validate=True))
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    return np.cumsum(np.frombuffer(data, "<i4"), dtype=np.int64)
+
+
+def _wrong_hottest(record: PlacementRecord) -> Iterator[str]:
+    """Yields cached rows that no table has on its device."""
+    cached = {
+        shard.table: shard.rows[1]
+        for shard in record.shards
+        if shard.split == "cached" and shard.index == 0
+    }
+    sizes = {table.name: table.rows for table in record.tables}
+    for name, text in record.hottest:
+        try:
+            rows = _rows_of(text)
+        except ValueError:
+            rows = np.zeros(0, np.int64)
+        inside = len(rows) and 0 <= rows[0] and rows[-1] < sizes.get(name, 0)
+        if not inside or len(rows) != cached.get(name) or (np.diff(rows) <= 0).any():
+            yield f"{len(rows):,} rows of {name!r} on a device"
 
 
 def _wrong_shards(tables: tuple[Table, ...], record: PlacementRecord) -> Iterator[str]:
@@ -119,6 +166,7 @@ def _wrong_shards(tables: tuple[Table, ...], record: PlacementRecord) -> Iterato
     for name, (rows, width) in sizes.items():
         if stored[name] != rows * width:
             yield f"{stored[name]:,.0f} of {rows * width:,} elements of {name!r}"
+    yield from _wrong_hottest(record)
     numbers = {n for item in record.items for n in item.tables}
     ways = [len(item.ways) for item in record.items]
     if numbers != set(range(len(tables))) or len(record.chosen) != len(ways):

@@ -16,7 +16,12 @@ import numpy as np
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import TablePlacement, TableShard
-from whalejax.planner.tables.storage_options import Split, StorageOption, list_ways
+from whalejax.planner.tables.storage_options import (
+    Split,
+    StorageOption,
+    cached_option,
+    list_ways,
+)
 from whalejax.planner.tables.table import Table
 
 
@@ -117,23 +122,32 @@ def counted_loads(placement: TablePlacement, tables: tuple[Table, ...]) -> np.nd
     loads = np.zeros(placement.ranks.count)
     for table in tables:
         shards = placement.shards_of(table.name)
-        cached = shards[0].rows[1] if shards[0].split == "cached" else 0
+        if shards[0].split == "cached":
+            loads[shards[0].rank] += _cached_seconds(placement, table, shards[0])
+            continue
         ways = list_ways(
             table,
             placement.ranks,
             batch_size=placement.batch_size,
             objective="time",
             splits=(shards[0].split,),
-            cached_part=cached / table.rows if cached else None,
         )
-        even = next(
-            w.loads[0]
-            for w in ways
-            if w.cached_rows == cached and (cached or w.shards == shards[0].shards)
-        )
-        for shard in shards[:1] if cached else shards:
+        even = next(w.loads[0] for w in ways if w.shards == shards[0].shards)
+        for shard in shards:
             loads[shard.rank] += even * _busyness(shard, table)
     return loads
+
+
+def _cached_seconds(
+    placement: TablePlacement, table: Table, shard: TableShard
+) -> float:
+    """Returns the seconds of a table whose present cached rows are read as counted."""
+    count = shard.rows[1]
+    share = table.share_of(placement.hottest.get(table.name), count)
+    way = cached_option(
+        *(table, placement.ranks, placement.batch_size, "time", count, share)
+    )
+    return way.loads[0]
 
 
 def _busyness(shard: TableShard, table: Table) -> float:

@@ -179,6 +179,10 @@ def choose_sections(
     )
 
 
+_WORTH: Final = 0.8
+"""Largest part of the vectors at which distinct rows are sent instead."""
+
+
 def process_seconds(
     table: Table, batch_size: int, read_seconds: float
 ) -> tuple[float, float]:
@@ -192,8 +196,13 @@ def process_seconds(
     lookups = batch_size * table.lookups_per_sample
     row = table.width * table.element_bytes
     state = row + table.optimizer_bytes_per_row
-    moved = lookups * row + 2 * table.distinct_rows(lookups) * state
-    sent = lookups * ID_BYTES + 2 * batch_size * table.vectors_per_sample * row
+    distinct = table.distinct_rows(lookups)
+    moved = lookups * row + 2 * distinct * state
+    vectors = batch_size * table.vectors_per_sample
+    if vectors == lookups and distinct < _WORTH * vectors:
+        # Single rows: each distinct one is named and sent once.
+        lookups = vectors = distinct
+    sent = lookups * ID_BYTES + 2 * vectors * row
     return moved * read_seconds, sent / WIRE_BYTES_PER_SECOND
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from whalejax.planner.tables.ranks import Ranks
@@ -29,6 +29,7 @@ Objective = Literal["time", "rows", "lookups", "both"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 
 _CACHED_PARTS: Final = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
+_BOTH_MEMORIES: Final[tuple[Split, ...]] = ("whole", "host")
 _SPARE: Final = 0.1
 _WORTH: Final = 0.8
 _ROW_SHARDS: Final = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 256)
@@ -77,6 +78,7 @@ class StorageOption:
         distinct_rows: Most distinct rows of one shard that a rank requests, if that
             moves less than vectors by sample; 0 if vectors are exchanged.
         sample_bytes: Bytes that a rank would send in all-to-alls by sample.
+        of_tables: Way of each table, if several stay together; else empty.
     """
 
     split: Split
@@ -89,6 +91,9 @@ class StorageOption:
     cached_rows: int = 0
     distinct_rows: int = 0
     sample_bytes: float = 0.0
+    of_tables: tuple[StorageOption, ...] = field(
+        default=(), metadata={"unless_default": True}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +166,8 @@ def list_ways(
             way = _storage_option(
                 split, shards, table, ranks, batch_size, objective, asks
             )
-            if way.distinct_rows and "columns" in splits and table.splits_columns:
+            is_by_rows = split in ("rows", "whole") and "columns" in splits
+            if way.distinct_rows and is_by_rows and table.splits_columns:
                 # Columns move as much as the undivided table would by sample.
                 apart = _storage_option(
                     "whole", 1, table, ranks, batch_size, objective, False
@@ -200,34 +206,48 @@ def _cached_ways(
     objective: Objective,
     parts: Sequence[float],
 ) -> Iterator[StorageOption]:
-    """Yields ways with the table in host memory and its first rows on the device."""
+    """Yields ways with the table in host memory and its hottest rows on the device."""
     if not ranks.host_bytes:
         return
     for part in parts:
-        rows = max(1, round(table.rows * part))
-        if rows >= table.rows:
-            continue
-        hosted = table.rows - rows
-        share = table.share_of_first(rows)
-        ways = {
-            split: _storage_option(split, 1, table, ranks, batch_size, objective, False)
-            for split in ("whole", "host")
-        }
-        loads = zip(ways["whole"].loads, ways["host"].loads, strict=True)
-        extra = ways["whole"].exchange_bytes * ranks.exchange_seconds
-        exact = extra if objective == "time" else 0.0
-        yield StorageOption(
-            split="cached",
-            shards=1,
-            slots=1,
-            loads=tuple(
-                share * here + (1 - share) * far + exact for here, far in loads
-            ),
-            exchange_bytes=2 * ways["whole"].exchange_bytes,
-            memory_bytes=table.nbytes * rows / table.rows,
-            host_bytes=table.nbytes * hosted / table.rows,
-            cached_rows=rows,
-        )
+        count = max(1, round(table.rows * part))
+        if count < table.rows:
+            share = table.share_of(table.hottest_rows(count), count)
+            yield cached_option(table, ranks, batch_size, objective, count, share)
+
+
+def cached_option(
+    table: Table,
+    ranks: Ranks,
+    batch_size: int,
+    objective: Objective,
+    count: int,
+    share: float,
+) -> StorageOption:
+    """Returns the way with some rows on the device, and the others in host memory.
+
+    Args:
+        table, ranks, batch_size, objective: Arguments of ``list_ways``, unchanged.
+        count: Number of rows on the device.
+        share: Part of the lookups that read them.
+    """
+    ways = {
+        split: _storage_option(split, 1, table, ranks, batch_size, objective, False)
+        for split in _BOTH_MEMORIES
+    }
+    loads = zip(ways["whole"].loads, ways["host"].loads, strict=True)
+    extra = ways["whole"].exchange_bytes * ranks.exchange_seconds
+    exact = extra if objective == "time" else 0.0
+    return StorageOption(
+        split="cached",
+        shards=1,
+        slots=1,
+        loads=tuple(share * here + (1 - share) * far + exact for here, far in loads),
+        exchange_bytes=2 * ways["whole"].exchange_bytes,
+        memory_bytes=table.nbytes * count / table.rows,
+        host_bytes=table.nbytes * (table.rows - count) / table.rows,
+        cached_rows=count,
+    )
 
 
 def _storage_option(
@@ -313,8 +333,6 @@ def _exchange(
     if not asks:
         return _Exchange(by_sample, by_sample)
     best = min(by_sample, whole)
-    if split == "columns":
-        return _Exchange(best, by_sample)
     expected = table.distinct_rows(own) / row_parts
     room = math.ceil(expected + max(_SPARE * expected, 4 * math.sqrt(expected)))
     room = min(room, rows, math.ceil(own))

@@ -108,16 +108,36 @@ class Table:
         share = np.asarray(self.counts, float) / float(np.sum(self.counts))
         return float(np.sum(-np.expm1(-lookups * share)))
 
-    def share_of_first(self, rows: int) -> float:
-        """Returns the part of the lookups in the first rows; in proportion if unknown.
+    def hottest_rows(self, count: int) -> np.ndarray | None:
+        """Returns the rows that were looked up most, sorted; the first ones if unknown.
 
         Args:
-            rows: Number of first rows.
+            count: Number of rows; of equally frequent ones the first are taken.
+
+        Returns:
+            ``int64[count]``; None if these are the first rows.
+
+        >>> Table(name="a", rows=4, width=4, counts=[1, 5, 2, 5]).hottest_rows(2)
+        array([1, 3])
         """
         if self.counts is None or not np.sum(self.counts):
-            return rows / self.rows
+            return None
+        order = np.argsort(-np.asarray(self.counts, float), kind="stable")
+        found = np.sort(order[:count])
+        return None if np.array_equal(found, np.arange(count)) else found
+
+    def share_of(self, rows: np.ndarray | None, count: int) -> float:
+        """Returns the part of the lookups in some rows; in proportion if unknown.
+
+        Args:
+            rows: The rows, or None for the first ones.
+            count: Number of rows.
+        """
+        if self.counts is None or not np.sum(self.counts):
+            return count / self.rows
         counts = np.asarray(self.counts, float)
-        return float(counts[:rows].sum() / counts.sum())
+        own = counts[:count] if rows is None else counts[rows]
+        return float(own.sum() / counts.sum())
 
     def range_imbalance(self, parts: int) -> float:
         """Returns the lookups of the busiest equal row range over the mean; inf if

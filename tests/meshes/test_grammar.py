@@ -186,6 +186,11 @@ def test_the_slices_next_to_any_lengths_are_offered(name: str) -> None:
         ("h100x8", "'h100x8' has no colon. Write h100:8"),
         ("h100 8", "'h100 8' has no colon. Write h100:8"),
         (
+            "h100:8,a100:8",
+            "'h100:8,a100:8' has a comma. Write + between nodes of several kinds, and "
+            "several clusters as separate texts",
+        ),
+        (
             "4090:2",
             "unknown device kind '4090'. Did you mean rtx4090 or rtx-4090 or p40? Any "
             "other kind can be described in a TOML file",

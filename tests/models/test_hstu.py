@@ -57,6 +57,23 @@ def test_eleven_tables_of_full_size_are_placed() -> None:
     assert plan.placement.shards_of("tables.cross_0.embedding")[0].shards > 1
 
 
+def test_a_batch_without_room_is_refused_by_what_can_be_changed() -> None:
+    job = models.job("hstu-dlrm-v4", batch_size=8192)
+    model = nnx.eval_shape(lambda: job.make_model(jax.random.key(0)))
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((8192, *x.shape[1:]), x.dtype),
+        job.batch_at(0, 2),
+    )
+    words = r"one micro-batch of 8,192 samples.*Use a smaller batch or more devices"
+    with pytest.raises(wh.WhaleError, match=words):
+        wh.plan_tables(
+            *(job.loss_fn, model, batch),
+            rows=wh.sparse_optimizer("row_adagrad", 0.01),
+            optimizer=job.optimizer,
+            cluster="h100:2x8",
+        )
+
+
 @pytest.mark.relaxed_promotion  # layers of Flax promote
 def test_steps_with_tables_are_those_of_one_device() -> None:
     job = models.job("hstu-test", batch_size=64)

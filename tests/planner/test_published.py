@@ -271,8 +271,8 @@ def test_a_device_that_was_not_measured_is_its_generation_by_its_power() -> None
     assert (kind.peak_flops("bf16"), kind.memory_bytes) == (362e12, 48 * 2**30)
     (said,) = [n for n in found.notes if "was not measured" in n]
     assert re.fullmatch(
-        r"L40S was not measured in bf16: [\d.]+ of 362 TFLOP/s \([\d.]+ to [\d.]+\), "
-        "as l4 by its power",
+        r"L40S was not measured in bf16: the plan assumes [\d.]+ of 362 TFLOP/s "
+        r"\([\d.]+ to [\d.]+\), as measured on l4, by its power",
         said,
     )
     assert "was not measured" not in note(device="A10G")

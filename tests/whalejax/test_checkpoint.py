@@ -264,8 +264,8 @@ def test_a_folder_of_checkpoints_is_none_itself(copy: Path) -> None:
     with pytest.raises(wh.WhaleError) as caught:
         shared_step().restore(copy.parent)
     assert str(caught.value) == (
-        f"{copy.parent} is no checkpoint, it holds 1: '{copy.name}'. Give the path of "
-        f"one of them, such as {copy}"
+        f"{copy.parent} is no checkpoint, but holds 1: '{copy.name}'. Give the path of "
+        f"one, such as {copy}"
     )
 
 

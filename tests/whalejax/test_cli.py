@@ -325,6 +325,7 @@ def test_every_wrong_option_is_listed_at_once(here: Path, capsys: Captured) -> N
         (["--resume"], "--resume was given without --save DIR"),
         (["--keep", "5"], "--keep 5 was given without --save DIR"),
         (["--best", "loss"], "--best loss was given without --save DIR"),
+        (["--best-mode", "max"], "--best-mode max was given without --best METRIC"),
         (["--save", "jobs.py"], "--save jobs.py is a file; expected a directory"),
         (["--save", "gs://bucket/run"], "is an address; checkpoints are written to a"),
     ],
@@ -333,6 +334,67 @@ def test_wrong_places_for_checkpoints(
     here: Path, capsys: Captured, words: list[str], expected: str
 ) -> None:
     assert expected in refused([*TRAIN, *words], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "train mlp-test --gpus 8",
+            "train has no option '--gpus'. Did you mean --clus",
+        ),
+        ("train mlp-test --epochs 3", "no option '--epochs'. Did you mean --steps?"),
+        ("train mlp-test --batch-size=3", "'--batch-size'. Did you mean --batch?"),
+        ("train mlp-test --batch_size 3", "'--batch_size'. Did you mean --batch?"),
+        (
+            "train mlp-test --checkpoint-dir a",
+            "'--checkpoint-dir'. Did you mean --save",
+        ),
+        ("train mlp-test --lr 1", "Did you mean --set learning_rate=0.001 (of a ref"),
+        ("plan mlp-test --tp 2", "Did you mean --mesh data=2 tensor=4?"),
+        ("plan mlp-test --clutser h100:8", "Did you mean --cluster h100:8?"),
+        ("plan mlp-test --out a.json", "Did you mean --output?"),
+        (
+            "plan mlp-test h100:8",
+            "no option takes 'h100:8'. Did you mean --cluster h100",
+        ),
+        ("plan mlp-test more", "plan: no option takes 'more'. Its options are --set, "),
+        ("search mlp-test --cluster h100:8", "Did you mean --on h100:8?"),
+        ("show plan.json -x", "show has no option '-x'. Its options are --all, "),
+        (
+            "swarm show here --jsn",
+            "swarm show has no option '--jsn'. Did you mean --json",
+        ),
+        ("jobs show --jsn", "jobs show has no option '--jsn'. Did you mean --json?"),
+        ("", "no command is given. Commands: train, plan, show, "),
+        ("help", "whalejax --help describes them"),
+        ("swarm trian", "there is no command 'swarm trian'. Did you mean 'train'?"),
+    ],
+)
+def test_unknown_options(capsys: Captured, words: str, expected: str) -> None:
+    said = refused(words.split(), capsys)
+    assert expected in said and len(said.splitlines()) == 1
+
+
+def test_a_loss_that_fails_is_named_with_its_line(here: Path, capsys: Captured) -> None:
+    (here / "failing.py").write_text(
+        "import jax.numpy as jnp, numpy as np, optax\n"
+        "import whalejax as wh\n"
+        "def loss(model, batch):\n"
+        "    return (batch['x'] @ model['w'] @ jnp.ones((3, 3))).mean()\n"
+        "def make():\n"
+        "    model = lambda key: {'w': jnp.ones((4, 2))}\n"
+        "    batch = {'x': np.ones((8, 4), 'f4')}\n"
+        "    return wh.Job(loss, model, batch, optax.sgd(0.1), 8)\n"
+    )
+    said = refused(["plan", "failing.py:make", "--cluster", "h100:8"], capsys)
+    first, second = said.splitlines()
+    assert first.startswith("whalejax: loss_fn raised TypeError: dot_general requires")
+    assert first.endswith("(at failing.py:4)")
+    assert second == (
+        "loss_fn was given a dict with 'w' as model, and as batch: batch['x'] "
+        "float32[8, 4]"
+    )
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_training(

@@ -450,7 +450,7 @@ def test_the_command_line_exports(
     assert main([*words, "--command", "python -u mine.py"]) == 0
     assert json.dumps("python -u mine.py") in out.read_text()
     assert main(["export", str(path), "--to", "yaml"]) == 2
-    assert "form is 'yaml'" in capsys.readouterr().err
+    assert "--to is 'yaml'" in capsys.readouterr().err
     words = [
         "search",
         "llama-test",

@@ -393,3 +393,60 @@ def test_replicas_that_differ_divide_the_batch() -> None:
     plan = planned("gpt-test", "v100-32:4+p100-16:4", mesh={"data": 8}, size=32)
     assert plan.shares
     assert "axes    default (unmarked)  data: micro-batches" in str(plan)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_both_inputs_of_a_translator_are_tokens(shared: bool) -> None:
+    """Leaves of unknown or equal names whose embeddings are multiplied by weights."""
+    net = {
+        "source": jnp.zeros((512, 64)),
+        "target": jnp.zeros((512 if shared else 256, 64)),
+        "encoder": jnp.zeros((64, 64)),
+        "decoder": jnp.zeros((64, 64)),
+    }
+
+    def translated(net: Any, source: Any, target: Any) -> Any:
+        table = net["source" if shared else "target"]
+        memory = jnp.tanh(net["source"][source] @ net["encoder"])
+        hidden = jnp.tanh(table[target] @ net["decoder"])
+        scores = jax.nn.softmax(jnp.einsum("bse,bte->bst", hidden, memory))
+        return (hidden + jnp.einsum("bst,bte->bse", scores, memory)).mean()
+
+    short = jax.ShapeDtypeStruct((16, 24), jnp.int32)
+    long = jax.ShapeDtypeStruct((16, 40), jnp.int32)
+    for batch in (
+        {"french": long, "english": short},
+        {"a": {"ids": long}, "b": {"ids": short}},
+        {"a": {"tokens": long}, "b": {"tokens": short}},
+        {"french": long, "english": long},
+    ):
+        plan = wh.plan(
+            lambda net, batch: translated(net, *jax.tree.leaves(batch)),
+            net,
+            batch,
+            optimizer=optax.sgd(0.1),
+            cluster="h100:2",
+        )
+        sizes = [leaf.size for leaf in jax.tree.leaves(batch)]
+        assert work_of(plan).tokens == sum(sizes)
+
+
+def test_columns_of_the_same_tokens_are_counted_once() -> None:
+    net = {name: jnp.zeros((512, 64)) for name in ("items", "artists", "out")}
+
+    def loss(net: Any, batch: Any) -> Any:
+        read = net["items"][batch["item"]] + net["artists"][batch["artist"]]
+        return jnp.tanh(read @ net["out"].T).mean()
+
+    ids = jax.ShapeDtypeStruct((16, 24), jnp.int32)
+    batch = {"item": ids, "artist": ids}
+    plan = wh.plan(loss, net, batch, optimizer=optax.sgd(0.1), cluster="h100:2")
+    assert work_of(plan).tokens == 16 * 24
+
+
+def test_both_sides_of_a_recurrent_translator_are_tokens() -> None:
+    plan = planned("gnmt-test", "h100:2")
+    words = [leaf.shape for leaf in plan.batch if leaf.dtype == "int32"]
+    (samples, source), (_, target) = words
+    # The last word of the target is not read.
+    assert work_of(plan).tokens == samples * (source + target - 1)

@@ -186,9 +186,9 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     kept = tmp_path / "step_000005"
     assert str(caught.value) == (
         "step 8 of 100: the loss is nan; training has stopped. The last good "
-        f"checkpoint is {kept}; training can go on from there with --resume. A lower "
-        "learning rate, a longer warm-up or clipping the gradient's norm are the usual "
-        "remedies"
+        f"checkpoint is {kept}; training can go on from there: --resume, or "
+        "step.restore. A lower learning rate, a longer warm-up or clipping the "
+        "gradient's norm are the usual remedies"
     )
     assert seen == [1, 2, 3, 4, 5, 6, 7]
     assert list(tmp_path.iterdir()) == [kept]

@@ -106,6 +106,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: planned(loss, BATCH, net()),
         r"batch is a Net. The order is \(loss_fn, model, batch\)",
     ),
+    "trees in each other's places": (
+        lambda: planned(linear, BATCH, {**WEIGHTS, "b": np.zeros((4, 4))}),
+        r"the leaves differ in .*\nmodel looks like a batch. The order is \(loss_fn",
+    ),
     "class for model": (lambda: planned(loss, Net, BATCH), "model is the class Net"),
     "batch forgotten": (
         lambda: called(wh.plan, loss, net()),
@@ -125,6 +129,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"takes the state and the global batch: state, metrics = step\(state, batch\)",
     ),
     "model for state": (lambda: step()(net(), BATCH), "the state is Net; expected"),
+    "no batch for a step": (
+        lambda: step()(state(), None),
+        "the step was called without a batch; it takes the state and the global batch",
+    ),
     # Names of other libraries.
     "dp": (lambda: planned(mesh={"dp": 2}), "'dp' .* Did you mean 'data'"),
     "tp": (lambda: planned(mesh={"tp": 2}), "'tp' .* Did you mean 'tensor'"),
@@ -275,6 +283,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"wh.loop.train: steps is missing. Write wh.loop.train\(step, state, batches, "
         r"steps=…, …\), where … may be save_dir, save_every, keep,",
     ),
+    "epochs": (
+        lambda: called(wh.loop.train, step(), state(), lambda i: BATCH, epochs=1),
+        "no argument 'epochs'. Did you mean 'steps'",
+    ),
+    "checkpoint_dir": (
+        lambda: called(wh.loop.train, step(), state(), steps=1, checkpoint_dir="c"),
+        "no argument 'checkpoint_dir'. Did you mean 'save_dir'",
+    ),
+    "max_to_keep": (
+        lambda: called(wh.loop.train, step(), state(), steps=1, max_to_keep=3),
+        "no argument 'max_to_keep'. Did you mean 'keep'",
+    ),
+    "early stopping": (
+        lambda: called(wh.loop.train, step(), state(), steps=1, early_stopping=3),
+        "no argument 'early_stopping'. Did you mean 'patience'",
+    ),
     "keep_best": (
         lambda: called(wh.loop.train, step(), state(), steps=1, keep_best=1),
         "no argument 'keep_best'. Did you mean 'keep' or 'best'",
@@ -319,6 +343,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: plan().what_if(num_microbatches=2),
         "no 'num_microbatches' to change",
     ),
+    "devices of a changed plan": (
+        lambda: plan().what_if(devices=16),
+        "there is no 'devices' to change. Did you mean 'cluster'",
+    ),
+    "length of a changed plan": (
+        lambda: plan().what_if(seq_len=16),
+        "there is no 'seq_len' to change. Did you mean 'sequence'",
+    ),
+    "optimizer of a changed plan": (
+        lambda: plan().what_if(optimizer=ADAM),
+        "there is no 'optimizer' to change. Plan again with wh.plan, which takes it",
+    ),
+    "sequence of a loss without": (
+        lambda: plan().what_if(sequence=16),
+        "sequence is the number of tokens .* this loss reads no sequences of tokens",
+    ),
     # Clusters.
     "dash": (lambda: planned(cluster="h100-8"), "'h100-8' has no colon. Write h100:8"),
     "count first": (lambda: planned(cluster="8xh100"), "has no colon. Write h100:8"),
@@ -357,6 +397,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: planned(loss, net(), {"x": ["a"], "y": BATCH["y"]}),
         "batch.x is a list of texts; give an array of integers",
     ),
+    "texts beside a loss": (
+        lambda: planned(lambda m, b: (loss(m, b), {"mode": "train"}), net(), BATCH),
+        "loss_fn reports 'mode' with 'train'; expected arrays or numbers. Leave it out",
+    ),
+    "number for a folder": (
+        lambda: called(
+            wh.loop.train, step(), state(), lambda i: BATCH, steps=1, save_dir=3
+        ),
+        "save_dir is 3; expected the path of a folder",
+    ),
+    "number for a run": (lambda: called(wh.loop.latest, 3), "save_dir is 3; expected"),
+    "number for the best": (lambda: called(wh.loop.best, 3), "save_dir is 3; expected"),
     "loss of vectors": (
         lambda: planned(lambda m, b: (m(b["x"]) - b["y"]) ** 2, net(), BATCH),
         r"the loss has shape \(16, 4\); expected a scalar",
@@ -369,6 +421,15 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "another model": (
         lambda: compiled(plan(), loss, net(48), optimizer=ADAM),
         r"a.bias: the plan has float32\[32\], the model float32\[48\]",
+    ),
+    "another model on which the loss fails": (
+        lambda: compiled(
+            wh.plan(linear, WEIGHTS, BATCH, optimizer=ADAM, cluster="cpu:8"),
+            linear,
+            {"other": np.zeros((4, 4), "f4")},
+            optimizer=ADAM,
+        ),
+        r"made for another model .*\n  1. a.w: .* no such leaf\n  2. other: the plan",
     ),
     "another optimizer": (
         lambda: compiled(plan(), loss, net(), optimizer=optax.sgd(0.1)),

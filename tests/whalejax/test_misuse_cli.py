@@ -247,7 +247,7 @@ def test_wrong_options(
     for name, hint in fields(command).items():
         for label, word in wrong(command, name, hint):
             given = dataclasses.replace(right, **{name: valued(hint, word)})
-            with mock.patch.object(tyro, "cli", return_value=given):
+            with mock.patch.object(tyro, "cli", return_value=(given, [])):
                 argv = [command, f"--{name}", word, *GIVEN[command]]
                 if name == "arguments":  # what stands behind the script
                     argv = [command, *GIVEN[command], word]

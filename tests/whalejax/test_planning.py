@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -688,3 +689,111 @@ def test_where_memory_is_short_what_was_asked_for_is_kept(share: float) -> None:
         assert "sequence parallel" in str(error)
     else:
         assert plan.sequence_parallel
+
+
+def test_a_parameter_that_the_loss_does_not_read_is_named() -> None:
+    net = {name: jnp.zeros((8, 32, 32)) for name in ("up", "down", "extra", "count")}
+    net |= {"one": jnp.zeros((32, 32)), "two": jnp.zeros((32, 32))}
+
+    def loss(net: Any, x: Any) -> Any:
+        def layer(carry: Any, layer: Any) -> Any:
+            hidden, first, second = carry
+            # What a later turn of the loop reads is read.
+            hidden = jnp.tanh(hidden @ layer["up"] + first)
+            return (hidden, second, first @ net["one"]), layer["count"].sum()
+
+        begin = (x, jnp.zeros_like(x), x)
+        layers = {key: net[key] for key in ("up", "down", "extra", "count")}
+        (hidden, _, _), counts = jax.lax.scan(layer, begin, layers)
+        return hidden.mean(), {"counts": counts.sum()}
+
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    plan = wh.plan(loss, net, x, optimizer=optax.adam(1e-3), cluster="h100:8")
+    (note,) = [note for note in plan.notes if "does not depend on" in note]
+    assert note.startswith("count, down, extra and 1 more (102 kB): the loss does not")
+    assert "two" in "".join(x.path for x in plan.leaves if x.note)
+    assert "whole: the loss does not read it" in plan.why("two")
+    kept = wh.plan(
+        loss,
+        net,
+        x,
+        optimizer=optax.adam(1e-3),
+        cluster="h100:8",
+        trainable=["up", "one"],
+    )
+    assert not any("does not depend on" in note for note in kept.notes)
+
+
+def test_a_plan_without_an_optimizer_says_so() -> None:
+    net = {"w": jnp.zeros((32, 32))}
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    plan = wh.plan(lambda net, x: (x @ net["w"]).mean(), net, x, cluster="h100:8")
+    assert any(note.startswith("no optimizer was given") for note in plan.notes)
+
+
+def test_forgotten_statistics_of_a_linen_module_are_named() -> None:
+    net = nn.BatchNorm(use_running_average=False)
+    variables = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 8)))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+
+    def loss(variables: Any, x: Any, *, forgotten: bool) -> Any:
+        result, updated = net.apply(variables, x, mutable=["batch_stats"])
+        return (result**2).mean(), wh.Aux(variables={} if forgotten else updated)
+
+    plans = [
+        wh.plan(
+            functools.partial(loss, forgotten=forgotten),
+            variables,
+            x,
+            optimizer=optax.adam(1e-3),
+            cluster="h100:8",
+        )
+        for forgotten in (True, False)
+    ]
+    notes = [[n for n in plan.notes if "neither reads" in n] for plan in plans]
+    assert len(notes[0]) == 1 and not notes[1]
+    assert notes[0][0] == (
+        "batch_stats.mean, batch_stats.var: the loss neither reads nor changes them. "
+        "Collections that apply updates are returned as (loss, "
+        "wh.Aux(variables=updated))"
+    )
+
+
+def test_linen_parameters_without_their_collection_are_explained() -> None:
+    net = nn.Dense(4)
+    variables = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 8)))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+    with pytest.raises(Exception, match="kernel") as caught:
+        wh.plan(
+            lambda v, x: net.apply(v, x).mean(),
+            variables["params"],
+            x,
+            optimizer=optax.adam(1e-3),
+            cluster="h100:8",
+        )
+    assert any("Give wh.plan all that init returned" in n for n in notes_of(caught))
+
+
+def notes_of(caught: pytest.ExceptionInfo[Exception]) -> list[str]:
+    return list(getattr(caught.value, "__notes__", ()))
+
+
+def test_a_difference_is_no_rounding_and_a_batch_is_no_other_model() -> None:
+    net = {"w": jnp.zeros((32, 32))}
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    plan = wh.plan(
+        lambda net, x: (x @ net["w"]).mean(),
+        net,
+        x,
+        optimizer=optax.adam(1e-3),
+        cluster="h100:8",
+    )
+    longer = plan.time.launch_seconds * (1 + 1e-14)
+    assert longer != plan.time.launch_seconds
+    other = dataclasses.replace(
+        plan, time=dataclasses.replace(plan.time, launch_seconds=longer)
+    )
+    assert not plan.diff(other).time_terms
+    larger = plan.diff(plan.what_if(batch=128, mesh=dict(plan.axes)))
+    assert [change.what for change in larger.changes] == ["batch"]
+    assert larger.time_terms

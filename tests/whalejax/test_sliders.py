@@ -13,6 +13,7 @@ import pytest
 import whalejax as wh
 from tests.whalejax.test_displays import checked, plain
 from whalejax import jobs, models
+from whalejax.capture import Captured
 from whalejax.planner.plan.kept_layout import kept_layout
 
 
@@ -87,10 +88,11 @@ def test_sequences_grow_where_the_model_takes_them() -> None:
         cluster="h100:8",
     )
     shown = plan.sliders()
-    shown.controls["sequence"].value = 50
-    assert shown.plan.batch[0].shape == (64, 50)
+    shown.controls["sequence"].value = 48
+    assert shown.plan.batch[0].shape == (64, 49)  # the last one is only a target
     assert shown.plan.work is not None and plan.work is not None
-    assert shown.plan.work.tokens > 1.9 * plan.work.tokens
+    assert shown.plan.work.tokens == 64 * 48 == 2 * plan.work.tokens
+    assert plan.what_if(sequence=24) == plan
     with pytest.raises(
         wh.PlanError, match=r"sequence is 0; expected a number of token"
     ):
@@ -98,10 +100,10 @@ def test_sequences_grow_where_the_model_takes_them() -> None:
 
 
 def test_tables_of_positions_have_their_length() -> None:
-    net = {"words": jnp.zeros((32, 16)), "positions": jnp.zeros((24, 16))}
+    net = {name: jnp.zeros((24, 24)) for name in ("words", "positions", "out")}
     tokens = jax.ShapeDtypeStruct((64, 24), jnp.int32)
     plan = wh.plan(
-        lambda net, x: jnp.square(net["words"][x] + net["positions"]).mean(),
+        lambda net, x: ((net["words"][x] + net["positions"]) @ net["out"]).mean(),
         net,
         tokens,
         cluster="h100:8",
@@ -109,8 +111,35 @@ def test_tables_of_positions_have_their_length() -> None:
     assert plan.what_if(sequence=24) == plan
     with pytest.raises(wh.PlanError, match="takes no sequences of 100 .*length of its"):
         plan.what_if(sequence=100)
-    with pytest.raises(wh.WhaleError, match="this batch has no whole numbers"):
+    with pytest.raises(wh.WhaleError, match="this loss reads no sequences of tokens"):
         plain().what_if(sequence=100)
+
+
+def test_masks_have_the_length_of_their_tokens() -> None:
+    net = {name: jnp.zeros((24, 24)) for name in ("words", "out")}
+    batch = {
+        "ids": jax.ShapeDtypeStruct((64, 24), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((64, 24), jnp.float32),
+        "dense": jax.ShapeDtypeStruct((64, 7), jnp.float32),
+    }
+
+    def loss(net: Any, batch: Any) -> Any:
+        hidden = net["words"][batch["ids"]] @ net["out"]
+        return (hidden.sum(-1) * batch["weights"]).mean() + batch["dense"].mean()
+
+    longer = wh.plan(loss, net, batch, cluster="h100:8").what_if(sequence=40)
+    shapes = {leaf.path: leaf.shape for leaf in longer.batch}
+    assert sorted(shapes.values()) == [(64, 7), (64, 40), (64, 40)]
+    assert longer.work is not None and longer.work.tokens == 64 * 40
+
+
+def test_sequences_of_two_lengths_are_not_changed() -> None:
+    job = models.job("t5-test")
+    plan = wh.plan(
+        job.loss_fn, jobs.abstract_model(job), job.batch_at(0, 8), cluster="h100:8"
+    )
+    with pytest.raises(wh.WhaleError, match="has sequences of 24, 25 and 72 elements"):
+        plan.what_if(sequence=100)
 
 
 def test_sliders_show_the_plan_where_widgets_are_not_drawn() -> None:
@@ -142,3 +171,61 @@ def test_batches_of_sliders_are_numbers_of_samples(size: Any) -> None:
     pytest.importorskip("ipywidgets")
     with pytest.raises(wh.WhaleError, match=f"batches has {size!r}; expected numbers"):
         plain().sliders(batches=[8, size])
+
+
+def test_a_shorter_sequence_traces_no_other_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ipywidgets")
+    job = models.job("llama-test")
+    plan = wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0, 64),
+        optimizer=job.optimizer,
+        cluster="h100:8",
+    )
+    assert not plan.attention
+    traced: list[Any] = []
+    with_attention = Captured.with_attention
+
+    def counted(captured: Captured, chosen: Any) -> Captured:
+        traced.append("ring" in dict(chosen).values())
+        return with_attention(captured, chosen)
+
+    monkeypatch.setattr(Captured, "with_attention", counted)
+    shown = plan.sliders()
+    shown.controls["sequence"].value = 12
+    assert shown.plan.work is not None and shown.plan.work.tokens == 64 * 12
+    assert not any(traced) and not shown.plan.attention
+    shown.controls["sequence"].value = 48  # Blocks may be what a longer one needs.
+    assert any(traced)
+
+
+def test_sizes_that_surely_lack_memory_are_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ipywidgets")
+    job = models.job("llama-test", sequence=256)
+    cluster = wh.cluster("h100:8").with_memory(100 * 10**6)
+    plan = wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0, 64),
+        optimizer=job.optimizer,
+        cluster=cluster,
+        remat="none",
+    )
+    growth = 4 * plan.memory.activations_bytes + plan.memory.params_bytes
+    assert growth > plan.room_bytes
+    asked: list[int] = []
+    what_if = type(plan).what_if
+
+    def counted(plan: Any, **changes: Any) -> Any:
+        asked.append(changes["num_micro_batches"])
+        return what_if(plan, **changes)
+
+    monkeypatch.setattr(type(plan), "what_if", counted)
+    shown = plan.sliders(batches=[256])
+    shown.controls["batch"].value = 256
+    assert asked == [4 * plan.num_micro_batches] and not shown.problem

@@ -54,7 +54,7 @@ def loss(net: Any, batch: Any) -> jax.Array:
     return jnp.mean(((x @ net["w"]).sum(1) + net["user"][batch["user"]].sum(1)) ** 2)
 
 
-def make_step(ranks: int, kind: str, pins: Any) -> Any:
+def make_step(ranks: int, kind: str, pins: Any, together: Any = ()) -> Any:
     batches = [make_batch(number) for number in range(4)]
     net = make_net()
     counts = wh.count_lookups(loss, net, batches)
@@ -65,6 +65,7 @@ def make_step(ranks: int, kind: str, pins: Any) -> Any:
         cluster=f"cpu:{ranks}",
         counts=counts,
         pins=pins,
+        together=together,
     )
     devices = jax.devices()[:ranks]
     given = plan, loss, net
@@ -114,6 +115,37 @@ def test_numbers_are_those_of_one_device(ranks: int, kind: str) -> None:
         np.testing.assert_allclose(rows, tables[name], rtol=0, atol=limit)
     assert step.crowded_steps == 0
     check_exchanges(step, step.init_from(make_net()), batches[0], SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("pins", "together"),
+    [
+        ({"item": "columns", "shop": "columns"}, ()),
+        ({}, [("item", "shop")]),
+        pytest.param({"item": 1}, [("item", "shop")], marks=pytest.mark.full),
+    ],
+)
+def test_columns_and_tables_together_are_requested_once(
+    pins: Any, together: Any
+) -> None:
+    batches = [make_batch(number) for number in range(3)]
+    batches.insert(1, make_batch(1, 300))
+    expected, tables = trained(make_step(1, "adagrad", {}), batches)
+    step = make_step(4, "adagrad", pins, together)
+    layout, by_sample = step.programs.layout, step.programs.by_sample
+    parts = {name: len(each) for name, each in layout.distinct.items()}
+    count = 2 if pins.get("item") == "columns" else 1
+    assert parts == {"item": count, "shop": count}
+    moved = layout.exchanged_bytes(SAMPLES, 4) + layout.id_bytes(SAMPLES)
+    others = by_sample.exchanged_bytes(SAMPLES, 4) + by_sample.id_bytes(SAMPLES)
+    assert moved < 0.8 * others
+    losses, found = trained(step, batches)
+    assert step.crowded_steps == 1
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    for name, rows in found.items():
+        np.testing.assert_allclose(rows, tables[name], rtol=0, atol=2e-6)
+    check_exchanges(step, step.init_from(make_net()), batches[0], SAMPLES)
+    assert "for each distinct row once" in step.plan.why("shop")
 
 
 def test_a_batch_with_more_distinct_rows_is_exchanged_by_sample() -> None:

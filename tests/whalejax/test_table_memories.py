@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from tests.whalejax.test_table_step import (
     make_net,
 )
 from whalejax.hlo.groups import groups_of
-from whalejax.runtime import compile_tables
+from whalejax.planner.tables.placement_record import placement_data, placement_of
 from whalejax.tables.layout import BufferKey
 
 
@@ -29,7 +30,9 @@ NODES: Final = {"user": "node_rows", "word": "node_rows", "item": "columns", "ta
 HOSTED: Final = {"user": "host", "word": "cached:0.3", "item": "rows", "tag": "cached"}
 
 
-def make_plan(cluster: str, kind: str, pins: Any, dtype: Any = np.float32) -> Any:
+def make_plan(
+    cluster: str, kind: str, pins: Any, dtype: Any = np.float32, counts: Any = None
+) -> Any:
     return wh.plan_tables(
         loss,
         make_net(dtype),
@@ -38,11 +41,14 @@ def make_plan(cluster: str, kind: str, pins: Any, dtype: Any = np.float32) -> An
         optimizer=OPTIMIZER,
         cluster=cluster,
         pins=pins,
+        counts=counts,
     )
 
 
-def make_step(cluster: str, kind: str, pins: Any, dtype: Any = np.float32) -> Any:
-    plan = make_plan(cluster, kind, pins, dtype)
+def make_step(
+    cluster: str, kind: str, pins: Any, dtype: Any = np.float32, counts: Any = None
+) -> Any:
+    plan = make_plan(cluster, kind, pins, dtype, counts)
     ranks, given = plan.placement.ranks.count, (plan, loss, make_net(dtype))
     return wh.compile_tables(*given, optimizer=OPTIMIZER, devices=jax.devices()[:ranks])
 
@@ -145,6 +151,42 @@ def test_tables_in_host_memory_are_those_of_one_device(
             np.testing.assert_array_equal(values, step.row_states(state)[name][each])
 
 
+def test_the_rows_read_most_are_on_the_device(tmp_path: Path) -> None:
+    counts = {"word": np.arange(29) % 7, "user": np.arange(37)[::-1]}
+    pins = HOSTED | {"user": "cached:0.2"}
+    step = make_step("h100:4", "adagrad", pins, counts=counts)
+    hottest = step.plan.placement.hottest
+    # Eight rows are counted 5 or 6 times; of those counted 4 times the first.
+    assert hottest["word"].tolist() == [4, 5, 6, 12, 13, 19, 20, 26, 27]
+    assert "user" not in hottest  # these are its first rows
+    assert "with the most read 9 rows on the device" in step.plan.why("word")
+    state = check_equal(step, "adagrad")
+    buffer = next(a for k, a in state.tables.buffers.items() if k == (48, "device"))
+    held = {tuple(row) for row in np.asarray(buffer).round(6).tolist()}
+    values = step.table_values(state)["word"].round(6).tolist()
+    here = {number for number, row in enumerate(values) if tuple(row) in held}
+    assert here == set(hottest["word"].tolist())
+    step.save(tmp_path / "hot", state)
+    other = make_step("h100:2", "adagrad", {"word": "rows", "user": "rows"})
+    for name, rows in other.table_values(other.restore(tmp_path / "hot")).items():
+        np.testing.assert_array_equal(rows, step.table_values(state)[name])
+
+
+def test_a_file_keeps_the_cached_rows() -> None:
+    counts = {"word": np.arange(29)[::-1] % 7}
+    placement = make_plan("h100:4", "sgd", HOSTED, counts=counts).placement
+    data = json.loads(json.dumps(placement_data(placement)))
+    found = placement_of(data)
+    assert list(found.hottest) == ["word"]
+    np.testing.assert_array_equal(found.hottest["word"], placement.hottest["word"])
+    data["hottest"][0][0] = "item"
+    with pytest.raises(wh.WhaleError, match="9 rows of 'item' on a device"):
+        placement_of(data)
+    data["hottest"][0] = ["word", "AAAA"]
+    with pytest.raises(wh.WhaleError, match="0 rows of 'word' on a device"):
+        placement_of(data)
+
+
 def test_no_table_leaves_host_memory_whole() -> None:
     """With ten times the rows a step needs no more temporary memory."""
 
@@ -191,12 +233,6 @@ def test_the_planner_keeps_in_host_memory_what_devices_cannot_hold() -> None:
     assert "in the host memory of" in plan.why("user")
 
 
-def test_host_memory_is_refused_where_it_was_not_tested(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan = make_plan("h100:2", "sgd", HOSTED)
-    monkeypatch.setattr(compile_tables, "HOST_BACKENDS", ("tpu",))
-    with pytest.raises(wh.WhaleError, match=r"user \(host\).*run on tpu so far"):
-        wh.compile_tables(plan, loss, make_net(np.float32), optimizer=OPTIMIZER)
+def test_a_cached_part_is_a_fraction() -> None:
     with pytest.raises(wh.WhaleError, match="pins is .* or cached:0.25"):
         make_plan("h100:2", "sgd", {"user": "cached:2"})

@@ -106,6 +106,55 @@ def test_popularity_that_moved_is_priced() -> None:
     assert "placing tables anew makes it" in str(found)
 
 
+def test_cached_rows_follow_popularity(capsys: pytest.CaptureFixture[str]) -> None:
+    """A quarter of a table is on a device: first some rows, then those read later."""
+    rows, samples = 4000, 64
+    random = np.random.default_rng(0)
+    net = {
+        "a": jnp.asarray(random.standard_normal((rows, 64)), "f4"),
+        "w": jnp.ones((64,), jnp.float32),
+    }
+
+    def lookup(net: Any, batch: Any) -> Any:
+        return jnp.mean((net["a"][batch["ids"]].sum(1) @ net["w"]) ** 2) * 1e-3
+
+    def batch(number: int) -> dict[str, np.ndarray]:
+        ids = (
+            rows - 1 - 3 * np.random.default_rng(number).integers(0, 300, (samples, 8))
+        )
+        return {"ids": ids.astype(np.int32)}
+
+    before = np.zeros(rows, int)
+    before[1::4] = 9
+    given: Any = {"optimizer": OPTIMIZER}
+    plan = wh.plan_tables(
+        *(lookup, net, batch(0)),
+        rows=ROWS,
+        cluster="h100:4",
+        pins={"a": "cached:0.25"},
+        counts={"a": before},
+        **given,
+    )
+    assert plan.placement.hottest["a"].tolist() == list(range(1, rows, 4))
+    given["devices"] = jax.devices()[:4]
+    step = wh.compile_tables(plan, lookup, net, replace_every=4, **given)
+    alone = wh.compile_tables(plan, lookup, net, **given)
+    state, other = step.init_from(net), alone.init_from(net)
+    for number in range(6):
+        state, metrics = step(state, batch(number))
+        other, expected = alone(other, batch(number))
+        np.testing.assert_allclose(
+            float(metrics["loss"]), float(expected["loss"]), rtol=1e-6
+        )
+    counted = np.unique([batch(number)["ids"] for number in range(4)])
+    hottest = step.plan.placement.hottest["a"]
+    assert len(hottest) == 1000 and set(counted.tolist()) <= set(hottest.tolist())
+    assert "placing tables anew makes it" in capsys.readouterr().err
+    np.testing.assert_allclose(
+        step.table_values(state)["a"], alone.table_values(other)["a"], atol=1e-6
+    )
+
+
 def test_a_run_places_its_tables_anew(capsys: pytest.CaptureFixture[str]) -> None:
     rows, samples = 4000, 64
     net = {

@@ -15,7 +15,9 @@ from flax import nnx
 
 import whalejax as wh
 from whalejax.runtime.table_step import TableStep
+from whalejax.tables import scatter_check
 from whalejax.tables.layout import make_layout
+from whalejax.tables.scatter_check import wrong_sums
 from whalejax.tables.tables_plan import TablesPlan
 
 
@@ -303,7 +305,7 @@ def test_ids_out_of_range_are_refused_by_name() -> None:
     with pytest.raises(wh.WhaleError) as error:
         step(state, batch)
     assert "user has the id 37, and user has 37 rows" in str(error.value)
-    assert "words has the id -31, and word has 29 rows" in str(error.value)
+    assert "words has the id -60 (-31 if the loss" in str(error.value)
     clipped = wh.compile_tables(
         plan,
         loss,
@@ -338,8 +340,15 @@ def test_a_state_is_consumed_and_evaluation_keeps_it() -> None:
 def test_another_batch_or_model_is_refused() -> None:
     plan, step, net = make_step(2, "sgd")
     batch = make_batch(0, np.float32)
+    state = step.init_from(net)
+    with pytest.raises(
+        wh.WhaleError, match=r"user is int32\[4\]; expected int32\[32\]"
+    ):
+        step(state, {**batch, "user": batch["user"][:4]})
+    with pytest.raises(wh.WhaleError, match=r"user is float32\[32\]; expected int32"):
+        step(state, {**batch, "user": batch["user"].astype(np.float32)})
     with pytest.raises(wh.WhaleError, match="Plan again for another batch"):
-        step(step.init_from(net), {**batch, "user": batch["user"][:4]})
+        step(state, {"user": batch["user"]})
     other = {**net, "user": jnp.zeros((38, 16))}
     with pytest.raises(wh.PlanError, match=r"user has the shape \(38, 16\)"):
         wh.compile_tables(plan, loss, other, devices=jax.devices()[:2])
@@ -351,6 +360,41 @@ def test_another_batch_or_model_is_refused() -> None:
             rows=wh.sparse_optimizer("sgd", 0.1),
             cluster="cpu:4",
         )
+
+
+def test_compilers_that_sum_repeated_rows_wrongly_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, step, net = make_step(2, "sgd")
+    wrong, of_all = wrong_sums(step.mesh)
+    assert wrong == 0 and of_all > 1000
+    given: Any = {"optimizer": optax.sgd(0.1), "devices": jax.devices()[:2]}
+
+    def lossy(by_rows: Any, table: Any, ids: Any, gradients: Any) -> Any:
+        return scatter_check_sum(by_rows, table, ids[:1], gradients[:1])
+
+    scatter_check_sum = scatter_check._accumulate
+    monkeypatch.setattr(scatter_check, "_accumulate", lossy)
+    wrong_sums.cache_clear()
+    with pytest.raises(wh.WhaleError, match="sums gradients of repeated rows wrongly"):
+        wh.compile_tables(plan, loss, net, **given)
+    wrong_sums.cache_clear()
+    wh.compile_tables(plan, loss, net, devices=jax.devices()[:2])
+
+
+def test_the_same_placement_serves_evaluation() -> None:
+    """A step without an optimizer reads what a trained one wrote."""
+    plan, step, net = make_step(4, "adagrad")
+    state = step.init_from(net)
+    batch = make_batch(0, np.float32)
+    state, _ = step(state, batch)
+    serving = wh.compile_tables(plan, loss, net, devices=jax.devices()[:4])
+    held = serving.init_from(step.model(state))
+    found = float(serving.eval(held, batch)["loss"])
+    assert found == pytest.approx(float(step.eval(state, batch)["loss"]), rel=1e-6)
+    assert serving.plan.placement.shards == step.plan.placement.shards
+    with pytest.raises(wh.WhaleError, match="can only evaluate"):
+        serving(held, batch)
 
 
 def test_a_model_without_tables_is_refused() -> None:

@@ -107,6 +107,12 @@ def test_what_if_and_what_it_cannot_change() -> None:
         plan.what_if(zero=1)
 
 
+def test_a_check_at_reduced_sizes_is_refused() -> None:
+    plan, net = make_plan(), make_net(np.float32)
+    with pytest.raises(wh.WhaleError, match="places embedding tables, whose sizes"):
+        wh.check(plan, loss, net, make_batch(0, np.float32), optimizer=OPTIMIZER)
+
+
 def test_another_loss_of_the_same_tables_is_refused() -> None:
     plan, net = make_plan(), make_net(np.float32)
 

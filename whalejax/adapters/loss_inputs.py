@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import jax
 
+from whalejax import _compat
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.texts import visible
 
@@ -18,6 +19,10 @@ _MOST_LEAVES: Final = 8
 _BATCHES: Final = ("batch", "data", "inputs", "x", "xy")
 _MODELS: Final = ("model", "params", "net", "network", "module", "variables", "weights")
 """Usual names of the parameters of losses."""
+
+
+TRACED: Final = "raised in loss_fn, traced without values"
+"""Note on errors of a traced loss; ``loss_error_text`` says the same without it."""
 
 
 def add_inputs_note(
@@ -32,6 +37,12 @@ def add_inputs_note(
     """
     if isinstance(error, WhaleError):
         return
+    params = isinstance(model, Mapping) and "params" not in model
+    if params and type(error).__module__ == "flax.errors":
+        error.add_note(
+            "whalejax: apply of a Linen module takes its variables, such as {'params': "
+            "…, 'batch_stats': …}. Give wh.plan all that init returned as model"
+        )
     error.add_note(
         f"whalejax: loss_fn was given {_model_text(model)} as model, and as batch: "
         f"{_batch_text(batch)}{_order_text(loss_fn)}"
@@ -69,3 +80,23 @@ def _order_text(loss_fn: Callable[..., Any]) -> str:
             "write loss_fn(model, batch)"
         )
     return ""
+
+
+def loss_error_text(error: Exception) -> str:
+    """Returns the message for an error that a loss raised; empty for other errors.
+
+    Args:
+        error: Error with the notes of the code that called the loss.
+    """
+    notes = [
+        note.removeprefix("whalejax: ")
+        for note in getattr(error, "__notes__", ())
+        if note.startswith("whalejax: ")
+    ]
+    if not any("loss_fn" in note for note in notes):
+        return ""
+    first = str(error).strip().partition("\n")[0]
+    where = _compat.raised_at(error)
+    text = f"loss_fn raised {type(error).__name__}: {first} (at {where})"
+    others = [note for note in notes if note != TRACED]
+    return "\n".join([text, *others])

@@ -14,11 +14,14 @@ from whalejax.adapters.abstract_models import abstract_model as abstract_model
 from whalejax.api.plan_request import PlanRequest, question_about
 from whalejax.api.search import search as find_plans
 from whalejax.api.search_result import SearchResult
+from whalejax.api.tables_in_plans import plan_with_tables, tables_question
+from whalejax.api.tables_request import TablesRequest
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_data import PlannedQuestion
+from whalejax.tables.sparse_optimizers import SparseOptimizer
 from whalejax.user_code.losses import Job
 
 
@@ -69,6 +72,35 @@ def make_plan(
     return dataclasses.replace(plan, source=source)
 
 
+def make_table_plan(
+    job: Job,
+    model: Any,
+    batch: Any,
+    cluster: Cluster | str | None,
+    *,
+    tables: SparseOptimizer,
+    staleness: int,
+    mesh: Mapping[str, int] | None,
+    source: tuple[str, ...] = (),
+) -> Plan:
+    """Calls ``wh.plan`` for a job with embedding tables.
+
+    Args:
+        job, model, batch, cluster: Job, model, batch and cluster to plan.
+        tables, staleness, mesh: Arguments of ``wh.plan``, unchanged.
+        source: Name and options of the job on the command line, saved in the plan.
+    """
+    request = TablesRequest(
+        rows=tables,
+        optimizer=job.optimizer,
+        cluster=cluster,
+        staleness=staleness,
+        mesh=mesh,
+    )
+    plan = plan_with_tables(request, job.loss_fn, model, batch)
+    return dataclasses.replace(plan, source=source)
+
+
 def split_settings(job: Job) -> dict[str, Any]:
     """Returns a job's settings on the parts of its batch."""
     return {"group_size": job.group_size, "per_micro_batch": job.per_micro_batch}
@@ -111,6 +143,9 @@ def question_of(job: Job, plan: Plan) -> PlannedQuestion:
         job: Job of the plan.
         plan: Plan, for instance written by ``whalejax plan``.
     """
+    batch = job.batch_at(0, plan.batch[0].shape[0])
+    if plan.tables is not None:
+        return tables_question(plan, job, abstract_model(job), batch)
     request = PlanRequest(
         optimizer=job.optimizer,
         cluster=plan.cluster,
@@ -118,5 +153,4 @@ def question_of(job: Job, plan: Plan) -> PlannedQuestion:
         compiler_options=dict(plan.compiler_options),
         **split_settings(job),
     )
-    batch = job.batch_at(0, plan.batch[0].shape[0])
     return question_about(request, job.loss_fn, abstract_model(job), batch)

@@ -159,13 +159,7 @@ class LargestBatches(Sequence[LargestBatch]):
         Args:
             width: Columns of a line; None does not wrap lines.
         """
-        head = [
-            "cluster",
-            "largest batch",
-            "micro-batch",
-            "layout",
-            "step",
-        ]
+        head = ["cluster", "largest batch", "a replica at a time", "layout", "step"]
         head += ["speed", "utilization", "memory per device"]
         rows = self.rows()
         lines = table(head, rows, width, right=[1, 2]) if rows else []
@@ -179,7 +173,8 @@ class LargestBatches(Sequence[LargestBatch]):
             if batch.samples and batch.next_samples
         ]
         if above:
-            lines += paragraph("refused", [", ".join(above)], width)
+            words = ", ".join(above)
+            lines += paragraph("next", [f"larger, and does not fit: {words}"], width)
         text = (
             "a global batch of any multiple can be computed in parts, one after the "
             "other: num_micro_batches="

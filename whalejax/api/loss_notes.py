@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from whalejax.capture import Captured
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.cost_terms import NO_EFFECT, Remat
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.why import NOT_READ
+from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.step_options import remat_words
 
 
 def loss_notes(captured: Captured, found: Plan) -> list[str]:
-    """Returns notes on state that samples change, named axes, and averaged values.
+    """Returns notes on unread parameters, state that samples change, named axes, and
+    averaged values.
 
     Args:
         captured: Captured loss.
@@ -19,7 +25,61 @@ def loss_notes(captured: Captured, found: Plan) -> list[str]:
     """
     changing = _changing_note(captured.changing, found.num_micro_batches)
     axes = _axes_note(captured.axes)
-    return [*changing, *axes, *_averaged_note(captured, found)]
+    averaged = _averaged_note(captured, found)
+    unread = unread_note(captured.graph)
+    if captured.adapter.kind == "linen":
+        unread += _forgotten_note(captured.graph)
+    return [*unread, *changing, *axes, *averaged]
+
+
+def _forgotten_note(graph: Graph) -> list[str]:
+    """Returns the note on collections of a Linen module that are of no use."""
+    names = [tensor.path for tensor in graph.unused_state()]
+    if not names:
+        return []
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return [
+        f"{', '.join(names[:2])}{more}: the loss neither reads nor changes "
+        f"{'it' if len(names) == 1 else 'them'}. Collections that apply updates are "
+        "returned as (loss, wh.Aux(variables=updated))"
+    ]
+
+
+def unread_note(graph: Graph) -> list[str]:
+    """Returns the note on trained parameters without an effect on the loss."""
+    unread = graph.unread_weights()
+    if not unread:
+        return []
+    names = [tensor.path for tensor in unread]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    size = gigabytes(sum(tensor.nbytes for tensor in unread))
+    return [
+        f"{', '.join(names[:3])}{more} ({size}): the loss does not depend on "
+        f"{'it' if len(names) == 1 else 'them'}, so the gradient is zero, and memory "
+        "and the update are needed all the same; trainable= leaves parameters out"
+    ]
+
+
+def optimizer_note(optimizer: object) -> list[str]:
+    """Returns the note on a plan that was made without an optimizer."""
+    if optimizer is not None:
+        return []
+    return [
+        "no optimizer was given: the numbers are those of a training step without "
+        "optimizer state. With optimizer= they include the state; an evaluation needs "
+        "less time and memory"
+    ]
+
+
+def with_unread_noted(leaves: Sequence[LeafPlan], graph: Graph) -> tuple[LeafPlan, ...]:
+    """Returns the leaves of a plan, with the reason why unread ones are unsharded."""
+    unread = {tensor.path for tensor in graph.unread_weights()}
+    return tuple(
+        dataclasses.replace(leaf, note=NOT_READ)
+        if leaf.path in unread and not any(leaf.param_spec)
+        else leaf
+        for leaf in leaves
+    )
 
 
 def _changing_note(paths: Sequence[str], count: int) -> list[str]:

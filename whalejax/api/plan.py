@@ -79,8 +79,8 @@ def plan(
         model: NNX module, variables of a Linen module, or any pytree. Abstract leaves
             are enough.
         batch: GLOBAL batch, abstract or real.
-        optimizer: Optax transformation. Its state counts as memory. None plans an
-            evaluation.
+        optimizer: Optax transformation. Its state counts as memory. None plans a
+            step without that state, which can only evaluate once it is compiled.
         cluster: Cluster, or its text such as ``"h100:4x8"``. None uses the devices of
             this process.
         default: Strategy of the model's parts without a mark, ``wh.replicate()`` or
@@ -189,8 +189,8 @@ def plan(
         splits: Ways in which a table may be stored: some of ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the devices of a node) and
             ``"replicate"``; and, if the devices' memory is short, ``"host"`` (in host
-            memory) and ``"cached"`` (with its first rows on the device), which run on
-            the backend ``cpu`` so far.
+            memory) and ``"cached"`` (with the rows that are read most on the device);
+            both run on CPUs and TPUs.
         together: Groups of tables that must be on one device, by their paths.
         pins: Fixed placements by the path of a table: its device, or one of these
             splits. ``"cached:0.25"`` sets the fraction of its rows on the device.

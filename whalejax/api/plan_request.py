@@ -38,7 +38,12 @@ from whalejax.api.fixed_axes import (
     zero_note,
 )
 from whalejax.api.garbage_collection import collections_paused
-from whalejax.api.loss_notes import loss_notes, remat_note
+from whalejax.api.loss_notes import (
+    loss_notes,
+    optimizer_note,
+    remat_note,
+    with_unread_noted,
+)
 from whalejax.api.memory_margin import (
     COMPILE_SECONDS,
     accepted,
@@ -53,6 +58,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import (
     aval_of,
     check_batch,
+    has_one_batch_size,
     resize_batch,
     sequence_length,
     with_length,
@@ -167,6 +173,9 @@ class PlanRequest(PlanSettings):
 
 # Question.
 
+_PLANNED_AGAIN: Final = ("loss_fn", "model", "optimizer", "trainable", "batch_axes")
+"""Arguments of ``wh.plan`` that no ``what_if`` changes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
@@ -257,6 +266,8 @@ class PlanQuestion:
         for name in changes:
             if name not in known:
                 hint = near_hint(name, known, ARGUMENT_SYNONYMS)
+                if name in _PLANNED_AGAIN:
+                    hint = ". Plan again with wh.plan, which takes it"
                 problems.add(
                     f"there is no {name!r} to change"
                     f"{hint or '; expected some of ' + ', '.join(known)}"
@@ -268,7 +279,7 @@ class PlanQuestion:
         batch, cluster, axes = self.batch, self.cluster, self.request.batch_axes
         length = changes.pop("sequence", None)
         if length is not None:
-            batch = with_length(batch, axes, int(length))
+            batch = with_length(batch, axes, int(length), self._sample_tokens)
         if "batch" in changes:
             batch = resize_batch(batch, axes, int(changes.pop("batch")))
         if "cluster" in changes:
@@ -301,8 +312,14 @@ class PlanQuestion:
 
     @property
     def sequence_length(self) -> int | None:
-        """The number of tokens of a sample, or None."""
-        return sequence_length(self.batch, self.request.batch_axes)
+        """The length of the sequences that the model reads, or None."""
+        return sequence_length(self.batch, self.request.batch_axes, self._sample_tokens)
+
+    @property
+    def _sample_tokens(self) -> int:
+        """The number of tokens of a sample that the model reads."""
+        question, _ = self._with_precision()
+        return model_work(question.programs().graph, self._samples).sample_tokens
 
     def verify(
         self,
@@ -561,11 +578,13 @@ class PlanQuestion:
             *bf16_note(found, graph),
             *efficiency_notes(self.cluster.kinds, widest_work(graph)),
             *loss_notes(captured, found),
+            *optimizer_note(self.request.optimizer),
             *combine_notes(found),
         )
         found = dataclasses.replace(
             found,
             cluster=self.cluster,
+            leaves=with_unread_noted(found.leaves, graph),
             batch_tree=batch_tree(self.batch),
             optimizer_bytes=wanted.optimizer.followed_bytes,
             work=model_work(graph, self._samples),
@@ -589,7 +608,14 @@ def question_about(
         loss_fn, model, batch: Arguments of ``wh.plan``; their arrays are not kept.
     """
     check_order("(loss_fn, model, batch)", loss_fn, model, batch)
-    check_batch(batch, request.batch_axes)
+    try:
+        check_batch(batch, request.batch_axes)
+    except WhaleError as error:
+        if not has_one_batch_size(model):
+            raise
+        raise WhaleError(
+            f"{error}\nmodel looks like a batch. The order is (loss_fn, model, batch)"
+        ) from None
     trainable, names = request.trainable, request.axis_names
     adapter = adapt(model, loss_fn, trainable=trainable, axis_names=names)
     return PlanQuestion(

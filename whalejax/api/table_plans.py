@@ -62,8 +62,8 @@ def plan_tables(
         splits: Ways in which a table may be stored: some of ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the devices of a node) and
             ``"replicate"``; and, if the devices' memory is short, ``"host"`` (in host
-            memory) and ``"cached"`` (with its first rows on the device), which run on
-            the backend ``cpu`` so far.
+            memory) and ``"cached"`` (with the rows that are read most on the device);
+            both run on CPUs and TPUs.
         together: Groups of tables that must be on one device, by their paths.
         pins: Fixed placements by the path of a table: its device, or one of these
             splits. ``"cached:0.25"`` sets the fraction of its rows on the device.

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import jax
 
+from whalejax.adapters.base import adapt
 from whalejax.api.plan_request import PlanRequest
 from whalejax.api.tables_request import TablesRequest
 from whalejax.capture.batch import aval_of
@@ -22,9 +23,10 @@ from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.parameter_layout import are_most, looked_up_tables
-from whalejax.tables.table_plan_record import whole_plan
+from whalejax.tables.table_plan_record import tables_plan, whole_plan
 from whalejax.tables.tables_plan import cut_program
 from whalejax.user_code.ambient_mesh import without_mesh
+from whalejax.user_code.losses import Job
 
 
 TABLE_SETTINGS: Final = (
@@ -79,13 +81,51 @@ class TablesQuestion:
     def verify(
         self, plan: Plan, topology: str | None, *, timeout_seconds: float
     ) -> Any:
-        """Compiles the dense part with the real compiler.
+        """Compiles a step with the real compiler; of two sections only the dense part.
 
         Args:
             plan, topology, timeout_seconds: Arguments of ``Plan.verify``, unchanged.
         """
-        dense = dataclasses.replace(plan, tables=None, question=self.dense)
-        return self.dense.verify(dense, topology, timeout_seconds=timeout_seconds)
+        own = tables_plan(plan, self.given[2])
+        if own.sections is not None:
+            dense = dataclasses.replace(own.dense, question=self.dense)
+            return self.dense.verify(dense, topology, timeout_seconds=timeout_seconds)
+        from whalejax.verification.checking import check
+
+        loss_fn, model, batch = self.given
+        request = self.request
+        adapter = adapt(model, loss_fn, trainable=request.trainable)
+
+        def plan_again(cluster: Any, **_: Any) -> Plan:
+            return self.replan(cluster=cluster, mesh=None)
+
+        return check(
+            plan,
+            adapter.without_values(),
+            batch,
+            optimizer=request.optimizer,
+            batch_axes=0,
+            topology=topology,
+            timeout_seconds=timeout_seconds,
+            again=plan_again,
+        )
+
+
+def tables_question(plan: Plan, job: Job, model: Any, batch: Any) -> TablesQuestion:
+    """Returns the question of a plan with tables, such as one from a file.
+
+    Args:
+        plan: Plan with tables.
+        job: Job of the plan.
+        model: Abstract model of the job.
+        batch: Global batch of the plan.
+    """
+    own = tables_plan(plan, batch)
+    request = TablesRequest(
+        rows=own.rows, optimizer=job.optimizer, cluster=plan.cluster
+    )
+    given = job.loss_fn, model, jax.tree.map(aval_of, batch)
+    return TablesQuestion(request, given, request.dense_question(*given))
 
 
 def plan_with_tables(

@@ -17,15 +17,17 @@ import numpy as np
 import optax
 
 from whalejax.adapters.base import Adapter, adapt
-from whalejax.api.plan_request import PlanRequest
+from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
 from whalejax.api.plan_settings import parsed_cluster
 from whalejax.capture.batch import aval_of, check_batch
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.tables.place import place_tables
+from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.sections import SectionTimes
 from whalejax.planner.tables.storage_options import PIN_WORDS, SPLITS, read_pin
@@ -36,6 +38,7 @@ from whalejax.planner.tables.two_sections import (
     place_in_sections,
 )
 from whalejax.tables.dense import dense_loss, dense_model
+from whalejax.tables.device_use import DeviceUse, predict_device_use
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SPARSE_FORMS, SparseOptimizer
 from whalejax.tables.table_plan_record import program_hash
@@ -47,6 +50,9 @@ from whalejax.user_code.argument_checks import check_optimizer
 _CPU_KINDS: Final = ("cpu",)
 
 _MOST_ROWS: Final = 2**31 - 1
+
+_PLACEMENTS: Final = 4
+"""Most placements that are tried, each with more room for exchanges."""
 
 USUAL_SPLITS: Final = ("whole", "rows", "columns", "node_rows", "replicate")
 """Ways of storing a table that every backend supports."""
@@ -97,14 +103,23 @@ class TablesRequest:
         check_tables(adapter, program, self.counts)
         _check_lengths(batch, program)
         known = parsed_cluster(dense_cluster)
-        dense = self._dense_plan(adapter, program, batch, known)
+        dense = _plan_dense(self._dense_question(adapter, program, batch, known))
         tables = self._tables(adapter, program)
+        names = [adapter.param_paths[one.param] for one in program.lookups]
+
+        def use_of(placement: TablePlacement) -> DeviceUse:
+            axes = {name: dense.axis_sizes.get(name, 1) for name in ("data", "fsdp")}
+            given = placement, program.lookups, names, self.rows, axes
+            return predict_device_use(*given)
+
         size = max(one.shape[0] for one in program.lookups)
-        found = self._place_sections(tables, sparse, dense, known, size)
+        found, use = self._place_within_memory(
+            *(tables, sparse, dense, known, size), use_of
+        )
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
         refused |= {
             f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
-            "else"
+            "else. Look it up in the loss, or leave it out"
             for path in program.unread
         }
         return TablesPlan(
@@ -118,6 +133,50 @@ class TablesRequest:
             sections=found.sections,
             beside=found.beside,
             cut=found.cut,
+            use=use,
+        )
+
+    def _place_within_memory(
+        self,
+        tables: list[Table],
+        sparse: Cluster | None,
+        dense: Plan,
+        cluster: Cluster,
+        size: int,
+        use_of: Callable[[TablePlacement], DeviceUse],
+    ) -> tuple[TwoSections, DeviceUse]:
+        """Places tables so that they and their exchange fit beside the dense part.
+
+        Every device has buffers as long as those of the fullest, and needs room for the
+        vectors of an exchange; both depend on the placement.
+
+        Args:
+            tables, sparse, dense, cluster, size: Arguments of ``_place_sections``.
+            use_of: Function from a placement on devices to its memory and traffic.
+
+        Raises:
+            NothingFits: No placement was found; names the bytes that are missing.
+        """
+        reserved, over = 0, 0
+        for _ in range(_PLACEMENTS):
+            found = self._place_sections(tables, sparse, dense, cluster, size, reserved)
+            placement = found.placement if found.sections is None else found.beside
+            if placement is None:
+                return found, DeviceUse()
+            use = use_of(placement)
+            memory = use.memory_with(dense.memory)
+            over = memory.total_bytes - cluster.memory_bytes
+            if over <= 0:
+                return found, use
+            reserved += over
+        raise NothingFits(
+            f"tables take {gigabytes(memory.tables_bytes)} on every device, and the "
+            f"rest of a step {gigabytes(memory.total_bytes - memory.tables_bytes)}; a "
+            f"device has {gigabytes(cluster.memory_bytes)}, {gigabytes(over)} too few. "
+            'Use more devices, a smaller batch, or splits=[..., "host", "cached"]',
+            lacks_bytes=over,
+            of_bytes=cluster.memory_bytes,
+            nearest="tables over devices",
         )
 
     def _place_sections(
@@ -127,6 +186,7 @@ class TablesRequest:
         dense: Plan,
         cluster: Cluster,
         size: int,
+        reserved: int,
     ) -> TwoSections:
         """Places tables on the devices of the dense part, or in CPU processes.
 
@@ -136,8 +196,10 @@ class TablesRequest:
             dense: Plan of the dense part.
             cluster: Devices of the dense part.
             size: Number of samples of a global batch.
+            reserved: Bytes of a device that tables leave free, beside the dense part's.
         """
-        devices = Ranks.of(cluster, used_bytes=dense.memory.total_bytes)
+        used = dense.memory.total_bytes + reserved
+        devices = Ranks.of(cluster, used_bytes=used)
         uses_all = dense.num_devices == cluster.num_devices
         wanted = SectionsWanted(
             staleness=self.staleness,
@@ -172,10 +234,23 @@ class TablesRequest:
         )
         return TwoSections(placement=placement, beside=None, sections=None, cut=())
 
-    def _dense_plan(
-        self, adapter: Adapter, program: TableProgram, batch: Any, cluster: Cluster
-    ) -> Plan:
-        """Returns the plan of the loss without its lookups."""
+    def dense_question(
+        self, loss_fn: Callable[..., Any], model: Any, batch: Any
+    ) -> PlanQuestion:
+        """Returns the question of the dense part of a model.
+
+        Args:
+            loss_fn, model, batch: Arguments of ``wh.plan_tables``, unchanged.
+        """
+        adapter = adapt(model, loss_fn, trainable=self.trainable).without_values()
+        batch = jax.tree.map(aval_of, batch)
+        program = cut_program(adapter, batch)
+        return self._dense_question(adapter, program, batch, self.cluster)
+
+    def _dense_question(
+        self, adapter: Adapter, program: TableProgram, batch: Any, cluster: Any
+    ) -> PlanQuestion:
+        """Returns the question of the loss without its lookups."""
         vectors = [
             jax.ShapeDtypeStruct(one.vectors_shape, one.dtype)
             for one in program.lookups
@@ -191,7 +266,8 @@ class TablesRequest:
             shares="even",
             trainable="dense.*",
         )
-        return request.plan(
+        return question_about(
+            request,
             dense_loss(adapter, program),
             dense_model(adapter, program),
             {"batch": batch, "vectors": vectors},
@@ -222,6 +298,28 @@ class TablesRequest:
                 )
             )
         return found
+
+
+def _plan_dense(question: PlanQuestion) -> Plan:
+    """Returns the plan of the dense part.
+
+    Raises:
+        NothingFits: It has no room, whatever the layout; names what a user can change.
+    """
+    try:
+        return question.plan()
+    except NothingFits as error:
+        leaves = jax.tree.leaves(question.batch)
+        samples = max(leaf.shape[0] for leaf in leaves if leaf.shape)
+        raise NothingFits(
+            "the part of the loss beside the tables runs with one micro-batch of "
+            f"{samples:,} samples, in float32 and without recomputation: it lacks "
+            f"{gigabytes(error.lacks_bytes)} of {gigabytes(error.of_bytes)} per device "
+            f"({error.nearest}). Use a smaller batch or more devices",
+            lacks_bytes=error.lacks_bytes,
+            of_bytes=error.of_bytes,
+            nearest=error.nearest,
+        ) from error
 
 
 def split_sections(

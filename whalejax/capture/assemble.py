@@ -6,6 +6,7 @@ data.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -23,6 +24,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import (
     LOOKUPS,
     Graph,
+    LoopResiduals,
     Mark,
     Op,
     Tensor,
@@ -225,7 +227,11 @@ def with_stacked(graph: Graph, walk: FlatProgram) -> Graph:
         walk: The program of the graph.
     """
     flows = [tensor.differentiable for tensor in graph.tensors]
-    return replace(graph, stacked=walk.scan_residuals(flows)) if walk.kept else graph
+    if not walk.kept:
+        return graph
+    return replace(
+        graph, stacked=LoopResiduals(functools.partial(walk.scan_residuals, flows))
+    )
 
 
 def _tensors(walk: FlatProgram, flows: Sequence[bool]) -> tuple[Tensor, ...]:

@@ -184,36 +184,57 @@ def resize_batch(batch: Any, batch_axes: Any, size: int) -> Any:
     return jax.tree.unflatten(tree, result)
 
 
-def sequence_length(batch: Any, batch_axes: Any) -> int | None:
-    """Returns the length of a batch's sequences; None if its samples are not sequences.
+def has_one_batch_size(tree: Any) -> bool:
+    """Returns whether all leaves are arrays with the same first dimension."""
+    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree)]
+    first = {tuple(shape[:1]) for shape in shapes}
+    return len(shapes) > 1 and len(first) == 1 and () not in first
 
-    It is the dimension after the samples in leaves of integers, such as tokens. The
-    lengths of these leaves may differ by one element, since targets may be shifted.
+
+def sequence_length(batch: Any, batch_axes: Any, tokens: int) -> int | None:
+    """Returns the length of the sequences that a model reads; None if it reads none, or
+    sequences of several lengths.
+
+    It is the dimension after the samples in leaves of integers. The lengths of these
+    leaves may differ by one element, since targets may be shifted. If all of them
+    include the last target, the model reads one token less.
 
     Args:
         batch: Arrays or shapes.
         batch_axes: The batch dimension of its leaves.
+        tokens: Number of tokens of a sample that the model reads.
     """
     lengths = {leaf.shape[axis + 1] for leaf, axis in _sequences(batch, batch_axes)}
-    return min(lengths) if lengths and max(lengths) - min(lengths) <= 1 else None
+    if not tokens or not lengths or max(lengths) - min(lengths) > 1:
+        return None
+    return tokens if tokens == min(lengths) - 1 else min(lengths)
 
 
-def with_length(batch: Any, batch_axes: Any, size: int) -> Any:
+def with_length(batch: Any, batch_axes: Any, size: int, tokens: int) -> Any:
     """Returns the shapes of a batch with sequences of another length.
 
     Args:
         batch: Arrays or shapes.
         batch_axes: The batch dimension of its leaves.
         size: Length that replaces ``sequence_length``.
+        tokens: Number of tokens of a sample that the model reads.
 
     Raises:
         WhaleError: The samples are not sequences, or have several lengths.
     """
-    now = sequence_length(batch, batch_axes)
+    now = sequence_length(batch, batch_axes, tokens)
     if now is None:
+        every = [leaf.shape[axis + 1] for leaf, axis in _sequences(batch, batch_axes)]
+        first, last = sorted({*every})[:-1], max(every, default=0)
+        lengths = " and ".join([", ".join(map(str, first)), str(last)])
         raise WhaleError(
-            "sequence changes the length of a batch's tokens, and this batch has no "
-            "whole numbers of one length behind the samples"
+            "sequence is the number of tokens of a sample, and "
+            + (
+                f"this batch has sequences of {lengths} elements. Plan a batch of the "
+                "other lengths with wh.plan"
+                if tokens and every
+                else "this loss reads no sequences of tokens. Leave it out"
+            )
         )
     changed = {id(leaf): axis + 1 for leaf, axis in _sequences(batch, batch_axes)}
     leaves, tree = jax.tree.flatten(batch)
@@ -228,16 +249,23 @@ def with_length(batch: Any, batch_axes: Any, size: int) -> Any:
 
 
 def _sequences(batch: Any, batch_axes: Any) -> list[tuple[Any, int]]:
-    """Returns leaves of integers with one dimension after the samples, and its axis."""
+    """Returns leaves of integers with one dimension after the samples, and other such
+    leaves of these lengths (masks), each with the axis of its samples.
+    """
     leaves, tree = jax.tree.flatten(batch)
     axes = _axes_of(batch_axes, batch, tree)
-    return [
+    rows = [
         (leaf, axis)
         for leaf, axis in zip(leaves, axes, strict=True)
-        if axis is not None
-        and len(leaf.shape) == axis + 2
-        and jnp.issubdtype(leaf.dtype, jnp.integer)
+        if axis is not None and len(leaf.shape) == axis + 2
     ]
+    lengths = {
+        leaf.shape[axis + 1]
+        for leaf, axis in rows
+        if jnp.issubdtype(leaf.dtype, jnp.integer)
+    }
+    lengths |= {length - 1 for length in lengths}  # without the last target
+    return [(leaf, axis) for leaf, axis in rows if leaf.shape[axis + 1] in lengths]
 
 
 def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:

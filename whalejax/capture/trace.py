@@ -24,6 +24,7 @@ import jax
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
+from whalejax.adapters.loss_inputs import TRACED
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs, with_stacked
 from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.batch_independent_state import (
@@ -85,7 +86,7 @@ from whalejax.planner.sharding.precision_regions import precision_for
 from whalejax.planner.sharding.remat_regions import regions
 from whalejax.user_code.ambient_mesh import tracing
 from whalejax.user_code.annotations import recording
-from whalejax.user_code.losses import check_rows
+from whalejax.user_code.losses import check_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -683,7 +684,7 @@ def _traced(
         if isinstance(error, VALUE_ERRORS):
             raise WhaleError(_value_read(error, part)) from error
         if not isinstance(error, WhaleError):
-            error.add_note(f"whalejax: raised in loss_fn, traced without values{part}")
+            error.add_note(f"whalejax: {TRACED}{part}")
         raise
     refuse_explicit_axes(jaxpr)
     return jaxpr, axes
@@ -808,7 +809,7 @@ class _FlatLoss:
             self.batch_tree.unflatten(leaves[second:third]),
             leaves[third] if self.adapter.takes_rng else None,
         )
-        check_rows(result.metrics, self.size)
+        check_metrics(result.metrics, self.size)
         self.weighted = result.weighted
         results, self.out_tree = jax.tree.flatten(
             (result.total, result.weight, dict(result.metrics), result.rest)

@@ -20,7 +20,7 @@ from whalejax.meshes.errors import Problems, WhaleError
 _ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches", "--mesh")
 """Planning options that elastic runs accept."""
 
-_ONE_PROCESS: Final = ("csv", "eval_every", "best", "early_stop")
+_ONE_PROCESS: Final = ("csv", "eval_every", "best", "best_mode", "early_stop")
 """Options of the training loop of one process."""
 
 

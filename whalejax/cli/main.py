@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from tyro import conf
@@ -46,7 +46,13 @@ from whalejax.cli.jobs.jobs_options import (
     JobsShowCommand,
     JobsSimulateCommand,
 )
-from whalejax.cli.option_checks import check_words, checked
+from whalejax.cli.option_checks import (
+    check_table_options,
+    check_words,
+    checked,
+    row_optimizer,
+    unknown_words_text,
+)
 from whalejax.cli.options import (
     AgentCommand,
     BatchCommand,
@@ -84,7 +90,7 @@ from whalejax.distributed.standard_streams import (
     say,
     standard_output,
 )
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 if TYPE_CHECKING:
@@ -137,6 +143,14 @@ def main(argv: Sequence[str]) -> int:
         except BrokenPipeError:  # The reader of our output has closed it.
             drop_stdout()
             return 0
+        except Exception as error:
+            from whalejax.adapters.loss_inputs import loss_error_text
+
+            text = loss_error_text(error)
+            if not text:
+                raise
+            say(f"whalejax: {text}")
+            return _USER_ERROR
 
 
 def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
@@ -145,11 +159,11 @@ def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
         print(f"whalejax {__version__}")
         return 0
     try:
+        _check_command_name(argv)
         if argv[:1] == ["swarm"]:
             return _swarm(parse_swarm(argv))
         if argv[:1] == ["jobs"]:
             return _jobs(parse_jobs(argv))
-        _check_command_name(argv)
         command = _parse(argv)
     except SystemExit as stop:  # after --help, or an error that was printed
         return stop.code if isinstance(stop.code, int) else _USER_ERROR
@@ -168,16 +182,29 @@ COMMAND_NAMES = (
 """Commands, in the order of the help."""
 
 
+_GROUPS = {
+    "swarm": ("serve", "train", "join", "show"),
+    "jobs": tuple("simulate serve add show logs cancel pause resume".split()),
+}
+"""Commands that have commands of their own, and these."""
+
+
 def _check_command_name(argv: Sequence[str]) -> None:
-    """Refuses a first word that is not a command, and names the nearest one."""
-    if not argv or argv[0].startswith("-") or argv[0] in COMMAND_NAMES:
+    """Refuses a word that is not a command, and names the nearest one."""
+    group = argv[0] if argv and argv[0] in _GROUPS else ""
+    known, words = (_GROUPS[group], argv[1:]) if group else (COMMAND_NAMES, argv)
+    if words and (words[0].startswith("-") or words[0] in known):
         return
     from whalejax.meshes.arguments.near_names import COMMAND_SYNONYMS, near_hint
 
-    hint = near_hint(argv[0], COMMAND_NAMES, COMMAND_SYNONYMS)
+    prog = f"whalejax {group}".rstrip()
+    text = "no command is given."
+    if words:
+        hint = near_hint(words[0], known, None if group else COMMAND_SYNONYMS)
+        named = f"{group} {words[0]}".strip()
+        text = f"there is no command {named!r}{hint or '.'}"
     raise WhaleError(
-        f"there is no command {argv[0]!r}{hint or '.'} "
-        f"Commands: {', '.join(COMMAND_NAMES)}"
+        f"{text} Commands: {', '.join(known)}. {prog} --help describes them"
     )
 
 
@@ -186,14 +213,33 @@ def _parse(argv: Sequence[str]) -> Command:
         from whalejax.processes.launcher import words_after
 
         argv = ["launch", *words_after(argv[1:])]
-    check_words(argv)
-    parsed: Command = tyro.cli(
-        Command,
-        prog="whalejax",
-        description=_description(argv),
-        args=list(argv),
+    parsed: Command = _parsed(Command, "whalejax", _description(argv), argv)
+    return parsed
+
+
+def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) -> Any:
+    """Returns the command that words describe.
+
+    Args:
+        commands: Union of the commands.
+        prog: Words before these.
+        description: Beginning of the help.
+        words: Name of a command and its options.
+
+    Raises:
+        WhaleError: There is an option that the command does not have.
+    """
+    check_words(words)
+    parsed, unknown = tyro.cli(
+        commands,
+        prog=prog,
+        description=description,
+        args=list(words),
         config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
+        return_unknown_args=True,
     )
+    if unknown:
+        raise WhaleError(unknown_words_text(f"{prog} {words[0]}", parsed, unknown))
     return parsed
 
 
@@ -210,13 +256,11 @@ def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
     Args:
         argv: Arguments after the program's name.
     """
-    check_words(argv)
-    parsed: SwarmCommand = tyro.cli(
+    parsed: SwarmCommand = _parsed(
         SwarmCommand,
-        prog="whalejax swarm",
-        description="Train a model in stages that peers serve which may come and go.",
-        args=list(argv[1:]),
-        config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
+        "whalejax swarm",
+        "Train a model in stages that peers serve which may come and go.",
+        argv[1:],
     )
     return parsed
 
@@ -227,13 +271,11 @@ def parse_jobs(argv: Sequence[str]) -> JobsCommand:
     Args:
         argv: Arguments after the program's name.
     """
-    check_words(argv)
-    parsed: JobsCommand = tyro.cli(
+    parsed: JobsCommand = _parsed(
         JobsCommand,
-        prog="whalejax jobs",
-        description="Share devices out among jobs that come and go.",
-        args=list(argv[1:]),
-        config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
+        "whalejax jobs",
+        "Share devices out among jobs that come and go.",
+        argv[1:],
     )
     return parsed
 
@@ -337,31 +379,56 @@ def _run(command: Command, started: float) -> int:
     return 0
 
 
+def _plan_without_tables(
+    command: PlanCommand,
+    job: Any,
+    model: Any,
+    batch: Any,
+    source: tuple[str, ...],
+    settings: dict[str, Any],
+) -> Any:
+    from whalejax.api import job_plans
+
+    return job_plans.make_plan(
+        *(job, model, batch, job_plans.machine(command.cluster)),
+        runnable=not command.estimate,
+        allow_idle=command.allow_idle,
+        margin=command.margin,
+        verified=command.verify,
+        swarm=command.swarm,
+        bandwidth=command.bandwidth,
+        wire=command.wire,
+        sum_wire=command.sum_wire,
+        source=source,
+        **settings,
+    )
+
+
 def _plan(command: PlanCommand) -> None:
     from whalejax.api import job_plans
     from whalejax.cli import show
     from whalejax.cli.progress import Working, make_console
 
     _check_output(command.output)
+    problems = Problems("whalejax plan")
+    check_table_options(command, problems)
+    problems.raise_if_any()
     settings = plan_settings(command)
     job = find_job(command.model, named_values(command.set))
+    source = (lasting_name(command.model), *command.set)
     with Working("planning", quiet=command.quiet):
-        plan = job_plans.make_plan(
-            job,
-            job_plans.abstract_model(job),
-            job_plans.first_batch(job, command.batch),
-            job_plans.machine(command.cluster),
-            runnable=not command.estimate,
-            allow_idle=command.allow_idle,
-            margin=command.margin,
-            verified=command.verify,
-            swarm=command.swarm,
-            bandwidth=command.bandwidth,
-            wire=command.wire,
-            sum_wire=command.sum_wire,
-            source=(lasting_name(command.model), *command.set),
-            **settings,
-        )
+        model = job_plans.abstract_model(job)
+        batch = job_plans.first_batch(job, command.batch)
+        if command.tables is not None:
+            plan = job_plans.make_table_plan(
+                *(job, model, batch, command.cluster),
+                tables=row_optimizer(command.tables),
+                staleness=command.staleness,
+                mesh=settings.get("mesh"),
+                source=source,
+            )
+        else:
+            plan = _plan_without_tables(command, job, model, batch, source, settings)
     if command.output is not None:
         plan.save(command.output)
     if command.json:
@@ -453,8 +520,10 @@ def _show(command: ShowCommand) -> None:
 
 def _export(command: ExportCommand) -> None:
     from whalejax.planner.plan.plan import Plan
+    from whalejax.planner.plan.report.export import check_export
 
     _check_output(command.output)
+    check_export(command.to, image=command.image, called="--to")
     text = Plan.load(command.plan).export(
         command.to, name=command.name, image=command.image, command=command.command
     )
@@ -475,7 +544,7 @@ def _search(command: SearchCommand) -> None:
     if command.json and command.export is not None:
         raise WhaleError("--export and --json are two ways to print; give one of them")
     if command.export is not None:
-        check_export(command.export, image=command.image)
+        check_export(command.export, image=command.image, called="--export")
     elif command.image is not None:
         raise WhaleError("--image is for --export jobset; give both, or neither")
     given, settings = prices(command.price), plan_settings(command)

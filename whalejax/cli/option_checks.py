@@ -17,11 +17,13 @@ from whalejax.cli.options import (
     PLAN_NUMBERS,
     CalibrateCommand,
     CheckCommand,
+    PlanCommand,
     ProfileCommand,
     TrainCommand,
     VerifyCommand,
     given_plan_options,
 )
+from whalejax.meshes.arguments.near_names import OPTION_SYNONYMS, near_names
 from whalejax.meshes.checks import (
     LARGEST,
     MOST_SAMPLES,
@@ -182,6 +184,55 @@ def checked(command: Any) -> None:
     problems.raise_if_any()
 
 
+_EXAMPLES: Final = {
+    "--cluster": "--cluster h100:8",
+    "--mesh": "--mesh data=2 tensor=4",
+    "--on": "--on h100:8",
+    "--precision": "--precision bf16",
+    "--set": "--set learning_rate=0.001 (of a reference model)",
+}
+"""Options with a value that says what they take."""
+
+
+def unknown_words_text(words: str, command: Any, unknown: Sequence[str]) -> str:
+    """Returns the message about words that a command cannot use.
+
+    Args:
+        words: Program and command, such as ``"whalejax plan"``.
+        command: The command, read from the other words.
+        unknown: Words that are no option of it, and their values.
+
+    >>> command = ProfileCommand(plan=Path("plan.json"))
+    >>> unknown_words_text("whalejax profile", command, ["--num-steps", "9"])
+    "profile has no option '--num-steps'. Did you mean --steps?"
+    """
+    name = words.partition(" ")[2]
+    names = [
+        word_of(type(command), field.name) for field in dataclasses.fields(command)
+    ]
+    options = [name for name in names if name.startswith("--")]
+    known = {name[2:].replace("-", "_"): name for name in options}
+    texts = list[str]()
+    for word in dict.fromkeys(word.partition("=")[0] for word in unknown):
+        if not word.startswith("-"):
+            continue
+        near = near_names(word.lstrip("-"), known, OPTION_SYNONYMS)
+        hint = " or ".join(_EXAMPLES.get(known[n], known[n]) for n in near)
+        text = f"{name} has no option {short_repr(word)}"
+        texts.append(f"{text}. Did you mean {hint}?" if hint else f"{text}.")
+    if not texts:
+        text = f"{name}: no option takes {short_repr(' '.join(unknown))}."
+        cluster = next((n for n in ("--cluster", "--on") if n in options), None)
+        if cluster is not None and ":" in unknown[0]:
+            text += f" Did you mean {cluster} {unknown[0]}?"
+        texts.append(text)
+    if not all(text.endswith("?") for text in texts):
+        texts.append(
+            f"Its options are {', '.join(options)}; {words} --help describes them"
+        )
+    return " ".join(texts)
+
+
 _NAMING: Final = (CalibrateCommand, CheckCommand, ProfileCommand, VerifyCommand)
 """Commands that name a model by --model."""
 
@@ -259,8 +310,17 @@ def _problem(name: str, value: Any) -> str:
 
 _OBEYED: Final = ("--cluster", "--batch", "--mesh")
 
+_WITHOUT_TABLES: Final = (
+    *("plan", "processes", "check", "replay"),
+    *("margin", "verify", "allow_idle", "estimate", "swarm", "bandwidth", "wire"),
+    "sum_wire",
+)
+"""Options that exclude ``--tables``: those of training, and those of planning."""
 
-def check_table_options(options: TrainCommand, problems: Problems) -> None:
+
+def check_table_options(
+    options: TrainCommand | PlanCommand, problems: Problems
+) -> None:
     """Records errors in the options of tables.
 
     Args:
@@ -284,14 +344,12 @@ def check_table_options(options: TrainCommand, problems: Problems) -> None:
                 f"{name} {words} was given with --tables, whose dense part is one "
                 "program in float32 with one micro-batch. Leave it out"
             )
-    given = {
-        "--plan": options.plan,
-        "--processes": options.processes,
-        "--check": options.check,
-        "--replay": options.replay,
-    }
-    for name in (name for name, value in given.items() if value):
-        problems.add(f"{name} was given with --tables, and takes none. Leave it out")
+    for name in _WITHOUT_TABLES:
+        if getattr(options, name, None):
+            words = f"--{name.replace('_', '-')}"
+            problems.add(
+                f"{words} was given with --tables, and takes none. Leave it out"
+            )
 
 
 def row_optimizer(text: str) -> Any:

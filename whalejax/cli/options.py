@@ -129,6 +129,8 @@ class TrainCommand:
     if left out"""
     best: OptionalText = None
     """evaluation metric, such as loss, whose best checkpoint is kept too"""
+    best_mode: Annotated[Literal["min", "max"] | None, option(metavar="min|max")] = None
+    """better direction of --best; min if left out"""
     early_stop: OptionalNumber = None
     """stop after this many evaluations in a row that are no better by --best"""
     resume: Switch = False
@@ -218,6 +220,11 @@ class PlanCommand:
     nodes' means), adasum_updates (of what each rank's optimizer makes of them)"""
     compiler_options: Settings = ()
     """XLA options for the training step: xla_a=true xla_b=2"""
+    tables: Annotated[str | None, option(metavar="KIND:RATE")] = None
+    """place embedding tables, whose rows are updated by adagrad:0.02, or sgd,
+    row_adagrad, lazy_adam"""
+    staleness: int = 0
+    """with --tables on --cluster cpu:2+h100:8: updates that a lookup may miss"""
     margin: Annotated[float | None, option(metavar="PART")] = None
     """fraction of the predicted memory to keep free beyond it, such as 0.1"""
     verify: Switch = False
@@ -724,7 +731,7 @@ def given_places(command: TrainCommand) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
-def given_plan_options(command: TrainCommand) -> list[tuple[str, str]]:
+def given_plan_options(command: TrainCommand | PlanCommand) -> list[tuple[str, str]]:
     """Returns the (name, words) of given options that a plan replaces.
 
     Args:

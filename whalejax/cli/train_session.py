@@ -21,7 +21,6 @@ from rich.console import Console
 
 from whalejax.api import job_plans
 from whalejax.api.named_jobs import named_values
-from whalejax.api.plan import plan as make_plan
 from whalejax.cli import replay
 from whalejax.cli.option_checks import (
     check_command,
@@ -117,6 +116,11 @@ def check_options(options: TrainCommand) -> None:
                 f"{name} {words} was given with --plan {options.plan}, which "
                 "decides it. Leave it out, or make another plan with whalejax plan"
             )
+    if options.best_mode is not None and options.best is None:
+        problems.add(
+            f"--best-mode {options.best_mode} was given without --best METRIC. Give "
+            "both, or leave it out"
+        )
     if options.spares and options.processes is None:
         problems.add(
             f"--spares is {options.spares} without --processes MIN:MAX, of which they "
@@ -229,15 +233,11 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
 
 def _with_tables(job: Job, model: Any, options: TrainCommand) -> Plan:
     mesh: Any = named_values(options.mesh, "--mesh", "data=2")
-    return make_plan(
-        job.loss_fn,
-        model,
-        job.batch_at(0, options.batch),
-        optimizer=job.optimizer,
-        cluster=options.cluster,
-        mesh=mesh or None,
+    return job_plans.make_table_plan(
+        *(job, model, job.batch_at(0, options.batch), options.cluster),
         tables=row_optimizer(options.tables or ""),
         staleness=options.staleness,
+        mesh=mesh or None,
     )
 
 
@@ -322,6 +322,7 @@ class _Session:
                 eval_batches=job.eval_batches,
                 eval_every=options.eval_every,
                 best=options.best,
+                best_mode=options.best_mode or "min",
                 patience=options.early_stop,
                 csv=options.csv,
                 resumed_from=checkpoint,

@@ -220,5 +220,5 @@ def _candidate_table(plan: PlanData) -> Iterator[str]:
     )
     names = "layout", "step", "per device", ""
     if others:
-        summary = f"{len(others)} other plan{'s' if len(others) > 1 else ''} weighed"
+        summary = f"{len(others)} other plan{'s' if len(others) > 1 else ''} evaluated"
         yield details_html(summary, table(names, rows))

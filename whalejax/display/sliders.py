@@ -89,14 +89,18 @@ class Sliders:
         kept = {} if search else kept_layout(self._first, asked)
         if not kept:
             return self._first.what_if(**asked)
+        if asked.get("sequence", 0) > (self._first.question.sequence_length or 0):
+            kept["attention"] = dict(self._first.attention) or None  # perhaps in blocks
         try:
             # As many micro-batches as planned, or as large ones if these do not fit.
             fewest, most = _micro_batches(self._first, asked)
-            try:
-                return self._first.what_if(**kept, **asked, num_micro_batches=fewest)
-            except NothingFits:
-                if fewest == most:
-                    raise
+            if fewest != most and not _surely_lacks(self._first, asked, fewest):
+                try:
+                    return self._first.what_if(
+                        **kept, **asked, num_micro_batches=fewest
+                    )
+                except NothingFits:
+                    pass
             return self._first.what_if(**kept, **asked, num_micro_batches=most)
         except WhaleError as error:
             raise WhaleError(
@@ -141,6 +145,24 @@ def _micro_batches(plan: PlanData, asked: Mapping[str, Any]) -> tuple[int, int]:
         return next((n for n in range(least, size + 1) if size % n == 0), least)
 
     return divisor(min(known, scaled)), divisor(scaled)
+
+
+def _surely_lacks(plan: PlanData, asked: Mapping[str, Any], parts: int) -> bool:
+    """Returns whether saved values alone would fill the memory of the plan's devices.
+
+    Args:
+        plan: The plan.
+        asked: Changes; with others than sizes of the batch nothing is sure.
+        parts: Number of micro-batches.
+    """
+    samples = _samples(plan)
+    if not {*asked} <= {"batch", "sequence"} or not samples or plan.question is None:
+        return False
+    length = plan.question.sequence_length or 1
+    size: float = asked.get("batch", samples) * asked.get("sequence", length) / parts
+    growth = size * plan.num_micro_batches / (samples * length)
+    state = plan.memory.params_bytes + plan.memory.optimizer_bytes
+    return bool(state + growth * plan.memory.activations_bytes > plan.room_bytes)
 
 
 def _samples(plan: PlanData) -> int | None:

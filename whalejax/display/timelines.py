@@ -103,8 +103,8 @@ class StepTimeline(Picture):
         if not self._staged:
             return [
                 f"Timeline: {step} a step predicted, by term",
-                "No stages, so no schedule: terms stand one behind the other, largest "
-                "first, and not when they happen.",
+                "No stages, so no schedule: the terms are in order of their size, not "
+                "of time.",
             ]
         stages = plan.stages
         assert stages is not None

@@ -107,6 +107,12 @@ def check(
     True
     """
     _check_arguments(plan, odd, seed, timeout_seconds, memory_bytes)
+    if plan.tables is not None:
+        raise PlanError(
+            "this plan places embedding tables, whose sizes are not reduced here. "
+            "Train a few steps with smaller tables, by it and by a plan without "
+            "tables=, or compile it with plan.verify() or whalejax verify"
+        )
     refuse_bad_optimizer(optimizer)
     check_planned(plan, batch, batch_axes)
     adapter = adapt(model, loss_fn, trainable=trainable, axis_names=axis_names)

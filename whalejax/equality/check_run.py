@@ -189,7 +189,10 @@ def _run_lines(run: CheckRun) -> Iterator[str]:
     yield ""
     devices = f"{run.num_devices} virtual devices"
     yield f"{run.extents} extents, {run.precision or 'f32'}, the {_WAYS[run.way]}:"
-    yield f"  on           {mesh} ({devices}, {run.num_micro_batches} micro-batches)"
+    parts = "1 micro-batch"
+    if run.num_micro_batches > 1:
+        parts = f"{run.num_micro_batches} micro-batches"
+    yield f"  on           {mesh} ({devices}, {parts})"
     if run.dimensions:
         sizes = ", ".join(f"{d.name} {d.size} → {d.reduced}" for d in run.dimensions)
         yield f"  reduced      {sizes}"

@@ -51,7 +51,8 @@ _PLAIN = frozenset(
     shift-right-arithmetic shift-right-logical sign sine slice slice-done slice-start
     sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple
     while xor dynamic-slice-start dynamic-slice-done dynamic-update-slice-start
-    dynamic-update-slice-done call-start call-update call-done
+    dynamic-update-slice-done call-start call-update call-done custom-call-start
+    custom-call-update custom-call-done
     """.split()
 )
 

@@ -185,7 +185,7 @@ def _called(line: Line) -> list[str]:
     if line.opcode in ("call", "call-start"):
         key = "to_apply" if "to_apply=" in line.rest else "calls"
         return [line.computation(key)]
-    if line.opcode == "custom-call":
+    if line.opcode in ("custom-call", "custom-call-start"):
         match = re.search(r"called_computations=\{([^}]*)\}", line.rest)
         return _names(match[1]) if match else []
     if line.opcode == "conditional":

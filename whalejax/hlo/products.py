@@ -47,7 +47,8 @@ _NO_PRODUCT = re.compile(
     r"^(?:AllocateBuffer|Assume\w+|AsyncCollective(?:Start|Done)|ConcatBitcast"
     r"|PrepareAsyncCall(?:Start|Done)"
     r"|GatherScatterIndicesBitpacked|Sharding|SPMD\w+|(?:Approx)?TopK|PartialReduce"
-    r"|MoveTo(?:Host|Device)|annotate_device_placement|Pad|Slice\w*|Sort\w*"
+    r"|HostExecute|MoveTo(?:Host|Device)|annotate_device_placement|Pad|Slice\w*"
+    r"|Sort\w*"
     r"|__cub\$\w+|cu_threefry\w+|cuda_threefry\w+|RngBitGenerator|SliceToDynamic"
     r"|PadToStatic|ResultScale\w*|xla\.\w+|__xla_gpu\$\w+|BlockwiseQuantize)$"
 )
@@ -97,7 +98,7 @@ def _flops(execution: Execution) -> int:
             return 2 * _elements(line.shapes[0]) * inside
         case "convolution":
             return _convolution(execution)
-        case "custom-call":
+        case "custom-call" | "custom-call-start":
             return _call(execution)
         case "cholesky" | "triangular-solve":
             raise HloError(f"the work of the {line.opcode} {line.name} is not known")

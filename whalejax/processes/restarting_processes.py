@@ -1,8 +1,9 @@
 """A run of a leader process and of servers, started and restarted from here.
 
 It is the policy of ``whalejax swarm serve --processes``. A killed process, or a failed
-server, is restarted; the run is over when the leader ends by itself. Repeated failures,
-or the same error twice, end the run, unless other servers serve it.
+server, is restarted, and so is one that stands still after it began its beats; the run
+is over when the leader ends by itself. Repeated failures, or the same error twice, end
+the run, unless other servers serve it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from whalejax.membership.exit_status import exit_text
 from whalejax.membership.restart_policy import Failure, Failures
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.beat_file import SILENT_SECONDS, BeatListener
 from whalejax.processes.local_processes import (
     GRACE_SECONDS,
     Processes,
@@ -57,7 +59,12 @@ class Keeper:
     """Keeps programs running until the first of them ends by itself."""
 
     def __init__(
-        self, programs: Sequence[KeptCommand], logs: Path, say: Callable[[str], None]
+        self,
+        programs: Sequence[KeptCommand],
+        logs: Path,
+        say: Callable[[str], None],
+        *,
+        silent_seconds: float = SILENT_SECONDS,
     ) -> None:
         """Prepares the commands; starts none yet.
 
@@ -65,6 +72,7 @@ class Keeper:
             programs: Programs; first the leader, which uses this process's output.
             logs: Folder of one log for each of the others.
             say: Function that receives a line on each end and restart.
+            silent_seconds: Seconds without a beat after which a program is restarted.
 
         Raises:
             WhaleError: The folder cannot be created.
@@ -80,6 +88,7 @@ class Keeper:
         self._say = say
         self._selector = selectors.DefaultSelector()
         self._processes = Processes((), {}, logs, self._selector, end_with_this=True)
+        self._beats = BeatListener(logs, silent_seconds)
         count = len(programs)
         self._failures = Failures(SupervisorSettings(least=count, most=count))
         self._due = dict.fromkeys(self._slots, 0.0)
@@ -131,6 +140,10 @@ class Keeper:
                 self._status = 128 + signal.SIGTERM
             return
         now = time.monotonic()
+        for name, seconds in self._beats.silent(self._processes.names, now).items():
+            self._say(f"{name} stands still: no beat for {seconds:.0f} s. It is killed")
+            self._processes.kill(name)
+            self._beats.forget(name)
         for name in [name for name, at in self._due.items() if at <= now]:
             self._start(name)
 
@@ -144,7 +157,8 @@ class Keeper:
 
     def _start(self, name: str) -> None:
         program, leads = self._programs[name], name == self._leader
-        own = {"PYTHONUNBUFFERED": "1", **program.environment}
+        beats = self._beats.environment(name)
+        own = {"PYTHONUNBUFFERED": "1", **beats, **program.environment}
         try:
             self._processes.start(
                 name,

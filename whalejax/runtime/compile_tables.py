@@ -17,7 +17,8 @@ from whalejax.planner.tables.place import HOST_SPLITS
 from whalejax.runtime.sections_step import SectionsStep, check_job
 from whalejax.runtime.table_step import TableStep
 from whalejax.sections.section_run import SectionRun
-from whalejax.tables.host_rows import HOST_BACKENDS
+from whalejax.tables.host_rows import copied_bytes
+from whalejax.tables.scatter_check import wrong_sums
 from whalejax.tables.table_plan_record import program_hash, tables_plan
 from whalejax.tables.tables_plan import TablesPlan
 from whalejax.user_code.ambient_mesh import without_mesh
@@ -95,7 +96,6 @@ def compile_tables(
             f"{'is' if len(other) == 1 else 'are'} in one of them only. Plan again"
         )
     _check_shapes(plan, adapter)
-    _check_backend(plan)
     given = plan, adapter, optimizer, out_of_range, devices
     if plan.sections is None:
         step = TableStep(*given, replace_every)
@@ -103,6 +103,8 @@ def compile_tables(
         named = None if job is None else (job, dict(job_settings or {}))
         step = SectionsStep(*given, job=named, run=section_run)
     if optimizer is not None:
+        _check_host_memory(plan, step)
+        _check_sums(step)
         _check_program(plan, step)
     return step
 
@@ -149,22 +151,65 @@ def compile_plan(
     return compile_tables(own, loss_fn, model, optimizer=optimizer, **options)
 
 
-def _check_backend(plan: TablesPlan) -> None:
-    """Refuses tables in host memory on backends where this is untested."""
-    placed = [plan.placement, *([] if plan.beside is None else [plan.beside])]
+def table_step_of(
+    plan: Plan, adapter: Adapter, batch: Any, optimizer: Any, devices: list[Any]
+) -> TableStep:
+    """Returns the step of a plan whose tables are all on its devices.
+
+    Args:
+        plan: Plan with tables, in one section.
+        adapter: The model and its loss.
+        batch: Global batch, abstract.
+        optimizer: Optimizer of the parameters that are not tables.
+        devices: Devices of the plan, which need not be here.
+    """
+    own = tables_plan(plan, batch)
+    _check_shapes(own, adapter)
+    step = TableStep(own, adapter, optimizer, "error", devices)
+    _check_host_memory(own, step)
+    return step
+
+
+def _check_sums(step: TableStep) -> None:
+    """Refuses to train where a compiler sums gradients of repeated rows wrongly."""
+    wrong, of_all = wrong_sums(step.mesh)
+    if wrong:
+        kind = step.mesh.devices.flat[0].device_kind
+        raise PlanError(
+            f"JAX {jax.__version__} sums gradients of repeated rows wrongly on "
+            f"{step.mesh.size}×{kind}: {wrong:,} of {of_all:,} elements of a test "
+            "program differ from NumPy's. Use another version of JAX, or the flag "
+            "--xla_disable_hlo_passes=while-loop-all-reduce-code-motion if it helps"
+        )
+
+
+def _check_host_memory(plan: TablesPlan, step: TableStep) -> None:
+    """Refuses tables in host memory if the compiler copies a table to change a row."""
+    placed = plan.placement if plan.sections is None else plan.beside
     hosted = {
         shard.table: shard.split
-        for placement in placed
-        for shard in placement.shards
+        for shard in (() if placed is None else placed.shards)
         if shard.split in HOST_SPLITS
     }
-    if hosted and (backend := jax.default_backend()) not in HOST_BACKENDS:
-        named = ", ".join(f"{name} ({split})" for name, split in hosted.items())
+    named = ", ".join(f"{name} ({split})" for name, split in hosted.items())
+    device = step.mesh.devices.flat[0]
+    if not hosted or device.platform == "cpu":  # Both memories are one.
+        return
+    if plan.sections is not None:
         raise PlanError(
-            f"{named}: tables in host memory run on {', '.join(HOST_BACKENDS)} so far, "
-            f"and this is {backend}. Plan without host and cached in splits and pins; "
-            "on such as cpu:2+h100:8 processes of CPUs hold what devices cannot"
+            f"{named}: beside processes of CPUs no table is in the host memory of "
+            f"{device.device_kind}. Name it in in_processes, and leave its pin out"
         )
+    copied, size = copied_bytes(device)
+    if copied < size:
+        return
+    raise PlanError(
+        f"{named}: tables in host memory cannot be trained on {device.device_kind}, "
+        f"whose compiler (JAX {jax.__version__}) copies a whole table to change "
+        f"some of its rows: {copied:,} bytes for 8 rows of a test table of {size:,}. "
+        "Plan without host and cached in splits and pins; on such as cpu:2+h100:8 "
+        "processes of CPUs hold what devices cannot"
+    )
 
 
 def _check_program(plan: TablesPlan, step: TableStep) -> None:

@@ -29,7 +29,7 @@ from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import count_text, milliseconds
 from whalejax.runtime.evaluations import Evaluations
-from whalejax.runtime.run_records import BestCheckpoint, Records
+from whalejax.runtime.run_records import BestCheckpoint, Records, check_folder
 from whalejax.runtime.run_records import best as best
 from whalejax.runtime.steps_in_flight import (
     STEPS_IN_FLIGHT,
@@ -197,8 +197,8 @@ def _run_of(
         step, save_dir, clock, is_held, resumed_from, given: Arguments of ``train``,
             unchanged.
     """
+    _check_arguments(step=step, save_dir=save_dir, **given)
     folder = None if save_dir is None else Path(save_dir)
-    _check_arguments(step=step, save_dir=folder, **given)
     every, batches = given["save_every"] or _SAVE_EVERY, given["eval_batches"]
     rhythm = _Rhythm(
         first=first,
@@ -352,6 +352,7 @@ def latest(save_dir: str | os.PathLike[str]) -> Path | None:
         save_dir: Folder to which ``train`` saved; unfinished checkpoints of a killed
             run are skipped.
     """
+    check_folder("loop.latest", save_dir)
     return next(iter(checkpoints(Path(save_dir))), None)
 
 
@@ -431,6 +432,8 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
     _check_functions(problems, given)
     if given["csv"] is not None:
         problems.path("csv", given["csv"], "the path of a CSV file")
+    if given["save_dir"] is not None:
+        problems.path("save_dir", given["save_dir"], "the path of a folder")
     if given["eval_batches"] is None:
         for name in ("eval_every", "best", "patience"):
             if given[name] is not None:
@@ -566,13 +569,13 @@ def _stop(
 ) -> NoReturn:
     if checkpoint:
         kept = (
-            f"The last good checkpoint is {checkpoint}; training can go on from there "
-            "with --resume"
+            f"The last good checkpoint is {checkpoint}; training can go on from there: "
+            "--resume, or step.restore"
         )
     elif save_dir:
         kept = f"No good checkpoint stands in {save_dir} yet"
     else:
-        kept = "No checkpoint was written; --save DIR writes them"
+        kept = "No checkpoint was written; --save DIR, or save_dir=, writes them"
     raise WhaleError(
         f"step {error.step} of {steps}: {error.what}; training has stopped. {kept}. "
         "A lower learning rate, a longer warm-up or clipping the gradient's norm are "

@@ -165,15 +165,19 @@ def check_same_shapes(plan: Plan, adapter: Adapter) -> None:
         PlanError: Shapes differ; lists the leaves.
     """
     problems = Problems()
-    planned = {leaf.path: leaf.shape for leaf in plan.leaves}
     leaves = jax.tree.leaves(adapter.params)
-    for path, leaf in zip(adapter.param_paths, leaves, strict=True):
-        shape = tuple(leaf.shape)
-        if planned.get(path, shape) != shape:
-            problems.add(
-                f"{path}: the plan has {list(planned[path])}, the model {list(shape)}"
-            )
+    shapes = map(_shape, leaves)
+    given = dict(zip(adapter.param_paths, shapes, strict=True))
+    planned = {leaf.path: list(leaf.shape) for leaf in plan.trained}
+    for path in sorted({*planned, *given}):
+        a, b = (x.get(path, "no such leaf") for x in (planned, given))
+        if a != b:
+            problems.add(f"{path}: the plan has {a}, the model {b}")
     problems.raise_if_any(PlanError, title=_OTHER_MODEL)
+
+
+def _shape(leaf: Any) -> list[int]:
+    return list(leaf.shape)
 
 
 def check_same_model(

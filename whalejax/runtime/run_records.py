@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
+from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.report.table_text import whole_seconds
 from whalejax.runtime.progress_meter import Meter, make_console, progress_words
@@ -237,6 +238,18 @@ class BestCheckpoint:
     waited: int = field(default=0, compare=False)
 
 
+def check_folder(name: str, save_dir: object) -> None:
+    """Refuses what is no path of a folder.
+
+    Args:
+        name: Name of the called function.
+        save_dir: Argument for the folder.
+    """
+    problems = Arguments(name)
+    problems.path("save_dir", save_dir, "the path of a folder")
+    problems.raise_if_any()
+
+
 @names_arguments("wh.loop.best")
 def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
     """Returns the checkpoint of the best evaluation in a folder, or None.
@@ -244,6 +257,7 @@ def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
     Args:
         save_dir: Folder to which ``train`` saved with ``best=``.
     """
+    check_folder("loop.best", save_dir)
     folder = Path(save_dir)
     try:
         data = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))

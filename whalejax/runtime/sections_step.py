@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.sections import Sections, SectionTimes
 from whalejax.runtime.table_step import TablesState, TableStep
 from whalejax.sections.pipeline import Pipeline, Work
+from whalejax.sections.process_requests import ProcessRequest, ProcessRequests
 from whalejax.sections.remote_store import (
     RemoteStore,
     RemoteTables,
@@ -35,6 +36,7 @@ from whalejax.sections.remote_store import (
     rank_ids,
 )
 from whalejax.sections.section_run import KeptState, SectionRun
+from whalejax.sections.sparse_rows import Arrays
 from whalejax.state.table_checkpoint import restore_sections, save_sections
 from whalejax.tables.exchange import assemble, pack_gradients
 from whalejax.tables.layout import TableLayout, make_layout
@@ -221,6 +223,7 @@ class SectionsStep(TableStep):
             self.beside = self._programs_of(placed, clips=self.programs.clips)
             store = self._store_of(self.beside, placed)
         layout, rows, sections = self.programs.layout, self.plan.rows, self.sections
+        self._requests = ProcessRequests(layout)
         size = self.plan.placement.batch_size
         job = None if self._job is None else (*self._job, size)
         self.pipeline = Pipeline(
@@ -244,6 +247,10 @@ class SectionsStep(TableStep):
             beside=store,
             forget=self._forget,
         )
+
+    def _result_shardings(self) -> Any:
+        """Returns None: no table of a dense section is in host memory."""
+        return None
 
     @property
     def _asking(self) -> TablePrograms:
@@ -381,7 +388,7 @@ class SectionsStep(TableStep):
     ) -> tuple[PipelineState, PipelineMetrics]:
         if not self.programs.clips:
             self._check_bounds(bounds)
-        work = Work(leaves=leaves, ids=rank_ids(self.programs.layout, ids))
+        work = Work(leaves=leaves, requests=self._requests_for(ids))
         self.pipeline.submit(work)
         new = self._newest = PipelineState(self, step + 1)
         self._keep(new)
@@ -463,8 +470,9 @@ class SectionsStep(TableStep):
         if not self.programs.clips:
             self._check_bounds(bounds)
         held = self.settled(state)
-        received = self.pipeline.look_up(rank_ids(self.programs.layout, ids))
-        placed = self._on_devices(leaves), self._received(received)
+        requests = self._requests_for(ids)
+        found = self.pipeline.look_up(requests)
+        placed = self._on_devices(leaves), self._received(requests, found)
         metrics: dict[str, Any] = self._eval_dense(held, *placed)
         return metrics
 
@@ -481,19 +489,30 @@ class SectionsStep(TableStep):
         received = jax.ShapeDtypeStruct(shape, self.dtype)
         return self._train_dense.lower(self.settled(state), leaves, received, False)
 
+    def _requests_for(self, ids: np.ndarray) -> list[ProcessRequest]:
+        """Returns the request to each process for the ids of a batch."""
+        return self._requests.requests(rank_ids(self.programs.layout, ids))
+
     def _run_dense(
-        self, work: Work, vectors: list[np.ndarray]
-    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+        self, work: Work, answers: list[Arrays]
+    ) -> tuple[list[Arrays], Mapping[str, Any]]:
         """Runs the dense section, in its thread."""
-        placed = self._on_devices(work.leaves), self._received(vectors)
+        requests = work.requests
+        placed = self._on_devices(work.leaves), self._received(requests, answers)
         crowded = self._is_crowded(placed[0])
         new, metrics, packed = self._train_dense(self._held, *placed, crowded)
         self._held, work.leaves = new, None
-        return np.asarray(packed), metrics
+        given = zip(requests, np.asarray(packed), strict=True)
+        return [self._requests.gradients(*each) for each in given], metrics
 
-    def _received(self, vectors: list[np.ndarray]) -> Any:
+    def _received(
+        self, requests: Sequence[ProcessRequest], answers: Sequence[Arrays]
+    ) -> Any:
+        """Returns the vectors of all processes on the devices."""
+        given = zip(requests, answers, strict=True)
+        vectors = np.stack([self._requests.vectors(*each) for each in given])
         sharding = NamedSharding(self.mesh, PartitionSpec(None, tuple(self.plan.axes)))
-        return jax.device_put(np.stack(vectors), sharding)
+        return jax.device_put(vectors, sharding)
 
     def _vectors(
         self,

@@ -29,7 +29,7 @@ from whalejax.distributed.standard_streams import say
 from whalejax.lowering.train_state import host_copy, typed_key
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, short_repr
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.replace import Replacement, place_again
@@ -159,12 +159,26 @@ class TableStep:
         )
         self.dtype = leaves[plan.tables[0]].dtype
         self.store = self._make_store()
-        self._train = jax.jit(self._advance, donate_argnums=0, static_argnums=2)
+        self._train = jax.jit(
+            self._advance,
+            donate_argnums=0,
+            static_argnums=2,
+            out_shardings=self._result_shardings(),
+        )
         self._eval = jax.jit(self._evaluate)
         whole = NamedSharding(self.mesh, PartitionSpec())
         self._bounds = jax.jit(self.programs.id_bounds, out_shardings=whole)
         asking = self._asking
         self._room_taken = jax.jit(asking.room_taken, out_shardings=whole)
+
+    def _result_shardings(self) -> Any:
+        """Returns the shardings of a step's results that are not left to the compiler.
+
+        Without them, a table in host memory would be copied there in every step.
+        """
+        tables = jax.tree.map(lambda x: x.sharding, self.store.abstract_arrays())
+        left: Any = dict.fromkeys(("params", "rest", "opt_state", "step", "rng"))
+        return TablesState(tables=tables, **left), None
 
     def _numbers(self, placement: TablePlacement) -> list[int]:
         """Returns the indices of the lookups of a placement's tables."""
@@ -516,6 +530,40 @@ class TableStep:
         """
         return self._train.lower(self._checked(state), self._place_batch(batch), False)
 
+    @without_mesh
+    def lower_shapes(self) -> Any:
+        """Returns the step lowered from shapes alone, also for absent devices."""
+        given = self._abstract_state(), self._abstract_batch()
+        return self._train.lower(*given, False)
+
+    def _abstract_state(self) -> TablesState:
+        """Returns the shapes and shardings of a state."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        params = self._abstract_params()
+        shardings = {path: self._dense_sharding(path) for path in params}
+        opt_state = _map_params(
+            self._optimizer,
+            _shaped,
+            self._abstract_optimizer(),
+            shardings,
+            transform_non_params=lambda leaf: _shaped(leaf, whole),
+        )
+        return TablesState(
+            params={path: _shaped(x, shardings[path]) for path, x in params.items()},
+            rest=[_shaped(x, whole) for x in jax.tree.leaves(self.adapter.rest)],
+            opt_state=opt_state,
+            tables=self.store.abstract_arrays(),
+            step=jax.ShapeDtypeStruct((), np.int32, sharding=whole),
+            rng=_shaped(jax.eval_shape(lambda: jax.random.key(0)), whole),
+        )
+
+    def _abstract_batch(self) -> list[Any]:
+        """Returns the shapes and shardings of a batch's leaves."""
+        return [
+            _shaped(leaf, self._leaf_sharding(leaf))
+            for leaf in jax.tree.leaves(self.plan.batch)
+        ]
+
     def report(self) -> Any:
         """Refuses to report on sections, as this step has only one.
 
@@ -567,25 +615,33 @@ class TableStep:
             given = [aval_of(leaf) for leaf in jax.tree.leaves(batch)] if same else []
         except (TypeError, AttributeError):
             given, same = [], False
-        shapes = [(leaf.shape, leaf.dtype) for leaf in expected]
-        if not same or [(leaf.shape, leaf.dtype) for leaf in given] != shapes:
+        shapes = [_leaf_text(leaf) for leaf in expected]
+        if not same:
             raise PlanError(
                 f"batch is {short_repr(batch)}; this step is for leaves of the shapes "
-                f"{', '.join(str(shape) for shape, _ in shapes)}, in the same "
-                "containers and types. Plan again for another batch"
+                f"{', '.join(shapes)}, in the same containers and types. Plan again "
+                "for another batch"
             )
+        problems = Problems("batch", PlanError)
+        for name, leaf, shape in zip(leaf_names(batch), given, shapes, strict=True):
+            if _leaf_text(leaf) != shape:
+                problems.add(
+                    f"{name} is {_leaf_text(leaf)}; expected {shape}, as planned. "
+                    "Convert it, or plan again for this batch"
+                )
+        problems.raise_if_any()
         check_32_bits(batch)
         leaves: list[Any] = jax.tree.leaves(batch)
         return leaves
 
     def _on_devices(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves of a batch, sharded over the devices."""
-        shared = NamedSharding(self.mesh, PartitionSpec(tuple(self.plan.axes)))
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        return [
-            jax.device_put(leaf, shared if _divides(leaf, self.mesh.size) else whole)
-            for leaf in leaves
-        ]
+        return [jax.device_put(leaf, self._leaf_sharding(leaf)) for leaf in leaves]
+
+    def _leaf_sharding(self, leaf: Any) -> NamedSharding:
+        shared = _divides(leaf, self.mesh.size)
+        spec = PartitionSpec(tuple(self.plan.axes)) if shared else PartitionSpec()
+        return NamedSharding(self.mesh, spec)
 
     def _place_batch(self, batch: Any) -> list[Any]:
         """Checks a batch and its ids, and places its leaves on the devices."""
@@ -604,11 +660,12 @@ class TableStep:
         for number, (least, most) in enumerate(bounds):
             rows, name = self._rows[number], self._names[number]
             if least < 0 or most >= rows:
-                value = most if most >= rows else least
+                feature = self.program.lookups[number].feature
+                value = f"the id {most}" if most >= rows else _negative_id(least, rows)
                 problems.add(
-                    f"{self.program.lookups[number].feature} has the id "
-                    f"{value}, and {name} has {rows:,} rows, from 0; correct the data, "
-                    'or compile with out_of_range="clip" to take the nearest row'
+                    f"{feature} has {value}, and {name} has {rows:,} rows, from 0; "
+                    'correct the data, or compile with out_of_range="clip" to take the '
+                    "nearest row"
                 )
         problems.raise_if_any()
 
@@ -846,6 +903,20 @@ def _shapes(sections: Sections) -> Any:
 
 
 _map_params: Final[Any] = optax.tree_map_params
+
+
+def _shaped(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _leaf_text(leaf: Any) -> str:
+    """Returns the type and shape of a leaf, such as ``int32[16]``."""
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _negative_id(value: int, rows: int) -> str:
+    """Returns text on an id below 0, which may have been counted from the end."""
+    return f"the id {value - rows} ({value} if the loss counts none from the end)"
 
 
 def _divides(leaf: Any, ranks: int) -> bool:

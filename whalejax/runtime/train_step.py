@@ -268,7 +268,7 @@ class TrainStep:
         """
         if batch is None:
             raise PlanError(
-                "the step was called with one argument; it takes the state and the "
+                "the step was called without a batch; it takes the state and the "
                 "global batch: state, metrics = step(state, batch)"
             )
         if not self._trains:

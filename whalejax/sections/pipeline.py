@@ -23,6 +23,8 @@ import msgspec
 import numpy as np
 
 from whalejax.meshes.errors import WhaleError
+from whalejax.sections.process_requests import ProcessRequest
+from whalejax.sections.sparse_rows import Arrays
 from whalejax.sections.sparse_section import SparseSection
 from whalejax.wire.messages import A, Question
 from whalejax.wire.section_messages import (
@@ -51,12 +53,12 @@ class Work:
 
     Attributes:
         leaves: Leaves that the dense section needs.
-        ids: Ids for each process, ``int32[samples, columns]``.
+        requests: Request to each process.
         metrics: Metrics of the dense section, once it is done.
     """
 
     leaves: Any
-    ids: Sequence[np.ndarray]
+    requests: Sequence[ProcessRequest]
     metrics: Mapping[str, Any] | None = None
 
 
@@ -69,8 +71,8 @@ class _Rank:
     version: int = 0
     durable: int = 0
     known: set[int] = field(default_factory=set)
-    vectors: dict[int, np.ndarray] = field(default_factory=dict)
-    log: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    vectors: dict[int, Arrays] = field(default_factory=dict)
+    log: dict[int, tuple[Arrays, Arrays]] = field(default_factory=dict)
     log_bytes: int = 0
     sparse_seconds: deque[float] = field(
         default_factory=lambda: deque(maxlen=2 * _TIMED_STEPS)
@@ -86,13 +88,13 @@ class _Rank:
         """Drops log entries that a snapshot of that version includes."""
         self.durable, self.version = version, max(version, self.version)
         for step in [step for step in self.log if step < version]:
-            self.log_bytes -= sum(x.nbytes for x in self.log.pop(step))
+            self.log_bytes -= _entry_bytes(self.log.pop(step))
         self.known = {step for step in self.known if step >= version}
 
 
-Dense = Callable[[Work, list[np.ndarray]], tuple[np.ndarray, Mapping[str, Any]]]
-"""Function of a batch and each process's vectors; returns their gradients
-``[ranks, samples, elements]``, and metrics."""
+Dense = Callable[[Work, list[Arrays]], tuple[Sequence[Arrays], Mapping[str, Any]]]
+"""Function of a batch and each process's answer; returns each one's gradients, and
+metrics."""
 
 
 class Pipeline:
@@ -254,17 +256,18 @@ class Pipeline:
                 own.known, own.log_bytes = set(), 0
                 own.log.clear()
 
-    def look_up(self, ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns vectors of the current rows, after ``flush``.
+    def look_up(self, requests: Sequence[ProcessRequest]) -> list[Arrays]:
+        """Returns the answer of each process from the current rows, after ``flush``.
 
         Args:
-            ids: Ids for each process.
+            requests: Request to each process.
         """
         step = self._submitted
-        found = []
-        for rank, own in enumerate(ids):
-            answer, _ = self._ask_until_answered(rank, LookUp(step=step, arrays=(own,)))
-            found.append(answer.arrays[0])
+        found: list[Arrays] = []
+        for rank, own in enumerate(requests):
+            question = LookUp(step=step, arrays=own.arrays)
+            answer, _ = self._ask_until_answered(rank, question)
+            found.append(answer.arrays)
         return found
 
     def put_rows(
@@ -419,9 +422,9 @@ class Pipeline:
         for _ in self._turns(lambda: self._can_look_up(own)):
             with self._cond:
                 step, incarnation = own.looked_up, own.begun
-                ids = self._works[step].ids[rank]
+                arrays = self._works[step].requests[rank].arrays
             begun = time.perf_counter()
-            answer = self._ask(rank, LookUp(step=step, arrays=(ids,)))
+            answer = self._ask(rank, LookUp(step=step, arrays=arrays))
             if answer is None:
                 continue
             wire = time.perf_counter() - begun - answer.seconds
@@ -435,7 +438,7 @@ class Pipeline:
                 self.lags[lag] += 1
                 if own.begun == incarnation:
                     own.known.add(step)
-                own.vectors[step] = answer.arrays[0]
+                own.vectors[step] = answer.arrays
                 own.looked_up = step + 1
                 own.sparse_seconds.append(answer.seconds)
                 own.wire_seconds.append(max(wire, 0.0))
@@ -492,7 +495,8 @@ class Pipeline:
         with self._cond:
             step = own.acknowledged
             ids, gradients = own.log[step]
-            arrays = (gradients,) if step in own.known else (gradients, ids)
+            more = () if step in own.known else tuple(ids)
+            arrays = (*gradients, *more)
             received = own.looked_up
         begun = time.perf_counter()
         question = Update(step=step, received=received, arrays=arrays)
@@ -536,15 +540,19 @@ class Pipeline:
                 seconds = time.perf_counter() - begun
                 with self._cond:
                     for rank, own in enumerate(self._ranks):
-                        entry = work.ids[rank], gradients[rank]
+                        entry = work.requests[rank].arrays, gradients[rank]
                         own.log[step] = entry
-                        own.log_bytes += sum(x.nbytes for x in entry)
+                        own.log_bytes += _entry_bytes(entry)
                     work.metrics, self._done = metrics, step + 1
                     self._dense_seconds.append(seconds)
                     self._cond.notify_all()
                 self.section.progressed(step + 1)
         except Exception as error:
             self._fail(error)
+
+
+def _entry_bytes(entry: tuple[Arrays, Arrays]) -> int:
+    return sum(array.nbytes for arrays in entry for array in arrays)
 
 
 def _has_all(own: _Rank, step: int) -> bool:

@@ -173,19 +173,16 @@ class RowService:
             return Saved(version=int(arrays["version"]))
 
     def _look_up(self, asked: LookUp) -> Message:
-        (ids,) = asked.arrays
         try:
-            read = self.rows.look_up(asked.step, ids)
+            read = self.rows.look_up(asked.step, asked.arrays)
         except WrongVersionError as error:
             raise RefusedRequestError("stale", str(error)) from None
-        return Vectors(
-            version=read.version, seconds=read.seconds, arrays=(read.vectors,)
-        )
+        return Vectors(version=read.version, seconds=read.seconds, arrays=read.vectors)
 
     def _update(self, asked: Update) -> Message:
-        gradients, *more = asked.arrays
-        ids = more[0] if more else None
         rows = self.rows
+        count = len(rows.widths)
+        gradients, ids = asked.arrays[:count], asked.arrays[count:] or None
         try:
             seconds = rows.update(asked.step, gradients, ids, asked.received)
         except MissingIdsError as error:

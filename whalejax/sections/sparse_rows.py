@@ -9,21 +9,27 @@ returns the same vectors again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from whalejax.meshes.errors import WhaleError
-from whalejax.tables.exchange import look_up_rows, update_buffers
+from whalejax.tables.exchange import look_up_rows, update_buffers, update_rows
+from whalejax.tables.host_rows import read_rows
 from whalejax.tables.layout import WidthLayout
 from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
+
+
+Arrays: TypeAlias = Sequence[np.ndarray]
+"""One array for each buffer."""
 
 
 class WrongVersionError(WhaleError):
@@ -39,12 +45,12 @@ class RowsRead:
     """Result of a lookup.
 
     Attributes:
-        vectors: ``[samples, elements]``.
+        vectors: For each buffer ``[samples, elements]``, or the named rows.
         version: Number of steps whose updates the rows included.
         seconds: Duration in seconds.
     """
 
-    vectors: np.ndarray
+    vectors: tuple[np.ndarray, ...]
     version: int
     seconds: float
 
@@ -75,8 +81,8 @@ class SparseRows:
         self.widths, self.staleness, self.version = widths, staleness, 0
         self._optimizer, self._lock = optimizer, threading.Lock()
         self._allowed = self._begun_at = 0
-        self._ids: dict[int, np.ndarray] = {}
-        self._pending: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._ids: dict[int, Arrays] = {}
+        self._pending: dict[int, tuple[Arrays, Arrays]] = {}
         self._buffers: dict[int, Any] = {
             width: jnp.zeros((each.rows, width), dtype)
             for width, each in widths.items()
@@ -131,12 +137,13 @@ class SparseRows:
                     )
         self.begin(version, version)
 
-    def look_up(self, step: int, ids: np.ndarray) -> RowsRead:
+    def look_up(self, step: int, ids: Arrays) -> RowsRead:
         """Returns the vectors of a batch.
 
         Args:
             step: Number of the step.
-            ids: ``int32[samples, columns]``.
+            ids: For each buffer ids, ``int32[samples, columns]``, or rows that are
+                named, ``int32[rows]``.
 
         Raises:
             WrongVersionError: An update that it needs is missing, or a later one was
@@ -151,19 +158,20 @@ class SparseRows:
                     f"step {step} reads rows of version {wanted}, and these are of "
                     f"version {self.version}"
                 )
-            vectors = np.asarray(self._look_up(self._buffers, ids))
+            found = self._look_up(self._buffers, tuple(ids))
+            vectors = tuple(np.asarray(each) for each in found)
             self._ids[step] = ids
             seconds = time.perf_counter() - begun
             return RowsRead(vectors=vectors, version=self.version, seconds=seconds)
 
     def update(
-        self, step: int, gradients: np.ndarray, ids: np.ndarray | None, received: int
+        self, step: int, gradients: Arrays, ids: Arrays | None, received: int
     ) -> float:
         """Stores gradients, applies allowed updates, and returns the seconds taken.
 
         Args:
             step: Step number of the gradients.
-            gradients: ``[samples, elements]``, of the vectors.
+            gradients: For each buffer gradients of the vectors, or of the named rows.
             ids: Ids of the lookup, if this process may not know them.
             received: Number of steps whose vectors were received.
 
@@ -176,7 +184,7 @@ class SparseRows:
                 known = self._ids.get(step) if ids is None else ids
                 if known is None:
                     raise MissingIdsError(f"step {step} was not looked up here")
-                self._pending[step] = known, gradients
+                self._pending[step] = tuple(known), tuple(gradients)
             self._apply(received - self.staleness)
             return time.perf_counter() - begun
 
@@ -244,9 +252,21 @@ class SparseRows:
 
 
 def _look_up(
-    widths: Mapping[int, WidthLayout], buffers: Mapping[int, Any], ids: Any
-) -> Any:
-    return look_up_rows(widths, buffers, ids, 0)
+    widths: Mapping[int, WidthLayout], buffers: Mapping[int, Any], ids: Arrays
+) -> tuple[Any, ...]:
+    found = []
+    for (width, each), own in zip(widths.items(), ids, strict=True):
+        if own.ndim == 1:
+            found.append(read_rows(buffers[width], own, on_host=False))
+        else:
+            given = {width: _alone(each)}, {width: buffers[width]}
+            found.append(look_up_rows(*given, own, 0))
+    return tuple(found)
+
+
+def _alone(each: WidthLayout) -> WidthLayout:
+    """Returns the layout of a buffer whose ids and vectors come in their own arrays."""
+    return dataclasses.replace(each, first_id=0, offset=0)
 
 
 def _update(
@@ -254,10 +274,25 @@ def _update(
     optimizer: SparseOptimizer,
     buffers: Mapping[int, Any],
     states: Mapping[int, RowState],
-    *given: Any,
+    ids: Arrays,
+    gradients: Arrays,
+    step: Any,
 ) -> tuple[dict[int, Any], dict[int, RowState]]:
-    ids, gradients, step = given
-    return update_buffers(widths, optimizer, buffers, states, ids, gradients, step, 0)
+    new_buffers: dict[int, Any] = {}
+    new_states: dict[int, RowState] = {}
+    given = zip(widths.items(), ids, gradients, strict=True)
+    for (width, each), own, gradient in given:
+        held = buffers[width], states[width]
+        if own.ndim == 1:
+            found = update_rows(optimizer, *held, own, gradient, step)
+            new_buffers[width], new_states[width] = found
+            continue
+        single: list[Any] = [{width: part} for part in (_alone(each), *held)]
+        layouts, tables, kept = single
+        one = update_buffers(layouts, optimizer, tables, kept, own, gradient, step, 0)
+        new_buffers |= one[0]
+        new_states |= one[1]
+    return new_buffers, new_states
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -28,6 +28,7 @@ from whalejax.membership.lease import Lease
 from whalejax.membership.restart_policy import Failure, Failures
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.beat_file import begin_beats
 from whalejax.processes.launch_spec import is_here, words_there
 from whalejax.processes.local_processes import Processes
 from whalejax.processes.restarting_processes import SHELL_FAILED
@@ -120,6 +121,7 @@ class SparseSection:
             self._closing,
             self._thread,
             self.folder if own else self._key_path.parent,
+            begin_beats(),
         )
         self.close_processes = weakref.finalize(self, _close, *closes)
 
@@ -307,9 +309,15 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _close(closing: threading.Event, thread: threading.Thread, made: Path) -> None:
+def _close(
+    closing: threading.Event,
+    thread: threading.Thread,
+    made: Path,
+    end_beats: Callable[[], None],
+) -> None:
     """Ends the processes, and removes the folder that was created for them."""
     closing.set()
+    end_beats()
     if thread is not threading.current_thread():
         thread.join(30.0)
     shutil.rmtree(made, ignore_errors=True)

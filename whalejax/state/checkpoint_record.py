@@ -242,10 +242,10 @@ def _refuse_parent(target: Path) -> None:
     """Raises an error with the checkpoints inside a folder that is not one itself."""
     inside = sorted(one.parent.name for one in target.glob(f"*/{RECORD}"))
     if inside:
+        names = ", ".join([*["…"][: max(0, len(inside) - 3)], *inside[-3:]])
         raise WhaleError(
-            f"{target} is no checkpoint, it holds {len(inside)}: "
-            f"{quoted(', '.join(inside[-3:]))}. Give the path of one of them, such as "
-            f"{target / inside[-1]}"
+            f"{target} is no checkpoint, but holds {len(inside)}: "
+            f"{quoted(names)}. Give the path of one, such as {target / inside[-1]}"
         )
 
 

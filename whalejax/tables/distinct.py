@@ -187,12 +187,15 @@ def asked_gradients(
     return found
 
 
-def lookups_of(layout: TableLayout, key: BufferKey, names: Sequence[str]) -> list[int]:
-    """Returns indices of the lookups whose rows are requested from a buffer."""
+def lookups_of(
+    layout: TableLayout, key: BufferKey, names: Sequence[str]
+) -> list[tuple[int, DistinctTable]]:
+    """Returns (index of a lookup, columns that it requests from a buffer) pairs."""
     return [
-        number
+        (number, table)
         for number, name in enumerate(names)
-        if name in layout.distinct and layout.distinct[name].key == key
+        for table in layout.distinct.get(name, ())
+        if table.key == key
     ]
 
 
@@ -201,8 +204,7 @@ def _owners(
 ) -> tuple[Any, Any]:
     """Returns the rank of each id of one buffer's lookups, and its row there."""
     owners, rows = [], []
-    for number in lookups_of(layout, key, names):
-        table = layout.distinct[names[number]]
+    for number, table in lookups_of(layout, key, names):
         owner, row = _owner(table, ids[number].reshape(-1), layout.ranks)
         owners.append(owner)
         rows.append(row)

@@ -79,7 +79,7 @@ class WidthLayout:
         return int(self.source.shape[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredShard:
     """Position of a shard in a buffer.
 
@@ -87,11 +87,13 @@ class StoredShard:
         shard: The shard.
         key: Buffer of the shard.
         base: First row in the rank's part of the buffer.
+        numbers: Table rows of the shard, if they are no range and not every n-th.
     """
 
     shard: TableShard
     key: BufferKey
     base: int
+    numbers: np.ndarray | None = None
 
     @property
     def width(self) -> int:
@@ -99,12 +101,28 @@ class StoredShard:
         return self.key.width
 
     @property
-    def row_numbers(self) -> slice:
+    def row_numbers(self) -> slice | np.ndarray:
         """Table rows of the shard."""
+        if self.numbers is not None:
+            return self.numbers
         first, last = self.shard.rows
         if self.shard.hashed:
             return slice(first + self.shard.index, last, self.shard.shards)
         return slice(first, last)
+
+    def some_rows(self, first: int, count: int) -> slice | np.ndarray:
+        """Returns the table rows of a part of the shard.
+
+        Args:
+            first: First row in the shard.
+            count: Number of rows; there may be fewer.
+        """
+        numbers = self.row_numbers
+        if not isinstance(numbers, slice):
+            return numbers[first : first + count]
+        part = range(numbers.start, numbers.stop, numbers.step or 1)
+        part = part[first : first + count]
+        return slice(part.start, part.stop, part.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,16 +159,18 @@ class GatheredShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DistinctTable:
-    """A table of which a rank receives each distinct row that it needs once.
+    """Some columns of a table, of which a rank receives each row that it needs once.
 
     Attributes:
-        key: Buffer of the table.
+        key: Buffer of the columns.
+        columns: First column and the column after the last one.
         ranks, bases: Rank of each shard, and its first row in the buffer there.
         firsts: First row of each shard, if shards are ranges.
         hashed: Whether shards have every n-th row.
     """
 
     key: BufferKey
+    columns: tuple[int, int]
     ranks: np.ndarray
     bases: np.ndarray
     firsts: np.ndarray
@@ -175,8 +195,11 @@ class TableLayout:
             fewer rows than the vectors that a rank's samples need.
         blocks: Rows of each buffer that each rank sends completely, ``[ranks, rows]``;
             the number of rows for none.
-        distinct: Tables of which each distinct row is sent once, by name.
+        distinct: Tables of which each distinct row is sent once, by name: their shards
+            by columns, each with all rows.
         requests: Most rows that a rank may ask of another, by buffer.
+        hottest: Rows of cached tables that are on the device, sorted, by name, unless
+            they are the first.
     """
 
     ranks: int
@@ -190,8 +213,9 @@ class TableLayout:
     id_columns: int
     gathered: Mapping[str, tuple[GatheredShard, ...]]
     blocks: Mapping[BufferKey, np.ndarray]
-    distinct: Mapping[str, DistinctTable]
+    distinct: Mapping[str, tuple[DistinctTable, ...]]
     requests: Mapping[BufferKey, int]
+    hottest: Mapping[str, np.ndarray]
 
     def widths_in(self, *, nodes: bool) -> dict[BufferKey, WidthLayout]:
         """Returns the buffers of single ranks, or those that nodes hold jointly.
@@ -321,7 +345,7 @@ def _layout(
     ranks = placement.ranks.count
     replicated = frozenset(s.table for s in placement.shards if s.split == "replicate")
     shards = [s for s in placement.shards if s.table not in replicated]
-    stored, rows = _stored(shards, ranks)
+    stored, rows = _stored(shards, ranks, placement.hottest)
     gathered, blocks = _choose_gathered(stored, rows, ranks, lookups, names, samples)
     distinct, requests = _distinct(placement, stored, gathered) if asks else ({}, {})
     tasks = _Tasks(ranks)
@@ -357,6 +381,7 @@ def _layout(
         blocks=blocks,
         distinct=distinct,
         requests=requests,
+        hottest=placement.hottest,
     )
 
 
@@ -364,26 +389,38 @@ def _distinct(
     placement: TablePlacement,
     stored: Mapping[str, Sequence[StoredShard]],
     gathered: Mapping[str, object],
-) -> tuple[dict[str, DistinctTable], dict[BufferKey, int]]:
+) -> tuple[dict[str, tuple[DistinctTable, ...]], dict[BufferKey, int]]:
     """Returns the tables whose rows are requested as planned, and their room."""
-    found: dict[str, DistinctTable] = {}
+    found: dict[str, tuple[DistinctTable, ...]] = {}
     rooms: dict[BufferKey, np.ndarray] = {}
     for name, shards in stored.items():
         room = placement.way_of(name).distinct_rows
         if not room or name in gathered or shards[0].key.memory != "device":
             continue
-        ordered = sorted(shards, key=lambda each: each.shard.index)
-        key, owners = ordered[0].key, [each.shard.rank for each in ordered]
-        found[name] = DistinctTable(
-            key=key,
-            ranks=np.array(owners, np.int32),
-            bases=np.array([each.base for each in ordered], np.int32),
-            firsts=np.array([each.shard.rows[0] for each in ordered], np.int32),
-            hashed=ordered[0].shard.hashed,
+        by_columns: dict[tuple[int, int], list[StoredShard]] = {}
+        for each in sorted(shards, key=lambda each: each.shard.index):
+            by_columns.setdefault(each.shard.columns, []).append(each)
+        found[name] = tuple(
+            _distinct_table(columns, by_columns[columns])
+            for columns in sorted(by_columns)
         )
-        own = rooms.setdefault(key, np.zeros(placement.ranks.count, int))
-        np.add.at(own, owners, room)
+        for table in found[name]:
+            own = rooms.setdefault(table.key, np.zeros(placement.ranks.count, int))
+            np.add.at(own, table.ranks, room)
     return found, {key: int(own.max()) for key, own in rooms.items()}
+
+
+def _distinct_table(
+    columns: tuple[int, int], shards: Sequence[StoredShard]
+) -> DistinctTable:
+    return DistinctTable(
+        key=shards[0].key,
+        columns=columns,
+        ranks=np.array([each.shard.rank for each in shards], np.int32),
+        bases=np.array([each.base for each in shards], np.int32),
+        firsts=np.array([each.shard.rows[0] for each in shards], np.int32),
+        hashed=shards[0].shard.hashed,
+    )
 
 
 def _choose_gathered(
@@ -424,7 +461,7 @@ def _padded(by_rank: Sequence[Sequence[int]], none: int) -> np.ndarray:
 
 
 def _stored(
-    shards: Sequence[TableShard], ranks: int
+    shards: Sequence[TableShard], ranks: int, hottest: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, tuple[StoredShard, ...]], dict[BufferKey, int]]:
     """Returns the positions of shards, and the number of rows of each buffer
     on a rank.
@@ -434,11 +471,25 @@ def _stored(
     for shard in shards:
         key = BufferKey(shard.columns[1] - shard.columns[0], memory_of(shard))
         rows = filled.setdefault(key, [0] * ranks)
-        place = StoredShard(shard=shard, key=key, base=rows[shard.rank])
+        place = StoredShard(
+            shard=shard,
+            key=key,
+            base=rows[shard.rank],
+            numbers=_numbers(shard, hottest.get(shard.table)),
+        )
         rows[shard.rank] += shard.num_rows
         stored.setdefault(shard.table, []).append(place)
     most = {key: max(rows) for key, rows in filled.items()}
     return {name: tuple(each) for name, each in stored.items()}, most
+
+
+def _numbers(shard: TableShard, hottest: np.ndarray | None) -> np.ndarray | None:
+    """Returns the rows of a cached table's part, if they are no range."""
+    if hottest is None or shard.split != "cached":
+        return None
+    if shard.index == 0:
+        return hottest
+    return np.delete(np.arange(shard.rows[1]), hottest)
 
 
 class _Tasks:

@@ -90,6 +90,15 @@ class TakenIds:
     requests: dict[BufferKey, RowRequests]
 
 
+def _positions(ids: Any, hottest: Any) -> Any:
+    """Returns the positions of rows in an order with some sorted rows first."""
+    rows = jnp.asarray(hottest, ids.dtype)
+    before = jnp.searchsorted(rows, ids).astype(ids.dtype)
+    is_hot = rows[jnp.minimum(before, len(rows) - 1)] == ids
+    place = jnp.where(is_hot, before, len(rows) + ids - before)
+    return jnp.where(ids == NO_ID, ids, place)
+
+
 def _join_updates(
     first: Mapping[BufferKey, tuple[Any, Any]],
     second: Mapping[BufferKey, tuple[Any, Any]],
@@ -143,13 +152,17 @@ class TablePrograms:
     def join_ids(self, by_lookup: Sequence[Any]) -> Any:
         """Concatenates the ids of all lookups, and clips them if that was chosen.
 
+        Ids of cached tables become positions, those on the device first.
+
         Args:
             by_lookup: Ids of each lookup.
         """
         found = []
-        for ids, rows in zip(by_lookup, self.rows, strict=True):
+        for ids, rows, name in zip(by_lookup, self.rows, self.names, strict=True):
             if self.clips:
                 ids = jnp.where(ids == NO_ID, ids, jnp.clip(ids, 0, rows - 1))
+            if name in self.layout.hottest:
+                ids = _positions(ids, self.layout.hottest[name])
             found.append(ids)
         return jnp.concatenate(found, axis=1)
 
@@ -241,17 +254,23 @@ class TablePrograms:
         self, requests: Mapping[BufferKey, RowRequests], ids: list[Any], rows: Any
     ) -> dict[int, Any]:
         """Returns vectors of the lookups whose rows were requested, by index."""
-        found: dict[int, Any] = {}
+        parts: dict[int, dict[tuple[int, int], Any]] = {}
         for key, by_id in rows_of_ids(self.layout, requests, rows).items():
             start = 0
-            for number in lookups_of(self.layout, key, self.names):
-                lookup, count = self.program.lookups[number], ids[number].size
+            for number, table in lookups_of(self.layout, key, self.names):
+                count = ids[number].size
                 part = by_id[start : start + count]
                 part = part.reshape(*ids[number].shape, key.width)
-                vectors = part.sum(1) if lookup.pooled else part
-                shape = len(ids[number]), *lookup.vectors_shape[1:]
-                found[number] = vectors.reshape(shape).astype(lookup.dtype)
+                pooled = self.program.lookups[number].pooled
+                own = parts.setdefault(number, {})
+                own[table.columns] = part.sum(1) if pooled else part
                 start += count
+        found: dict[int, Any] = {}
+        for number, own in parts.items():
+            lookup = self.program.lookups[number]
+            vectors = jnp.concatenate([own[columns] for columns in sorted(own)], -1)
+            shape = len(ids[number]), *lookup.vectors_shape[1:]
+            found[number] = vectors.reshape(shape).astype(lookup.dtype)
         return found
 
     def _asked_sums(
@@ -262,14 +281,14 @@ class TablePrograms:
         own = self._by_lookup(ids)
         for key in self.layout.requests:
             parts = []
-            for number in lookups_of(self.layout, key, self.names):
+            for number, table in lookups_of(self.layout, key, self.names):
                 lookup, (samples, count) = (
                     self.program.lookups[number],
                     own[number].shape,
                 )
                 vectors = gradients[number].reshape(
-                    samples, lookup.num_vectors, key.width
-                )
+                    samples, lookup.num_vectors, lookup.width
+                )[:, :, slice(*table.columns)]
                 wide = jnp.broadcast_to(vectors, (samples, count, key.width))
                 parts.append(wide.reshape(-1, key.width))
             by_buffer[key] = jnp.concatenate(parts)

@@ -11,7 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,10 @@ from whalejax.tables.host_rows import HOST_KIND, write_rows
 from whalejax.tables.layout import BufferKey, StoredShard, TableLayout, collect_tables
 from whalejax.tables.programs import TableArrays
 from whalejax.tables.sparse_optimizers import SparseOptimizer
+
+
+_PIECE_BYTES: Final = 2**28
+"""Bytes of rows that are on the way to a buffer at once, for each device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,49 +56,51 @@ class TableStore:
         """
         return self.optimizer.state_width(kind, 2) == 1
 
-    def empty(self) -> TableArrays:
-        """Returns buffers of zeros, and the initial state of all rows."""
+    def abstract_arrays(self) -> TableArrays:
+        """Returns the shapes and shardings of all tables and their state."""
         layout, names = self.layout, self.optimizer.state_names
+        single = NamedSharding(self.mesh, PartitionSpec())
 
-        def full(rows: int, width: int, value: float) -> Any:
-            return jnp.full((rows, width), value, self.dtype)
+        def shape(rows: int, width: int, sharding: NamedSharding) -> Any:
+            return jax.ShapeDtypeStruct((rows, width), self.dtype, sharding=sharding)
 
-        def states(rows: int, width: int) -> dict[str, Any]:
-            return {
-                kind: full(
-                    rows,
-                    self.optimizer.state_width(kind, width),
-                    self.optimizer.initial_value(kind),
-                )
-                for kind in names
-            }
+        def states(rows: int, width: int, sharding: NamedSharding) -> dict[str, Any]:
+            widths = {kind: self.optimizer.state_width(kind, width) for kind in names}
+            return {kind: shape(rows, own, sharding) for kind, own in widths.items()}
 
         rows = {key: layout.ranks * each.rows for key, each in layout.widths.items()}
         whole = {name: self.shapes[name] for name in layout.replicated}
-
-        def build() -> TableArrays:
-            return TableArrays(
-                buffers={key: full(n, key.width, 0.0) for key, n in rows.items()},
-                states={key: states(n, key.width) for key, n in rows.items()},
-                replicated={name: full(*s, 0.0) for name, s in whole.items()},
-                replicated_states={name: states(*s) for name, s in whole.items()},
-            )
-
-        single = NamedSharding(self.mesh, PartitionSpec())
-        abstract = jax.eval_shape(build)
-        shardings = TableArrays(
-            buffers={key: self.sharding(key) for key in abstract.buffers},
-            states={
-                key: dict.fromkeys(each, self.sharding(key))
-                for key, each in abstract.states.items()
-            },
-            replicated=jax.tree.map(lambda _: single, abstract.replicated),
-            replicated_states=jax.tree.map(
-                lambda _: single, abstract.replicated_states
-            ),
+        return TableArrays(
+            buffers={k: shape(n, k.width, self.sharding(k)) for k, n in rows.items()},
+            states={k: states(n, k.width, self.sharding(k)) for k, n in rows.items()},
+            replicated={name: shape(*s, single) for name, s in whole.items()},
+            replicated_states={name: states(*s, single) for name, s in whole.items()},
         )
-        arrays: TableArrays = jax.jit(build, out_shardings=shardings)()
-        return arrays
+
+    def empty(self) -> TableArrays:
+        """Returns buffers of zeros, and the initial state of all rows.
+
+        Arrays in host memory are made there: a device may have no room for them.
+        """
+        shapes = self.abstract_arrays()
+
+        def states(by_kind: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                kind: _filled(leaf, self.optimizer.initial_value(kind))
+                for kind, leaf in by_kind.items()
+            }
+
+        def tables(leaves: Mapping[Any, Any]) -> dict[Any, Any]:
+            return {key: _filled(leaf, 0.0) for key, leaf in leaves.items()}
+
+        return TableArrays(
+            buffers=tables(shapes.buffers),
+            states={key: states(each) for key, each in shapes.states.items()},
+            replicated=tables(shapes.replicated),
+            replicated_states={
+                name: states(each) for name, each in shapes.replicated_states.items()
+            },
+        )
 
     def sharding(self, key: BufferKey) -> NamedSharding:
         """Returns the sharding of a buffer by rows, and its memory.
@@ -149,28 +155,13 @@ class TableStore:
         kind: str | None,
         key: BufferKey,
     ) -> Any:
-        """Writes at most one shard of each rank into a buffer."""
+        """Writes at most one shard of each rank into a buffer, some rows at a time."""
         ranks, axes = self.layout.ranks, PartitionSpec(self.axes)
-        most = max(each.shard.num_rows for each in turn.values())
-        places = np.full((ranks, most), buffer.shape[0] // ranks, np.int32)
-        for rank, each in turn.items():
-            count = each.shard.num_rows
-            places[rank, :count] = each.base + np.arange(count)
+        sharding, width = NamedSharding(self.mesh, axes), buffer.shape[1]
         by_row = kind is not None and self.by_row(kind)
-
-        def part(index: Any) -> np.ndarray:
-            rank = index[0].indices(ranks * most)[0] // most
-            rows = np.zeros((most, buffer.shape[1]), buffer.dtype)
-            if rank in turn:
-                each = turn[rank]
-                columns = slice(0, 1) if by_row else slice(*each.shard.columns)
-                rows[: each.shard.num_rows] = values[each.row_numbers, columns]
-            return rows
-
-        sharding = NamedSharding(self.mesh, axes)
-        shape = ranks * most, buffer.shape[1]
-        parts = jax.make_array_from_callback(shape, sharding, part)
-        place = jax.device_put(places.reshape(-1), sharding)
+        most = max(each.shard.num_rows for each in turn.values())
+        pieces = -(-most * width * buffer.dtype.itemsize // _PIECE_BYTES)
+        size = -(-most // pieces)
         mapped = jax.shard_map(
             functools.partial(write_rows, on_host=key.memory == "host"),
             mesh=self.mesh,
@@ -178,7 +169,27 @@ class TableStore:
             out_specs=axes,
         )
         written = jax.jit(mapped, donate_argnums=0, out_shardings=self.sharding(key))
-        return written(buffer, place, parts)
+        for first in range(0, most, size):
+            places = np.full((ranks, size), buffer.shape[0] // ranks, np.int32)
+            for rank, each in turn.items():
+                count = max(0, min(size, each.shard.num_rows - first))
+                places[rank, :count] = each.base + first + np.arange(count)
+
+            def part(index: Any, first: int = first) -> np.ndarray:
+                rank = index[0].indices(ranks * size)[0] // size
+                rows = np.zeros((size, width), self.dtype)
+                if rank in turn:
+                    each = turn[rank]
+                    columns = slice(0, 1) if by_row else slice(*each.shard.columns)
+                    own = values[each.some_rows(first, size), columns]
+                    rows[: len(own)] = own
+                return rows
+
+            shape = ranks * size, width
+            parts = jax.make_array_from_callback(shape, sharding, part)
+            place = jax.device_put(places.reshape(-1), sharding)
+            buffer = written(buffer, place, parts)
+        return buffer
 
     def collect(self, arrays: TableArrays, kind: str | None) -> dict[str, np.ndarray]:
         """Returns all complete tables, or a state array of each, on the host by path.
@@ -196,6 +207,20 @@ class TableStore:
         by_row = kind is not None and self.by_row(kind)
         found = collect_tables(self.layout, host, by_row)
         return found | {name: np.asarray(x) for name, x in whole.items()}
+
+
+def _filled(leaf: Any, value: float) -> Any:
+    """Returns an array with one value everywhere, born in its memory."""
+    if leaf.sharding.memory_kind != HOST_KIND:
+        return jnp.full(leaf.shape, value, leaf.dtype, device=leaf.sharding)
+
+    def part(index: Any) -> np.ndarray:
+        sizes = (
+            len(range(*i.indices(n))) for i, n in zip(index, leaf.shape, strict=True)
+        )
+        return np.full(tuple(sizes), value, leaf.dtype)
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
 
 def _replaced(

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from whalejax.planner.tables.cpu_or_device import TableCost
 from whalejax.planner.tables.placement_record import placement_data, placement_of
 from whalejax.planner.tables.sections import Sections
 from whalejax.planner.tables_data import TablesData
+from whalejax.tables.device_use import DeviceUse
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 from whalejax.tables.tables_plan import TablesPlan
@@ -33,7 +34,7 @@ class TablesRecord:
     """Record of a plan's tables without the placement; see ``TablesPlan``.
 
     Attributes:
-        rows, model_paths, sections, cut: Fields of ``TablesPlan``, unchanged.
+        rows, model_paths, sections, cut, use: Fields of ``TablesPlan``, unchanged.
         refused: (path, reason why it is not a table) pairs.
         batch, batch_tree: Leaves of the global batch, and the containers around them.
         program_hash: Field of ``TablesPlan``, unchanged.
@@ -47,6 +48,7 @@ class TablesRecord:
     program_hash: str
     sections: Sections | None
     cut: tuple[TableCost, ...]
+    use: DeviceUse = field(default=DeviceUse(), metadata={"unless_default": True})
 
 
 def whole_plan(plan: TablesPlan) -> Plan:
@@ -64,13 +66,15 @@ def whole_plan(plan: TablesPlan) -> Plan:
         program_hash=plan.program_hash,
         sections=plan.sections,
         cut=plan.cut,
+        use=plan.use,
     )
     document = {**encode(record), "placement": placement_data(plan.placement)}
     if plan.beside is not None:
         document["beside"] = placement_data(plan.beside)
     # In the form of a file, so that a plan equals the one read back.
     data = TablesData(json.loads(json.dumps(document)))
-    return dataclasses.replace(plan.dense, tables=data, work=_whole_work(plan))
+    whole = plan.use.added_to(plan.dense)
+    return dataclasses.replace(whole, tables=data, work=_whole_work(plan))
 
 
 def _whole_work(plan: TablesPlan) -> ModelWork | None:
@@ -107,7 +111,7 @@ def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
     known: Any = record  # It has the batch in the form of a plan.
     return TablesPlan(
         placement=placement,
-        dense=dataclasses.replace(plan, tables=None),
+        dense=record.use.taken_from(dataclasses.replace(plan, tables=None)),
         rows=record.rows,
         refused=dict(record.refused),
         model_paths=record.model_paths,
@@ -116,6 +120,7 @@ def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
         program_hash=record.program_hash,
         beside=None if beside is None else placement_of(beside),
         cut=record.cut,
+        use=record.use,
     )
 
 

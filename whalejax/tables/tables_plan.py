@@ -16,6 +16,7 @@ from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.section_text import placed_text, placed_why
 from whalejax.planner.tables.sections import Sections
 from whalejax.planner.tables.table import Table
+from whalejax.tables.device_use import DeviceUse
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 
@@ -41,6 +42,7 @@ class TablesPlan:
         beside: Placement of the tables on the dense part's devices, if others are in
             processes.
         cut: Costs of each table in either section, if there may be two.
+        use: Memory and traffic of the tables on the dense part's devices.
     """
 
     placement: TablePlacement
@@ -53,6 +55,7 @@ class TablesPlan:
     program_hash: str = ""
     beside: TablePlacement | None = None
     cut: tuple[TableCost, ...] = ()
+    use: DeviceUse = DeviceUse()
 
     @property
     def all_tables(self) -> tuple[Table, ...]:

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
-from whalejax.meshes.checks import Arguments, is_array, is_number, is_printable, plain
+from whalejax.meshes.checks import (
+    Arguments,
+    is_array,
+    is_number,
+    is_printable,
+    plain,
+    short_repr,
+)
 from whalejax.meshes.errors import WhaleError
 from whalejax.user_code.argument_checks import (
     check_function,
@@ -377,8 +384,8 @@ def _reported(aux: Aux) -> Mapping[str, Any]:
     }
 
 
-def check_rows(metrics: Mapping[str, Any], size: int) -> None:
-    """Refuses ``samples=`` whose rows are not one per sample.
+def check_metrics(metrics: Mapping[str, Any], size: int) -> None:
+    """Refuses metrics that are no arrays, and ``samples=`` without a row per sample.
 
     Args:
         metrics: Metrics of a micro-batch.
@@ -390,7 +397,14 @@ def check_rows(metrics: Mapping[str, Any], size: int) -> None:
     import jax
 
     for name, metric in metrics.items():
-        if not isinstance(metric, ReportedValue) or metric.how != "concat":
+        merged = isinstance(metric, ReportedValue)
+        for leaf in jax.tree.leaves(metric.value if merged else metric):
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float):
+                raise WhaleError(
+                    f"loss_fn reports {name!r} with {short_repr(leaf)}; expected "
+                    "arrays or numbers. Leave it out of the values beside the loss"
+                )
+        if not merged or metric.how != "concat":
             continue
         shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(metric.value)]
         wrong = [shape for shape in shapes if shape[0] != size]

@@ -195,14 +195,14 @@ def _transfer_quantities(plan: Plan, data: Mapping[str, Any]) -> Iterator[Quanti
 def _memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ...]:
     terms = plan.memory
     lying = terms.params_bytes + terms.optimizer_bytes + terms.state_bytes
-    lying += terms.batch_bytes
+    lying += terms.batch_bytes + terms.tables_bytes
     predicted = {
         "arguments": lying,
         "temporaries": terms.temporary_bytes,
         "peak": terms.total_bytes,
     }
     names = ["arguments", "outputs", "temporaries", "peak"]
-    if plan.offload:
+    if plan.offload or terms.host_bytes:
         predicted["host"] = terms.host_bytes
         names.insert(-1, "host")
     return tuple(

@@ -146,21 +146,13 @@ def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
     import jax
 
     from whalejax.planner.plan.plan import Plan
-    from whalejax.runtime.train_step import step_of
 
     plan = Plan.from_document(request.plan)
     phase.append("describing the topology")
     devices = _devices(request)[: plan.num_devices]
     phase.append("tracing the model")
     start = time.monotonic()
-    step = step_of(
-        plan,
-        request.adapter,
-        request.batch,
-        optimizer=request.optimizer,
-        batch_axes=request.batch_axes,
-        devices=devices,
-    )
+    step = _step(plan, request, devices)
     if plan.stage_plans:
         phase.append("compiling the stages")
         return {
@@ -169,7 +161,7 @@ def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
             "lower_seconds": time.monotonic() - start,
             **_stages(step.rehearse, plan),
         }
-    lowered = step.lower()
+    lowered = step.lower() if plan.tables is None else step.lower_shapes()
     between = time.monotonic()
     phase.append("compiling")
     dumps = request.target.platform == "tpu" and "activations" in plan.offload
@@ -183,6 +175,26 @@ def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
         "memory": _memory(compiled.memory_analysis(), devices[0].platform, heap),
         **_program(compiled.as_text(), plan.axis_sizes),
     }
+
+
+def _step(plan: Plan, request: CompileRequest, devices: list[Any]) -> Any:
+    """Returns the step of a plan on these devices, with tables if it has some."""
+    if plan.tables is None:
+        from whalejax.runtime.train_step import step_of
+
+        return step_of(
+            plan,
+            request.adapter,
+            request.batch,
+            optimizer=request.optimizer,
+            batch_axes=request.batch_axes,
+            devices=devices,
+        )
+    from whalejax.runtime.compile_tables import table_step_of
+
+    return table_step_of(
+        plan, request.adapter, request.batch, request.optimizer, devices
+    )
 
 
 def _stages(rehearse: Callable[[], Any], plan: Plan) -> dict[str, Any]:

@@ -134,14 +134,17 @@ class Save(Question[Saved]):
 
 
 class LookUp(Question[Vectors]):
-    """``arrays`` are the ids, ``int32[samples, columns]``."""
+    """``arrays`` are, for each buffer, ids ``int32[samples, columns]``, or named rows
+    ``int32[rows]``.
+    """
 
     step: Whole
     arrays: Arrays = ()
 
 
 class Update(Question[Updated]):
-    """``arrays`` are gradients, with the ids if the process may lack them.
+    """``arrays`` are the gradients for each buffer, then, if the process may lack them,
+    the arrays of the lookup.
 
     All lookups of the steps before ``received`` were received.
     """

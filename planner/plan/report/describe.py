@@ -161,6 +161,9 @@ SENT = {
     "ring": "keys and values that go round",
     "moments": "optimizer state that is averaged",
     "halo": "halos: samples of neighbours that windows reach into",
+    "ids": "ids, to the devices that hold their rows",
+    "rows": "rows of embedding tables",
+    "row gradients": "gradients of rows",
 }
 """Contents of collectives, in words."""
 

@@ -8,6 +8,7 @@ is in its row.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -281,16 +282,23 @@ def _shifts(
         QuantityChange(what=name, before=before.get(name, 0), after=after.get(name, 0))
         for name in dict.fromkeys([*before, *after])
     ]
-    changed = (shift for shift in found if shift.more)
+    changed = (
+        shift
+        for shift in found
+        if not math.isclose(shift.before, shift.after, rel_tol=1e-9)  # no rounding
+    )
     return tuple(sorted(changed, key=lambda shift: -abs(shift.more)))
 
 
 def _changes(before: PlanData, after: PlanData) -> tuple[SettingChange, ...]:
     pairs = zip(_settings(before), _settings(after), strict=True)
+    # The hash of a model includes its batch, which has a line of its own.
+    same = _parameters(before) == _parameters(after)
+    resized = same and [x.shape for x in before.batch] != [x.shape for x in after.batch]
     found = [
         SettingChange(what=what, before=old, after=new)
         for (what, old), (_, new) in pairs
-        if old != new
+        if old != new and not (what == "model" and resized)
     ]
     old, new = _regions(before), _regions(after)
     for name in dict.fromkeys([*old, *new]):
@@ -300,6 +308,10 @@ def _changes(before: PlanData, after: PlanData) -> tuple[SettingChange, ...]:
                 SettingChange(what="axes", before=next(words), after=next(words))
             )
     return tuple(found)
+
+
+def _parameters(plan: PlanData) -> list[tuple[object, ...]]:
+    return [(leaf.path, leaf.shape, leaf.dtype, leaf.trained) for leaf in plan.leaves]
 
 
 def _settings(plan: PlanData) -> list[tuple[str, str]]:

@@ -190,17 +190,19 @@ def check_export(
     name: object = "train",
     image: object = None,
     command: object = None,
+    called: str = "form",
 ) -> None:
     """Refuses arguments that no plan can be exported with.
 
     Args:
         form, name, image, command: Arguments of ``export``.
+        called: Name of the user's argument for the format.
 
     Raises:
         PlanError: Lists every wrong argument.
     """
     problems = Arguments("export", PlanError)
-    problems.choice("form", form, FORMS)
+    problems.choice(called, form, FORMS)
     known = isinstance(form, str) and form in FORMS
     if not (isinstance(name, str) and re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name)):
         problems.refuse("name", name, "small letters, digits and -, such as 'train'")
@@ -210,7 +212,9 @@ def check_export(
         elif text is not None and known and form in FORMS[:4]:
             problems.add(f"{what} is for jobset and skypilot; {form} has none")
     if known and form == "jobset" and image is None:
-        problems.add("image is missing; a JobSet needs a container image")
+        problems.add(
+            "image is missing; a JobSet needs a container image: image=, or --image"
+        )
     problems.raise_if_any()
 
 

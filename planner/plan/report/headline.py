@@ -161,6 +161,11 @@ def model_words(work: ModelWork) -> list[str]:
         size += f", {count_digits(work.trained)} trained"
     if work.active < work.parameters:
         size += f", {count_digits(work.active)} active for a token"
+    if work.chosen < work.active:
+        size += (
+            f", {count_digits(work.chosen)} chosen for a token, though every expert "
+            "computes it"
+        )
     batch = count_text(work.samples, "sample")
     if work.tokens:
         batch += f", {work.tokens:,} tokens"

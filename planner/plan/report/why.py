@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.cost_terms import precision_words
@@ -102,6 +103,10 @@ def pipeline_words(plan: PlanData) -> list[str]:
     if len(set(each)) < 2:
         return each[:1]
     return [f"pipeline {number}: {words}" for number, words in enumerate(each)]
+
+
+NOT_READ: Final = "the loss does not read it"
+"""Note of a parameter without an effect on the loss."""
 
 
 def leaf_note(
@@ -203,7 +208,7 @@ def why(plan: PlanData, leaf: LeafPlan) -> str:
     )
     if leaf.hosted:
         lines.append("  is in host memory: layers come to the device to be read")
-    if leaf.note:
+    if leaf.note and leaf.note != NOT_READ:
         lines.append(f"  whole because {leaf.note}")
     if home is not plan:
         lines.append(f"  lies on {_stage_words(plan, leaf.path)}")
@@ -293,6 +298,8 @@ def _whole_reason(
     names: tuple[str, ...],
     roles: Mapping[str, object],
 ) -> str:
+    if leaf.note == NOT_READ:
+        return f"whole: {NOT_READ}"
     role = roles.get(names[0]) if names else None
     blocked = getattr(role, "unshardable", "")
     if blocked:

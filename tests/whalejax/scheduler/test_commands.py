@@ -131,7 +131,11 @@ def test_a_simulation_shows_its_progress_on_a_terminal(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["jobs"], "Missing subcommand"),
+        (["jobs"], "no command is given. Commands: simulate, serve, add, "),
+        (
+            ["jobs", "ad"],
+            "there is no command 'jobs ad'. Did you mean 'add'? Commands: ",
+        ),
         (["jobs", "add"], "--devices"),
         (
             ["jobs", "simulate", "none.csv", "--cluster", "h100:4"],

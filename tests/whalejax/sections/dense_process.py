@@ -6,6 +6,7 @@ python -m tests.whalejax.sections.dense_process FOLDER STEPS STALENESS PAUSE
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ def main(folder: Path, steps: int, staleness: int, pause: float) -> None:
     step: Any = wh.compile_tables(
         plan, loss, make_net(np.float32), section_run=run, **given
     )
+    (folder / "pid").write_text(str(os.getpid()))
     with step, (folder / "losses").open("a") as file:
         state = step.resume() or step.init_from(make_net(np.float32))
         for number in range(int(state.step), steps):

@@ -131,6 +131,47 @@ def test_the_launcher_starts_a_killed_process_again(tmp_path: Path) -> None:
     assert done.returncode == 2 and "it keeps one process" in done.stderr
 
 
+KEEPER: Final = """import json, sys
+from pathlib import Path
+from whalejax.processes.restarting_processes import Keeper, KeptCommand
+
+program = KeptCommand(name="script", command=json.loads(sys.argv[1]))
+sys.exit(Keeper([program], Path(sys.argv[2]), print, silent_seconds=10.0).run())
+"""
+
+
+def test_a_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
+    steps, alone, stopped = 23, tmp_path / "alone", tmp_path / "stopped"
+    assert start(alone, steps, 2, 0.0).wait(DEADLINE) == 0
+    stopped.mkdir()
+    module = "tests.whalejax.sections.dense_process"
+    words = [sys.executable, "-m", module, str(stopped), str(steps), "2", "0.2"]
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", KEEPER, json.dumps(words), str(tmp_path / "logs")],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + DEADLINE
+    while max(losses_of(stopped), default=-1) < 8:
+        assert keeper.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    first = int((stopped / "pid").read_text())
+    os.kill(first, signal.SIGSTOP)
+    said, _ = keeper.communicate(timeout=DEADLINE)
+    assert keeper.returncode == 0 and "script stands still: no beat for" in said
+    assert int((stopped / "pid").read_text()) != first
+    found, expected = losses_of(stopped), losses_of(alone)
+    assert set(found) == set(range(steps))
+    assert all(set(each) == set(expected[n]) for n, each in found.items())
+    with np.load(stopped / "rows.npz") as rows, np.load(alone / "rows.npz") as others:
+        assert not rows["over"].any()
+        for name in TABLES:
+            np.testing.assert_array_equal(rows[name], others[name])
+    assert not list((tmp_path / "logs").glob("*.beat"))
+
+
 SHELL: Final = """import os, sys
 open(sys.argv[1], "a").write(sys.argv[2] + chr(10))
 os.execv("/bin/sh", ["sh", "-c", sys.argv[3]])

@@ -19,7 +19,7 @@ from whalejax.tables.sparse_optimizers import sparse_optimizer
 
 
 ROWS, WIDTH = 5, 16
-IDS: Final = np.array([[0], [3], [3]], np.int32)
+IDS: Final = (np.array([[0], [3], [3]], np.int32),)
 
 
 def make_rows(staleness: int) -> SparseRows:
@@ -48,8 +48,8 @@ def make_rows(staleness: int) -> SparseRows:
     return rows
 
 
-def ones() -> np.ndarray:
-    return np.ones((3, WIDTH), np.float32)
+def ones() -> tuple[np.ndarray]:
+    return (np.ones((3, WIDTH), np.float32),)
 
 
 def counts(rows: SparseRows) -> list[float]:

@@ -1,0 +1,207 @@
+"""Predicted memory and traffic of the tables on the devices of the dense part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from whalejax.planner.cost_terms import MemoryTerms
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import Collective, CollectiveKind
+from whalejax.planner.tables.placement import TablePlacement
+from whalejax.tables.layout import BufferKey, TableLayout, make_layout
+from whalejax.tables.recognize import Lookup
+from whalejax.tables.sparse_optimizers import SparseOptimizer
+
+
+TABLE_CONTENTS: Final = ("ids", "rows", "row gradients")
+"""Contents of the collectives of tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """Memory and traffic of tables on each device that computes the dense part.
+
+    Attributes:
+        stored_bytes: Bytes of rows and their optimizer state on a device; every device
+            has as many as the fullest.
+        host_bytes: Bytes of rows and their state in host memory, for each device.
+        vectors_bytes: Bytes of looked-up vectors that the dense part of a device reads.
+        exchange_bytes: Peak bytes of temporaries while rows are looked up or updated:
+            gradients of vectors, what is exchanged, and its copies.
+        collectives: Collectives of a step that move ids, rows and gradients.
+    """
+
+    stored_bytes: int = 0
+    host_bytes: int = 0
+    vectors_bytes: int = 0
+    exchange_bytes: int = 0
+    collectives: tuple[Collective, ...] = ()
+
+    def added_to(self, plan: Plan) -> Plan:
+        """Returns the plan of the dense part with the memory and traffic of tables.
+
+        Lookups and updates come before and after the dense part, so that only the
+        larger of the temporaries counts.
+
+        Args:
+            plan: Plan of the dense part.
+        """
+        return dataclasses.replace(
+            plan,
+            memory=self.memory_with(plan.memory),
+            collectives=(*plan.collectives, *self.collectives),
+        )
+
+    def taken_from(self, plan: Plan) -> Plan:
+        """Returns the plan of the dense part: the inverse of ``added_to``.
+
+        Args:
+            plan: Plan with the memory and traffic of tables.
+        """
+        dense = dataclasses.replace(
+            plan.memory,
+            batch_bytes=plan.memory.batch_bytes + self.vectors_bytes,
+            activations_bytes=plan.memory.activations_bytes - self.vectors_bytes,
+            tables_bytes=0,
+            lookups_bytes=0,
+            host_bytes=max(0, plan.memory.host_bytes - self.host_bytes),
+        )
+        kept = (c for c in plan.collectives if c.what not in TABLE_CONTENTS)
+        return dataclasses.replace(plan, memory=dense, collectives=tuple(kept))
+
+    def memory_with(self, dense: MemoryTerms) -> MemoryTerms:
+        """Returns the memory of a step, from that of the dense part.
+
+        Vectors are a part of the dense part's batch, and made within a step.
+
+        Args:
+            dense: Memory of the dense part.
+        """
+        more = self.exchange_bytes - dense.temporary_bytes
+        return dataclasses.replace(
+            dense,
+            batch_bytes=dense.batch_bytes - self.vectors_bytes,
+            activations_bytes=dense.activations_bytes + self.vectors_bytes,
+            tables_bytes=self.stored_bytes,
+            lookups_bytes=max(0, more),
+            host_bytes=dense.host_bytes + self.host_bytes,
+        )
+
+
+def predict_device_use(
+    placement: TablePlacement,
+    lookups: Sequence[Lookup],
+    names: Sequence[str],
+    optimizer: SparseOptimizer,
+    axes: Mapping[str, int],
+) -> DeviceUse:
+    """Predicts the memory and traffic of a placement's tables.
+
+    Args:
+        placement: Placement of tables on the devices of the dense part.
+        lookups: All lookups of the loss.
+        names: Name of the table of each lookup.
+        optimizer: Update rule of rows.
+        axes: Sizes of the mesh axes that divide the batch.
+    """
+    tables = {table.name: table for table in placement.tables}
+    held = [n for n, name in enumerate(names) if name in tables]
+    lookups, names = [lookups[n] for n in held], [names[n] for n in held]
+    samples = lookups[0].shape[0]
+    layout = make_layout(placement, lookups, names, samples // placement.ranks.count)
+    element_bytes = placement.tables[0].element_bytes
+    stored = {"device": 0, "host": 0, "node": 0}
+    for key, each in layout.widths.items():
+        row = key.width * element_bytes
+        row += optimizer.state_bytes_per_row(key.width, element_bytes)
+        stored[key.memory] += each.rows * row
+    whole = [(tables[name].rows, tables[name].width) for name in layout.replicated]
+    divided = tuple(name for name, size in axes.items() if size > 1)
+    copies = sum(
+        rows
+        * (width * element_bytes + optimizer.state_bytes_per_row(width, element_bytes))
+        for rows, width in whole
+    )
+    return DeviceUse(
+        stored_bytes=stored["device"] + stored["node"] + copies,
+        host_bytes=stored["host"],
+        vectors_bytes=_own_vectors(layout, lookups) * element_bytes,
+        exchange_bytes=_peak_elements(layout, lookups, optimizer) * element_bytes,
+        collectives=tuple(_collectives(layout, samples, whole, element_bytes, divided)),
+    )
+
+
+def _own_vectors(layout: TableLayout, lookups: Sequence[Lookup]) -> int:
+    """Returns the elements of the vectors of a rank's samples."""
+    own = lookups[0].shape[0] // layout.ranks
+    return sum(own * one.num_vectors * one.width for one in lookups)
+
+
+def _peak_elements(
+    layout: TableLayout, lookups: Sequence[Lookup], optimizer: SparseOptimizer
+) -> int:
+    """Returns the most elements of vectors that a lookup or an update needs at once.
+
+    In an update there are, of each received row, its gradient and its sum, and old and
+    new values of its state.
+    """
+    samples = lookups[0].shape[0]
+    own = samples // layout.ranks
+    exchanged = samples * layout.vector_elements
+    exchanged += layout.ranks * (layout.block_elements(1) + layout.request_elements)
+    by_id = sum(own * one.num_ids * one.width for one in lookups)
+    looked_up = 2 * exchanged + sum(
+        samples * each.num_ids * key.width for key, each in layout.widths.items()
+    )
+    returned = 2 * exchanged + (2 * by_id if layout.requests else 0)
+    updated = exchanged
+    for key, count in _rows_updated(layout, samples).items():
+        widths = (optimizer.state_width(n, key.width) for n in optimizer.state_names)
+        updated += 2 * count * (key.width + sum(widths))
+    return _own_vectors(layout, lookups) + max(looked_up, returned, updated)
+
+
+def _rows_updated(layout: TableLayout, samples: int) -> dict[BufferKey, int]:
+    """Returns the gradients of rows that a rank receives, by buffer."""
+    rows = {key: samples * each.num_ids for key, each in layout.widths.items()}
+    for key, room in layout.requests.items():
+        rows[key] += layout.ranks * room
+    for key, places in layout.blocks.items():
+        rows[key] += places.shape[1]
+    return rows
+
+
+def _collectives(
+    layout: TableLayout,
+    samples: int,
+    whole: Sequence[tuple[int, int]],
+    element_bytes: int,
+    axes: tuple[str, ...],
+) -> Iterator[Collective]:
+    """Yields the collectives over all ranks; those of single nodes have no axis."""
+    if layout.ranks == 1:
+        return
+    others = layout.ranks - 1
+    ids = layout.id_bytes(samples) // others
+    sent = layout.exchanged_bytes(samples, element_bytes) // others
+    back = layout.exchanged_bytes(samples, element_bytes, backward=True) // others
+    sums = sum(rows * (width + 1) for rows, width in whole) * element_bytes
+    moved: tuple[tuple[CollectiveKind, str, str, int], ...] = (
+        ("all-to-all", "forward", "ids", ids),
+        ("all-to-all", "forward", "rows", sent),
+        ("all-to-all", "backward", "row gradients", back),
+        ("all-reduce", "backward", "row gradients", sums),
+    )
+    for kind, phase, what, nbytes in moved:
+        if nbytes:
+            yield Collective(
+                kind=kind,
+                axes=axes,
+                phase=phase,
+                what=what,
+                payload_bytes=nbytes,
+                count=1,
+            )
