@@ -138,6 +138,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "tp": (lambda: planned(mesh={"tp": 2}), "'tp' .* Did you mean 'tensor'"),
     "pp": (lambda: planned(mesh={"pp": 2}), "'pp' .* Did you mean 'stage'"),
     "model axis": (lambda: planned(mesh={"model": 2}), "Did you mean 'tensor'"),
+    "axis of the metadata": (
+        lambda: planned(axis_names={"model": "tp"}),
+        "axis_names maps 'model' to 'tp'; expected one of .* Did you mean 'tensor'?",
+    ),
     "misspelt axis": (lambda: planned(mesh={"tensr": 2}), "Did you mean 'tensor'"),
     "bfloat16": (lambda: planned(precision="bfloat16"), "Did you mean 'bf16'"),
     "fp16": (lambda: planned(precision="fp16"), "Did you mean 'f16'"),
