@@ -11,6 +11,7 @@ True
 if __name__ == "models":
     raise ImportError("import whalejax.models, not models")
 
+import dataclasses
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -114,6 +115,17 @@ def widened(name: str, overrides: Mapping[str, Any]) -> dict[str, int]:
         if whole > 0 and not rest and option not in overrides:
             result[option] = whole
     return {} if embed == base.embed else result
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """Returns the names of the fields of a model's configuration.
+
+    >>> "hidden" in option_names("mlp"), "hidden" in option_names("gpt")
+    (True, False)
+    """
+    module_name, size = pick(name, _NAMES, "model")
+    sizes = importlib.import_module(f"whalejax.models.{module_name}").SIZES
+    return tuple(field.name for field in dataclasses.fields(sizes[size]))
 
 
 def job(name: str, **overrides: Any) -> "Job":

@@ -111,7 +111,11 @@ def _part(term: str, problems: Problems) -> _Part | None:
         return None
     part = _entry(match[1])
     if part is None:
-        problems.add(f"{unknown_kind(match[1])}{DESCRIBE_IN_TOML}")
+        problems.add(
+            f"{term!r}: local stands for all devices of this machine, without a number"
+            if match[1].strip() == "local"
+            else f"{unknown_kind(match[1])}{DESCRIBE_IN_TOML}"
+        )
         return None
     digits = match[2].split("x")
     if max(map(len, digits)) > len(str(MAX_DEVICES)):

@@ -139,7 +139,7 @@ def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
         right = isinstance(value, Sequence) and all(
             isinstance(n, int | np.integer) and n >= 1 for n in value
         )
-        expected = "whole numbers of at least 1"
+        expected = "whole numbers of at least 1, such as 64,32"
     else:
         right = "dtype" not in name or _is_dtype(value)
         expected = f"one of {', '.join(DTYPES)}"

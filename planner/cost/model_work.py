@@ -200,6 +200,9 @@ def _multiplied_rows(graph: Graph, lookups: Mapping[int, _Lookup]) -> int:
         if leaves:
             for result in op.results:
                 carried[result] = carried.get(result, frozenset()) | leaves
+    if not work:  # A table alone, whose rows are all that is computed.
+        read = [x.rows for x in lookups.values() if x.rows > graph.batch_size]
+        return max(read, default=0)
     if token_work < _TOKEN_WORK * work:
         return 0  # Work may be proportional to samples.
     return sum(

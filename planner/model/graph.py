@@ -382,9 +382,15 @@ class Graph:
         """
         return tuple(t for t in self.tensors if t.kind == "param")
 
-    def unread_weights(self) -> tuple[Tensor, ...]:
-        """Returns the trained weights on which the loss does not depend."""
-        read = self._read_by({self.loss, *(self.whole if self.weighted else ())})
+    def unread_weights(self, *, gradient: bool = False) -> tuple[Tensor, ...]:
+        """Returns the trained weights on which the loss does not depend.
+
+        Args:
+            gradient: Whether to return those that no gradient reaches: also weights
+                that are read behind a ``stop_gradient`` alone.
+        """
+        results = {self.loss, *(self.whole if self.weighted else ())}
+        read = self._read_by(results, gradient=gradient)
         return tuple(t for t in self.params if not t.frozen and t.id not in read)
 
     def unused_state(self) -> tuple[Tensor, ...]:
@@ -393,10 +399,14 @@ class Graph:
         read = self._read_by({self.loss, *self.whole} - {t.id for t in state})
         return tuple(t for t in state if t.id in self.whole and t.id not in read)
 
-    def _read_by(self, results: Collection[int]) -> set[int]:
+    def _read_by(self, results: Collection[int], *, gradient: bool = False) -> set[int]:
         """Returns the tensors on which results depend, and the results.
 
         A loop that they read is taken to read everything that its body passes on.
+
+        Args:
+            results: Ids of the results.
+            gradient: Whether only values count through which a gradient flows.
         """
         carried: dict[tuple[int, ...], list[int]] = {}
         for op in self.ops:
@@ -404,7 +414,8 @@ class Graph:
                 carried.setdefault(op.position, []).extend(op.operands)
         read = {*results}
         for op in reversed(self.ops):
-            if not read.isdisjoint(op.results):
+            flows = any(self.tensors[t].differentiable for t in op.results)
+            if not read.isdisjoint(op.results) and (flows or not gradient):
                 read.update(op.operands)
                 if op.kind in LOOPS:
                     read.update(carried.get(op.position, ()))

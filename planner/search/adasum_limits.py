@@ -129,7 +129,7 @@ def _of_storage(request: Request) -> Iterator[str]:
 
 def _of_parameters(graph: Graph) -> Iterator[str]:
     trained = [t for t in graph.params if not t.frozen]
-    unread = [t.path for t in graph.unread_weights()]
+    unread = [t.path for t in graph.unread_weights(gradient=True)]
     if unread:
         some = ", ".join(unread[:3]) + " …" * (len(unread) > 3)
         yield (

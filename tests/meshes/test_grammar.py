@@ -186,6 +186,10 @@ def test_the_slices_next_to_any_lengths_are_offered(name: str) -> None:
         ("h100x8", "'h100x8' has no colon. Write h100:8"),
         ("h100 8", "'h100 8' has no colon. Write h100:8"),
         (
+            "local:8",
+            "'local:8': local stands for all devices of this machine, without a number",
+        ),
+        (
             "h100:8,a100:8",
             "'h100:8,a100:8' has a comma. Write + between nodes of several kinds, and "
             "several clusters as separate texts",

@@ -528,6 +528,12 @@ def test_options_of_a_model_are_set_from_words() -> None:
     assert job.name.startswith("gpt")
     with pytest.raises(WhaleError, match="has no option 'layerz'; nearest: layers"):
         main.find_job("gpt", {"layerz": 2})
+    # A multilayer perceptron has hidden layers of its own.
+    wide = main.find_job("mlp-test", named_values(["hidden=64,32"]))
+    shapes = {x.shape for x in jax.tree.leaves(jobs.abstract_model(wide))}
+    assert (64, 32) in shapes
+    with pytest.raises(WhaleError, match="hidden is -3; expected whole numbers"):
+        main.find_job("mlp-test", {"hidden": -3})
 
 
 @pytest.mark.parametrize("name", models.available())

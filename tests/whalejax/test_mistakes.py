@@ -138,6 +138,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "tp": (lambda: planned(mesh={"tp": 2}), "'tp' .* Did you mean 'tensor'"),
     "pp": (lambda: planned(mesh={"pp": 2}), "'pp' .* Did you mean 'stage'"),
     "model axis": (lambda: planned(mesh={"model": 2}), "Did you mean 'tensor'"),
+    "axis of the metadata": (
+        lambda: planned(axis_names={"model": "tp"}),
+        "axis_names maps 'model' to 'tp'; expected one of .* Did you mean 'tensor'?",
+    ),
     "misspelt axis": (lambda: planned(mesh={"tensr": 2}), "Did you mean 'tensor'"),
     "bfloat16": (lambda: planned(precision="bfloat16"), "Did you mean 'bf16'"),
     "fp16": (lambda: planned(precision="fp16"), "Did you mean 'f16'"),
@@ -409,6 +413,33 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "number for a run": (lambda: called(wh.loop.latest, 3), "save_dir is 3; expected"),
     "number for the best": (lambda: called(wh.loop.best, 3), "save_dir is 3; expected"),
+    "loop of unknown length": (
+        lambda: planned(
+            lambda w, b: jax.lax.while_loop(
+                lambda c: c[0] < 3,
+                lambda c: (c[0] + 1, jnp.tanh(c[1] * w["a"]["w"].sum())),
+                (0, b["x"]),
+            )[1].mean(),
+            WEIGHTS,
+            BATCH,
+        ),
+        r"the loss has no gradient \(while\): Reverse-mode differentiation does not",
+    ),
+    "callback without a derivative": (
+        lambda: planned(
+            lambda w, b: (
+                linear(w, b)
+                + jax.pure_callback(
+                    lambda x: np.float32(1),
+                    jax.ShapeDtypeStruct((), jnp.float32),
+                    w["a"]["w"].sum(),
+                )
+            ),
+            WEIGHTS,
+            BATCH,
+        ),
+        r"the loss has no gradient \(pure_callback\): Pure callbacks do not support",
+    ),
     "loss of vectors": (
         lambda: planned(lambda m, b: (m(b["x"]) - b["y"]) ** 2, net(), BATCH),
         r"the loss has shape \(16, 4\); expected a scalar",

@@ -709,8 +709,8 @@ def test_a_parameter_that_the_loss_does_not_read_is_named() -> None:
 
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     plan = wh.plan(loss, net, x, optimizer=optax.adam(1e-3), cluster="h100:8")
-    (note,) = [note for note in plan.notes if "does not depend on" in note]
-    assert note.startswith("count, down, extra and 1 more (102 kB): the loss does not")
+    (note,) = [note for note in plan.notes if "no gradient of" in note]
+    assert note.startswith("count, down, extra and 1 more (102 kB): no gradient of the")
     assert "two" in "".join(x.path for x in plan.leaves if x.note)
     assert "whole: the loss does not read it" in plan.why("two")
     kept = wh.plan(
@@ -721,7 +721,24 @@ def test_a_parameter_that_the_loss_does_not_read_is_named() -> None:
         cluster="h100:8",
         trainable=["up", "one"],
     )
-    assert not any("does not depend on" in note for note in kept.notes)
+    assert not any("no gradient of" in note for note in kept.notes)
+
+
+def test_a_parameter_behind_a_stopped_gradient_is_named() -> None:
+    net = {"w": jnp.zeros((32, 32)), "u": jnp.zeros((32, 32))}
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    plan = wh.plan(
+        lambda net, x: jnp.tanh(
+            x @ net["w"] + jax.lax.stop_gradient(x @ net["u"])
+        ).sum(),
+        net,
+        x,
+        optimizer=optax.adam(1e-3),
+        cluster="h100:8",
+    )
+    (note,) = [note for note in plan.notes if "no gradient of" in note]
+    assert note.startswith("u (4.1 kB): no gradient of the loss reaches it")
+    assert "does not read" not in plan.why("u")
 
 
 def test_a_plan_without_an_optimizer_says_so() -> None:

@@ -42,6 +42,7 @@ from whalejax.adapters.pytrees import (
     Selection,
 )
 from whalejax.adapters.refused_states import refuse_training_states
+from whalejax.meshes.arguments.near_names import AXIS_SYNONYMS, near_hint
 from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.sharding.layout import MESH_AXES
@@ -325,8 +326,8 @@ def _checked_axis_names(axis_names: Any, problems: Problems) -> Mapping[str, str
         if not isinstance(ours, str) or ours not in MESH_AXES:
             problems.add(
                 f"axis_names maps {short_repr(theirs)} to {short_repr(ours)}; "
-                "expected one of "
-                f"{', '.join(MESH_AXES)}"
+                f"expected one of {', '.join(MESH_AXES)}"
+                f"{near_hint(ours, MESH_AXES, AXIS_SYNONYMS)}"
             )
     return axis_names
 

@@ -47,16 +47,16 @@ def _forgotten_note(graph: Graph) -> list[str]:
 
 def unread_note(graph: Graph) -> list[str]:
     """Returns the note on trained parameters without an effect on the loss."""
-    unread = graph.unread_weights()
+    unread = graph.unread_weights(gradient=True)
     if not unread:
         return []
     names = [tensor.path for tensor in unread]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     size = gigabytes(sum(tensor.nbytes for tensor in unread))
     return [
-        f"{', '.join(names[:3])}{more} ({size}): the loss does not depend on "
-        f"{'it' if len(names) == 1 else 'them'}, so the gradient is zero, and memory "
-        "and the update are needed all the same; trainable= leaves parameters out"
+        f"{', '.join(names[:3])}{more} ({size}): no gradient of the loss reaches "
+        f"{'it' if len(names) == 1 else 'them'}. Memory and update are counted all the "
+        "same; trainable= leaves parameters out"
     ]
 
 

@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +72,11 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
     from whalejax import models
 
     if name in models.available():
-        words = {SYNONYMS.get(key, key): v for key, v in (options or {}).items()}
+        own = models.option_names(name)
+        words = {
+            key if key in own else SYNONYMS.get(key, key): value
+            for key, value in (options or {}).items()
+        }
         if wider := models.widened(name, words):
             sizes = " ".join(f"{key}={value}" for key, value in wider.items())
             text = f"{sizes}, in proportion to hidden as in {name}; --set fixes others"
@@ -91,7 +96,8 @@ def named_values(
 ) -> dict[str, Any]:
     """Parses ``NAME=VALUE`` words.
 
-    Values are numbers, ``true`` and ``false``, or text.
+    Values are numbers, several whole numbers with commas, ``true`` and ``false``, or
+    text.
 
     Args:
         words: Words of the command line.
@@ -118,10 +124,14 @@ def named_values(
     return values
 
 
-def value_of(text: str) -> int | float | bool | str:
-    """Returns the number or boolean that a word represents, or the word itself."""
+def value_of(text: str) -> int | float | bool | str | tuple[int, ...]:
+    """Returns the number, the boolean or the whole numbers with commas that a word
+    represents, or the word itself.
+    """
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    if re.fullmatch(r"\d+(,\d+)+", text):
+        return tuple(map(int, text.split(",")))
     for kind in (int, float):
         try:
             return kind(text.replace("_", ""))

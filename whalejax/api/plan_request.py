@@ -64,6 +64,7 @@ from whalejax.capture.batch import (
     with_length,
 )
 from whalejax.capture.batch import batch_leaves as micro_leaves
+from whalejax.capture.gradient_check import check_has_gradient
 from whalejax.capture.loss_options import fixed_options
 from whalejax.capture.loss_programs import (
     Programs,
@@ -218,6 +219,8 @@ class PlanQuestion:
             return dataclasses.replace(result, question=self)
         question, notes = self._with_precision()
         programs = question.programs()
+        if self.request.optimizer is not None:
+            check_has_gradient(programs.traced.captured)
         rules = question.split_rules(programs)
         rules.check()
         wanted = question.search_request(programs)
