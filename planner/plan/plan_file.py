@@ -31,7 +31,7 @@ from whalejax.planner.plan_errors import PlanError
 
 P = TypeVar("P", bound=PlanData)
 
-_READ_TOO: Final = (15,)
+_READ_TOO: Final = (15, 16)
 """Older formats that are still read, since their layouts are the same."""
 
 _VERSION, _HASH, _WHOLE = "whalejax_plan", "hash", "document_hash"
@@ -150,6 +150,8 @@ def _upgraded(data: Any) -> Any:
     result = {k: _upgraded(v) for k, v in data.items() if k not in RETIRED_FACTS}
     if "model_hash" in result and result.get("version") in _READ_TOO:
         result["version"] = PLAN_VERSION
+    if "step_flops" in result:  # Formats before 17 have no such field.
+        result.setdefault("chosen", result.get("active"))
     return result
 
 

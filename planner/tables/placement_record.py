@@ -19,6 +19,10 @@ from whalejax.planner.tables.storage_options import Item, Objective
 from whalejax.planner.tables.table import Table
 
 
+_MOST_BYTES = 1 << 30
+"""Largest size of the rows of a table in a file, when they are decompressed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRecord:
     """A table without the counts of its rows; see ``Table``."""
@@ -122,9 +126,12 @@ def _rows_of(text: str) -> np.ndarray:
         ValueError: The text has no rows.
     """
     try:
-        data = zlib.decompress(base64.b64decode(text, validate=True))
+        inflating = zlib.decompressobj()
+        data = inflating.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
     except zlib.error as error:
         raise ValueError(str(error)) from None
+    if not inflating.eof:
+        raise ValueError(f"its rows are cut off, or have over {_MOST_BYTES} bytes")
     return np.cumsum(np.frombuffer(data, "<i4"), dtype=np.int64)
 
 

@@ -17,6 +17,7 @@ from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, example, plan_of
 from whalejax.planner.plan.plan import PLAN_VERSION, Plan
 from whalejax.planner.plan.plan_file import document_hash
+from whalejax.planner.plan_entries import ModelWork
 from whalejax.planner.plan_errors import PlanError
 
 
@@ -170,9 +171,27 @@ def test_an_edited_file(saved: Path) -> None:
     assert text.endswith("Make it again with whalejax plan")
 
 
-def test_a_plan_of_the_format_before_is_read(plan: Plan, saved: Path) -> None:
+@pytest.mark.parametrize("version", [15, 16])
+def test_a_plan_of_a_format_before_is_read(
+    plan: Plan, saved: Path, version: int
+) -> None:
+    work = ModelWork(
+        parameters=8,
+        trained=8,
+        active=8,
+        chosen=8,
+        samples=4,
+        tokens=8,
+        step_flops=64,
+        dtype="float32",
+    )
+    plan = dataclasses.replace(plan, work=work)
+    plan.save(saved)
+
     def older(data: dict[str, Any]) -> None:
-        data.update(whalejax_plan=15, version=15, hash="of fields that there were")
+        hashed = "of fields that there were"
+        data.update(whalejax_plan=version, version=version, hash=hashed)
+        del data["work"]["chosen"]
         data["cluster"]["compiler"]["keeps_halos"] = True
         data["document_hash"] = document_hash(data)
 
