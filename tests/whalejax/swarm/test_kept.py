@@ -59,6 +59,18 @@ def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
     ]
 
 
+def test_a_peer_that_left_does_not_stand_still(tmp_path: Path) -> None:
+    """Its beats are forgotten when it ends, though they are silent from then on."""
+    beats = "for _ in 1 2 3 4 5 6; do touch $WHALEJAX_BEAT_FILE; sleep 0.1; done"
+    programs = [
+        KeptCommand(name="registry", command=("sleep", "4")),
+        KeptCommand(name="peer-1", command=("sh", "-c", beats)),
+    ]
+    said: list[str] = []
+    assert Keeper(programs, tmp_path, said.append, silent_seconds=2.0).run() == 0
+    assert not said
+
+
 def test_the_same_error_twice_ends_the_run(tmp_path: Path) -> None:
     peer = "echo 'WhaleError: another job'; exit 2"
     found, said = keeper(tmp_path, "sleep 1000", peer)
