@@ -97,6 +97,12 @@ def test_nothing_is_left_unfinished(python_files: PythonFiles) -> None:
     assert not marks, "\n".join(marks)
 
 
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "README.md"])
+def test_no_merge_is_half_done(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert not re.findall(r"^(?:<{7}|\|{7}|>{7}) .*", text, re.M)
+
+
 @pytest.mark.parametrize("room", LINKED_ROOMS)
 def test_room_is_a_relative_link(room: str) -> None:
     link = ROOT / "whalejax" / room

@@ -536,6 +536,18 @@ def test_options_of_a_model_are_set_from_words() -> None:
         main.find_job("mlp-test", {"hidden": -3})
 
 
+def test_numbers_with_commas_stay_text_for_a_function(here: Path) -> None:
+    """Only reference models have options of several numbers."""
+    (here / "named.py").write_text(
+        "import jobs\n"
+        "def make(names):\n"
+        "    assert names.split(',') == ['64', '32']\n"
+        "    return jobs.make()\n"
+    )
+    words = named_values(["names=64,32"])
+    assert main.find_job("named.py:make", words).name == "perceptron"
+
+
 @pytest.mark.parametrize("name", models.available())
 def test_what_goes_with_the_width_is_changed_with_it(
     name: str, capsys: Captured

@@ -133,6 +133,28 @@ def test_masks_have_the_length_of_their_tokens() -> None:
     assert longer.work is not None and longer.work.tokens == 64 * 40
 
 
+@pytest.mark.parametrize("features", [24, 23])
+def test_features_as_long_as_the_tokens_keep_their_length(features: int) -> None:
+    net = {
+        "words": jnp.zeros((24, 24)),
+        "out": jnp.zeros((24, 24)),
+        "dense": jnp.zeros((features, 24)),
+    }
+    batch = {
+        "ids": jax.ShapeDtypeStruct((64, 24), jnp.int32),
+        "dense": jax.ShapeDtypeStruct((64, features), jnp.float32),
+    }
+
+    def loss(net: Any, batch: Any) -> Any:
+        dense = batch["dense"] @ net["dense"]
+        return ((net["words"][batch["ids"]] + dense[:, None]) @ net["out"]).mean()
+
+    longer = wh.plan(loss, net, batch, cluster="h100:8").what_if(sequence=40)
+    shapes = {leaf.path: leaf.shape for leaf in longer.batch}
+    assert shapes == {"['ids']": (64, 40), "['dense']": (64, features)}
+    assert longer.work is not None and longer.work.tokens == 64 * 40
+
+
 def test_sequences_of_two_lengths_are_not_changed() -> None:
     job = models.job("t5-test")
     plan = wh.plan(

@@ -74,7 +74,7 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
     if name in models.available():
         own = models.option_names(name)
         words = {
-            key if key in own else SYNONYMS.get(key, key): value
+            key if key in own else SYNONYMS.get(key, key): _whole_numbers(value)
             for key, value in (options or {}).items()
         }
         if wider := models.widened(name, words):
@@ -91,13 +91,19 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
     )
 
 
+def _whole_numbers(value: Any) -> Any:
+    """Returns the numbers of a text such as ``64,32``; else the value itself."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)+", value):
+        return tuple(map(int, value.split(",")))
+    return value
+
+
 def named_values(
     words: Sequence[str], option: str = "--set", example: str = "layers=24"
 ) -> dict[str, Any]:
     """Parses ``NAME=VALUE`` words.
 
-    Values are numbers, several whole numbers with commas, ``true`` and ``false``, or
-    text.
+    Values are numbers, ``true`` and ``false``, or text.
 
     Args:
         words: Words of the command line.
@@ -124,14 +130,10 @@ def named_values(
     return values
 
 
-def value_of(text: str) -> int | float | bool | str | tuple[int, ...]:
-    """Returns the number, the boolean or the whole numbers with commas that a word
-    represents, or the word itself.
-    """
+def value_of(text: str) -> int | float | bool | str:
+    """Returns the number or boolean that a word represents, or the word itself."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if re.fullmatch(r"\d+(,\d+)+", text):
-        return tuple(map(int, text.split(",")))
     for kind in (int, float):
         try:
             return kind(text.replace("_", ""))

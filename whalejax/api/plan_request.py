@@ -281,8 +281,6 @@ class PlanQuestion:
         problems.raise_if_any()
         batch, cluster, axes = self.batch, self.cluster, self.request.batch_axes
         length = changes.pop("sequence", None)
-        if length is not None:
-            batch = with_length(batch, axes, int(length), self._sample_tokens)
         if "batch" in changes:
             batch = resize_batch(batch, axes, int(changes.pop("batch")))
         if "cluster" in changes:
@@ -296,18 +294,34 @@ class PlanQuestion:
             changes.setdefault("verified", False)  # nothing compiles an estimate
         request = dataclasses.replace(self.request, **changes)
         asked = dataclasses.replace(self, batch=batch, cluster=cluster, request=request)
-        try:
-            plan = asked.plan()
-        except (TypeError, ValueError) as error:
-            if length is None or isinstance(error, WhaleError):
-                raise
-            first = str(error).strip().partition("\n")[0]
+        if length is None:
+            return asked.plan()
+        return asked._plan_for_length(int(length), self._sample_tokens)
+
+    def _plan_for_length(self, length: int, tokens: int) -> Plan:
+        """Returns the plan for sequences of another length.
+
+        Args:
+            length: Number of tokens of a sample.
+            tokens: Number of tokens of a sample that the model reads now.
+        """
+        failed: Exception | None = None
+        for batch in with_length(self.batch, self.request.batch_axes, length, tokens):
+            try:
+                plan = dataclasses.replace(self, batch=batch).plan()
+                break
+            except (TypeError, ValueError) as error:
+                if isinstance(error, WhaleError):
+                    raise
+                failed = failed or error
+        else:
+            first = str(failed).strip().partition("\n")[0]
             raise PlanError(
                 f"the loss takes no sequences of {length} ({first}). A table of "
                 "positions has a length of its own: make the model for it"
-            ) from error
+            ) from failed
         beyond = [note for note in plan.notes if note.startswith(BEYOND)]
-        if length is not None and beyond:
+        if beyond:
             raise PlanError(
                 f"the loss takes no sequences of {length}. It {'. It '.join(beyond)}"
             )

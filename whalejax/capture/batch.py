@@ -5,6 +5,7 @@ All leaves must agree on the number of samples; all that do not are reported at 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -207,11 +208,14 @@ def sequence_length(batch: Any, batch_axes: Any, tokens: int) -> int | None:
     lengths = {leaf.shape[axis + 1] for leaf, axis in _sequences(batch, batch_axes)}
     if not tokens or not lengths or max(lengths) - min(lengths) > 1:
         return None
-    return tokens if tokens == min(lengths) - 1 else min(lengths)
+    return tokens if tokens in {*lengths, min(lengths) - 1} else min(lengths)
 
 
-def with_length(batch: Any, batch_axes: Any, size: int, tokens: int) -> Any:
+def with_length(batch: Any, batch_axes: Any, size: int, tokens: int) -> list[Any]:
     """Returns the shapes of a batch with sequences of another length.
+
+    Numbers of these lengths may be masks, which change with the tokens, or features,
+    which do not: the shapes are those with masks, then those with features.
 
     Args:
         batch: Arrays or shapes.
@@ -236,14 +240,26 @@ def with_length(batch: Any, batch_axes: Any, size: int, tokens: int) -> Any:
                 else "this loss reads no sequences of tokens. Leave it out"
             )
         )
-    changed = {id(leaf): axis + 1 for leaf, axis in _sequences(batch, batch_axes)}
+    changed = _sequences(batch, batch_axes)
+    tokens_only = [
+        (leaf, axis)
+        for leaf, axis in changed
+        if jnp.issubdtype(leaf.dtype, jnp.integer)
+    ]
+    ways = [changed] if len(changed) == len(tokens_only) else [changed, tokens_only]
+    return [_longer(batch, way, size - now) for way in ways]
+
+
+def _longer(batch: Any, changed: Sequence[tuple[Any, int]], more: int) -> Any:
+    """Returns the shapes of a batch, some leaves with more elements of a sample."""
+    axes = {id(leaf): axis + 1 for leaf, axis in changed}
     leaves, tree = jax.tree.flatten(batch)
     found = []
     for leaf in leaves:
         aval = aval_of(leaf)
         shape = list(aval.shape)
-        if id(leaf) in changed:
-            shape[changed[id(leaf)]] += size - now
+        if id(leaf) in axes:
+            shape[axes[id(leaf)]] += more
         found.append(_compat.abstract(tuple(shape), aval.dtype))
     return jax.tree.unflatten(tree, found)
 

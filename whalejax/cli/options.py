@@ -609,7 +609,7 @@ def prices(words: Sequence[str]) -> dict[str, float]:
     for word in words:
         name, _, text = word.partition("=")
         price = value_of(text)
-        if not name or isinstance(price, bool | str | tuple):
+        if not name or isinstance(price, bool | str):
             problems.add(f"{word!r} is no KIND=PRICE, such as h100=2.5")
         elif name in result:
             problems.add(f"{name} is given twice")

@@ -6,6 +6,7 @@ open; only silence tells. A process begins its beats when it has something to lo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -34,9 +35,11 @@ def begin_beats() -> Callable[[], None]:
 
     def run() -> None:
         while not ended.is_set():
-            file.touch()
+            with contextlib.suppress(OSError):  # The next beat may come through.
+                file.touch()
             ended.wait(BEAT_SECONDS)
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.unlink()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -152,6 +152,7 @@ class Keeper:
             name = key.data
             status = self._processes.take_exit_status(name)
             assert status is not None  # Each is a child of this process.
+            self._beats.forget(name)
             if self._status is None:
                 self._on_process_end(name, status)
 

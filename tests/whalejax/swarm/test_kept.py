@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main
 from whalejax.cli.swarm_options import SwarmServeCommand
 from whalejax.cli.swarm_processes import _words
+from whalejax.processes import beat_file
 from whalejax.processes.restarting_processes import Keeper, KeptCommand
 
 
@@ -57,6 +59,36 @@ def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
         "peer-1 ended by SIGKILL; it is started again",
         "registry ended by SIGKILL; it is started again",
     ]
+
+
+def test_a_peer_that_left_does_not_stand_still(tmp_path: Path) -> None:
+    """Its beats are forgotten when it ends, though they are silent from then on."""
+    beats = "for _ in 1 2 3 4 5 6; do touch $WHALEJAX_BEAT_FILE; sleep 0.1; done"
+    programs = [
+        KeptCommand(name="registry", command=("sleep", "4")),
+        KeptCommand(name="peer-1", command=("sh", "-c", beats)),
+    ]
+    said: list[str] = []
+    assert Keeper(programs, tmp_path, said.append, silent_seconds=2.0).run() == 0
+    assert not said
+
+
+def test_a_beat_that_fails_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that fails for a moment does not make a process silent."""
+    monkeypatch.setattr(beat_file, "BEAT_SECONDS", 0.05)
+    beat = tmp_path / "later" / "peer-1.beat"
+    monkeypatch.setenv(beat_file.BEAT_FILE, str(beat))
+    end = beat_file.begin_beats()
+    time.sleep(0.3)
+    beat.parent.mkdir()
+    deadline = time.monotonic() + 60
+    while not beat.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert beat.exists()
+    end()
+    assert not beat.exists()
 
 
 def test_the_same_error_twice_ends_the_run(tmp_path: Path) -> None:
