@@ -423,7 +423,10 @@ def test_lookups_are_counted() -> None:
         wh.count_lookups(loss, net, batches)
 
 
-def test_a_module_with_dropout_and_statistics_trains_as_in_one_program() -> None:
+@pytest.mark.parametrize("mesh", [None, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_a_module_with_dropout_and_statistics_trains_as_in_one_program(
+    mesh: Any,
+) -> None:
     class Net(nnx.Module):
         def __init__(self) -> None:
             rngs = nnx.Rngs(0)
@@ -446,9 +449,8 @@ def test_a_module_with_dropout_and_statistics_trains_as_in_one_program() -> None
         for b in (make_batch(n, np.float32) for n in range(3))
     ]
     optimizer, rows = optax.sgd(0.05), wh.sparse_optimizer("sgd", 0.05)
-    plan = wh.plan_tables(
-        loss, Net(), batches[0], rows=rows, optimizer=optimizer, cluster="cpu:8"
-    )
+    given: Any = {"rows": rows, "optimizer": optimizer, "mesh": mesh}
+    plan = wh.plan_tables(loss, Net(), batches[0], cluster="cpu:8", **given)
     step = wh.compile_tables(plan, loss, Net(), optimizer=optimizer)
     whole = wh.plan(loss, Net(), batches[0], optimizer=optimizer, cluster="cpu:1")
     one = wh.compile(whole, loss, Net(), optimizer=optimizer, devices=jax.devices()[:1])
@@ -463,6 +465,24 @@ def test_a_module_with_dropout_and_statistics_trains_as_in_one_program() -> None
     models = step.model(states[0]), states[1].model
     left, right = (nnx.state(m, (nnx.Param, nnx.BatchStat)) for m in models)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), left, right)
+
+
+def test_a_model_of_tables_alone_is_trained() -> None:
+    def norms(net: Any, batch: Any) -> jax.Array:
+        return jnp.mean(net["user"][batch["user"]] ** 2)
+
+    net, batch = {"user": make_net(np.float32)["user"]}, make_batch(0, np.float32)
+    ids = {"user": batch["user"]}
+    given: Any = {"optimizer": optax.sgd(0.5)}
+    rows = wh.sparse_optimizer("sgd", 0.5)
+    plan = wh.plan_tables(norms, net, ids, rows=rows, cluster="cpu:4", **given)
+    step = wh.compile_tables(plan, norms, net, devices=jax.devices()[:4], **given)
+    state, table = step.init_from(net), net
+    for _ in range(3):
+        value, gradient = jax.value_and_grad(norms)(table, ids)
+        table = jax.tree.map(lambda x, g: x - 0.5 * g, table, gradient)
+        state, metrics = step(state, ids)
+        assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
 
 
 def test_a_step_gives_the_same_bits_again() -> None:

@@ -149,8 +149,13 @@ def test_another_loss_of_the_same_tables_is_refused() -> None:
 
 
 def test_what_tables_do_not_have_is_refused() -> None:
-    with pytest.raises(wh.WhaleError, match=r"precision was given[\s\S]*zero was"):
-        make_plan(precision="bf16", zero=1)
+    words = r"num_micro_batches was given[\s\S]*zero was"
+    with pytest.raises(wh.WhaleError, match=words):
+        make_plan(num_micro_batches=2, zero=1)
+    with pytest.raises(wh.WhaleError, match="precision is 'f16'; expected .*f32.*bf16"):
+        make_plan(precision="f16")
+    with pytest.raises(wh.WhaleError, match="sizes of data, fsdp and tensor"):
+        make_plan(mesh={"stage": 2})
     with pytest.raises(wh.WhaleError, match="staleness was given without tables"):
         make_plan(tables=None, staleness=2)
     with pytest.raises(wh.WhaleError, match="out_of_range is of plans with tables"):

@@ -80,22 +80,23 @@ def make_table_plan(
     *,
     tables: SparseOptimizer,
     staleness: int,
-    mesh: Mapping[str, int] | None,
     source: tuple[str, ...] = (),
+    **settings: Any,
 ) -> Plan:
     """Calls ``wh.plan`` for a job with embedding tables.
 
     Args:
         job, model, batch, cluster: Job, model, batch and cluster to plan.
-        tables, staleness, mesh: Arguments of ``wh.plan``, unchanged.
+        tables, staleness: Arguments of ``wh.plan``, unchanged.
         source: Name and options of the job on the command line, saved in the plan.
+        settings: Other arguments of ``wh.plan`` that plans with tables take.
     """
     request = TablesRequest(
         rows=tables,
         optimizer=job.optimizer,
         cluster=cluster,
         staleness=staleness,
-        mesh=mesh,
+        **settings,
     )
     plan = plan_with_tables(request, job.loss_fn, model, batch)
     return dataclasses.replace(plan, source=source)

@@ -184,8 +184,9 @@ def plan(
         tables: Update rule of embedding rows, ``wh.sparse_optimizer(...)``. Parameters
             that are only looked up are then placed as tables, and ``optimizer`` updates
             all others. With ``tables``, only ``optimizer``, ``cluster``, ``mesh``
-            (``data`` and ``fsdp``), ``trainable`` and the arguments below are allowed;
-            without it, the arguments below are not.
+            (``data``, ``fsdp`` and ``tensor``), ``remat``, ``precision`` (``"f32"`` or
+            ``"bf16"``), ``trainable`` and the arguments below are allowed; without it,
+            the arguments below are not.
         splits: Ways in which a table may be stored: some of ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the devices of a node) and
             ``"replicate"``; and, if the devices' memory is short, ``"host"`` (in host

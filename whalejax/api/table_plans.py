@@ -37,6 +37,8 @@ def plan_tables(
     pins: Mapping[str, int | str] | None = None,
     counts: Mapping[str, Any] | None = None,
     mesh: Mapping[str, int] | None = None,
+    remat: str | Mapping[str, str] | None = None,
+    precision: str = "f32",
     trainable: Any = None,
     staleness: int = 0,
     times: SectionTimes | None = None,
@@ -47,7 +49,7 @@ def plan_tables(
     A table is a trained parameter of two dimensions that the loss only looks up, as
     ``table[ids]``, ``jnp.take`` and ``nnx.Embed`` do, with integer ids that depend on
     the batch alone. Everything else is planned as by ``wh.plan``, over the axes
-    ``data`` and ``fsdp``.
+    ``data``, ``fsdp`` and ``tensor``.
 
     Args:
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
@@ -69,7 +71,12 @@ def plan_tables(
             splits. ``"cached:0.25"`` sets the fraction of its rows on the device.
         counts: Number of lookups of each row, by the path of a table:
             ``wh.count_lookups`` counts them.
-        mesh: Fixed sizes of ``data`` and ``fsdp``.
+        mesh: Fixed sizes of ``data``, ``fsdp`` and ``tensor``. Tensor parallelism of
+            the dense part is used only if its size is fixed here.
+        remat: Policy for the backward pass of the dense part, in the form of
+            ``wh.plan``. None takes ``"dots"`` or ``"full"`` where memory is short.
+        precision: Type in which the products of the dense part compute: ``"f32"`` or
+            ``"bf16"``. Tables, other parameters and gradients stay as they are.
         trainable: Selection of trained parameters, in the form of ``wh.plan``.
         staleness: Number of newest updates that a lookup may lack with two sections, so
             that both work at once; with 0 every row has all updates.
@@ -104,6 +111,8 @@ def plan_tables(
         pins=pins,
         counts=counts,
         mesh=mesh,
+        remat=remat,
+        precision=precision,
         trainable=trainable,
         staleness=staleness,
         times=times,

@@ -20,6 +20,7 @@ from whalejax.api.tables_request import TablesRequest
 from whalejax.capture.batch import aval_of
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.units import gigabytes
+from whalejax.planner.cost_terms import ALL
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.parameter_layout import are_most, looked_up_tables
@@ -35,7 +36,8 @@ TABLE_SETTINGS: Final = (
 )
 """Arguments of ``wh.plan`` that apply only to tables."""
 
-_SHARED: Final = ("optimizer", "cluster", "mesh", "trainable")
+_SHARED: Final = ("optimizer", "cluster", "mesh", "remat", "precision", "trainable")
+_CHANGED: Final = ("cluster", "mesh", "remat", "precision")
 _FEWEST_PARAMS: Final = 100_000
 
 
@@ -62,7 +64,8 @@ class TablesQuestion:
         """Returns the plan with other settings.
 
         Args:
-            changes: Settings of tables, ``cluster`` and ``mesh``.
+            changes: Settings of tables, ``cluster``, ``mesh``, ``remat`` and
+                ``precision``.
         """
         known = [f.name for f in dataclasses.fields(self.request)]
         named = {"tables": "rows"}
@@ -71,7 +74,7 @@ class TablesQuestion:
             if named.get(name, name) not in known or name in ("rows", "optimizer"):
                 problems.add(
                     f"{name!r} cannot be changed of a plan with tables; expected some "
-                    f"of {', '.join([*TABLE_SETTINGS, 'cluster', 'mesh'])}"
+                    f"of {', '.join([*TABLE_SETTINGS, *_CHANGED])}"
                 )
         problems.raise_if_any()
         values = {named.get(name, name): value for name, value in changes.items()}
@@ -122,7 +125,10 @@ def tables_question(plan: Plan, job: Job, model: Any, batch: Any) -> TablesQuest
     """
     own = tables_plan(plan, batch)
     request = TablesRequest(
-        rows=own.rows, optimizer=job.optimizer, cluster=plan.cluster
+        rows=own.rows,
+        optimizer=job.optimizer,
+        cluster=plan.cluster,
+        precision=dict(plan.precisions).get(ALL, "f32"),
     )
     given = job.loss_fn, model, jax.tree.map(aval_of, batch)
     return TablesQuestion(request, given, request.dense_question(*given))
@@ -157,8 +163,8 @@ def table_request(settings: Mapping[str, Any]) -> TablesRequest:
     for name, default in defaults.items():
         if name not in _SHARED and _is_given(settings[name], default):
             problems.add(
-                f"{name} was given with tables, whose dense part is one program in "
-                "float32 with one micro-batch; leave it out"
+                f"{name} was given with tables, whose dense part is one program with "
+                "one micro-batch; leave it out"
             )
     problems.raise_if_any()
     own = {name: settings[name] for name in TABLE_SETTINGS if name != "tables"}

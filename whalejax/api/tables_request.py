@@ -7,6 +7,8 @@ looked-up vectors as a part of its batch.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.units import gigabytes
+from whalejax.planner.cost_terms import ALL
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.tables.place import place_tables
@@ -37,7 +40,7 @@ from whalejax.planner.tables.two_sections import (
     TwoSections,
     place_in_sections,
 )
-from whalejax.tables.dense import dense_loss, dense_model
+from whalejax.tables.dense import ALL_AXES, dense_batch, dense_loss, dense_model
 from whalejax.tables.device_use import DeviceUse, predict_device_use
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SPARSE_FORMS, SparseOptimizer
@@ -48,6 +51,13 @@ from whalejax.user_code.argument_checks import check_optimizer
 
 
 _CPU_KINDS: Final = ("cpu",)
+
+_REMAT: Final = ("none", "dots", "full")
+"""Policies of the dense part that are tried while memory is short, fastest first."""
+
+_PRECISIONS: Final[Mapping[str, Any]] = {"f32": "f32", "bf16": {ALL: "bf16"}}
+"""Precision of each product of the dense part, by the argument's value. The dense part
+is traced already, so that its parameters and batch cannot be cast before."""
 
 _MOST_ROWS: Final = 2**31 - 1
 
@@ -63,8 +73,9 @@ class TablesRequest:
     """Checked arguments of ``wh.plan_tables``, without loss, model and batch.
 
     Attributes:
-        rows, optimizer, cluster, splits, together, pins, counts, mesh, trainable,
-            staleness, times, in_processes: As for ``wh.plan_tables``.
+        rows, optimizer, cluster, splits, together, pins, counts, mesh, remat,
+            precision, trainable, staleness, times, in_processes: As for
+            ``wh.plan_tables``.
     """
 
     rows: SparseOptimizer
@@ -75,6 +86,8 @@ class TablesRequest:
     pins: Mapping[str, int | str] | None = None
     counts: Mapping[str, Any] | None = None
     mesh: Mapping[str, int] | None = None
+    remat: str | Mapping[str, str] | None = None
+    precision: str = "f32"
     trainable: Any = None
     staleness: int = 0
     times: SectionTimes | None = None
@@ -103,19 +116,22 @@ class TablesRequest:
         check_tables(adapter, program, self.counts)
         _check_lengths(batch, program)
         known = parsed_cluster(dense_cluster)
-        dense = _plan_dense(self._dense_question(adapter, program, batch, known))
         tables = self._tables(adapter, program)
         names = [adapter.param_paths[one.param] for one in program.lookups]
-
-        def use_of(placement: TablePlacement) -> DeviceUse:
-            axes = {name: dense.axis_sizes.get(name, 1) for name in ("data", "fsdp")}
-            given = placement, program.lookups, names, self.rows, axes
-            return predict_device_use(*given)
-
         size = max(one.shape[0] for one in program.lookups)
-        found, use = self._place_within_memory(
-            *(tables, sparse, dense, known, size), use_of
-        )
+
+        def place(dense: Plan) -> tuple[TwoSections, DeviceUse]:
+            def use_of(placement: TablePlacement) -> DeviceUse:
+                axes = {name: dense.axis_sizes.get(name, 1) for name in ALL_AXES}
+                given = placement, program.lookups, names, self.rows, axes
+                return predict_device_use(*given)
+
+            return self._place_within_memory(
+                *(tables, sparse, dense, known, size), use_of
+            )
+
+        question = self._dense_question(adapter, program, batch, known)
+        dense, found, use = self._fit(question, place)
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
         refused |= {
             f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
@@ -135,6 +151,29 @@ class TablesRequest:
             cut=found.cut,
             use=use,
         )
+
+    def _fit(
+        self,
+        question: PlanQuestion,
+        place: Callable[[Plan], tuple[TwoSections, DeviceUse]],
+    ) -> tuple[Plan, TwoSections, DeviceUse]:
+        """Returns the dense part's plan and the tables beside it, with as little
+        recomputation as memory allows.
+
+        Args:
+            question: Question of the dense part's plan.
+            place: Function that places the tables beside a plan of the dense part.
+
+        Raises:
+            NothingFits: Nothing fits under any policy.
+        """
+        *others, last = _REMAT if self.remat is None else (self.remat,)
+        for policy in others:
+            with contextlib.suppress(NothingFits):
+                dense = _plan_dense(_with_remat(question, policy))
+                return dense, *place(dense)
+        dense = _plan_dense(_with_remat(question, last))
+        return dense, *place(dense)
 
     def _place_within_memory(
         self,
@@ -251,10 +290,6 @@ class TablesRequest:
         self, adapter: Adapter, program: TableProgram, batch: Any, cluster: Any
     ) -> PlanQuestion:
         """Returns the question of the loss without its lookups."""
-        vectors = [
-            jax.ShapeDtypeStruct(one.vectors_shape, one.dtype)
-            for one in program.lookups
-        ]
         request = PlanRequest(
             optimizer=self.optimizer,
             cluster=cluster,
@@ -262,7 +297,8 @@ class TablesRequest:
             num_micro_batches=1,
             zero=0,
             offload="none",
-            remat="none",
+            remat="none" if self.remat is None else self.remat,
+            precision=_PRECISIONS[self.precision],
             shares="even",
             trainable="dense.*",
         )
@@ -270,7 +306,7 @@ class TablesRequest:
             request,
             dense_loss(adapter, program),
             dense_model(adapter, program),
-            {"batch": batch, "vectors": vectors},
+            dense_batch(program, batch),
         )
 
     def _tables(self, adapter: Adapter, program: TableProgram) -> list[Table]:
@@ -300,6 +336,11 @@ class TablesRequest:
         return found
 
 
+def _with_remat(question: PlanQuestion, policy: Any) -> PlanQuestion:
+    request = dataclasses.replace(question.request, remat=policy)
+    return dataclasses.replace(question, request=request)
+
+
 def _plan_dense(question: PlanQuestion) -> Plan:
     """Returns the plan of the dense part.
 
@@ -313,9 +354,9 @@ def _plan_dense(question: PlanQuestion) -> Plan:
         samples = max(leaf.shape[0] for leaf in leaves if leaf.shape)
         raise NothingFits(
             "the part of the loss beside the tables runs with one micro-batch of "
-            f"{samples:,} samples, in float32 and without recomputation: it lacks "
-            f"{gigabytes(error.lacks_bytes)} of {gigabytes(error.of_bytes)} per device "
-            f"({error.nearest}). Use a smaller batch or more devices",
+            f"{samples:,} samples: it lacks {gigabytes(error.lacks_bytes)} of "
+            f"{gigabytes(error.of_bytes)} per device ({error.nearest}). Use a smaller "
+            "batch or more devices",
             lacks_bytes=error.lacks_bytes,
             of_bytes=error.of_bytes,
             nearest=error.nearest,
@@ -391,9 +432,10 @@ def _check(request: TablesRequest) -> None:
             expected = f"by the path of a table a device, or {PIN_WORDS}; or None"
             problems.refuse("pins", pins, expected)
     if mesh is not None and (
-        not isinstance(mesh, Mapping) or not set(mesh) <= {"data", "fsdp"}
+        not isinstance(mesh, Mapping) or not set(mesh) <= {*ALL_AXES}
     ):
-        problems.refuse("mesh", mesh, "sizes of data and fsdp, or None")
+        problems.refuse("mesh", mesh, "sizes of data, fsdp and tensor, or None")
+    problems.choice("precision", request.precision, tuple(_PRECISIONS))
     problems.raise_if_any()
 
 

@@ -424,8 +424,8 @@ def _plan(command: PlanCommand) -> None:
                 *(job, model, batch, command.cluster),
                 tables=row_optimizer(command.tables),
                 staleness=command.staleness,
-                mesh=settings.get("mesh"),
                 source=source,
+                **settings,
             )
         else:
             plan = _plan_without_tables(command, job, model, batch, source, settings)

@@ -308,7 +308,7 @@ def _problem(name: str, value: Any) -> str:
     return ""
 
 
-_OBEYED: Final = ("--cluster", "--batch", "--mesh")
+_OBEYED: Final = ("--cluster", "--batch", "--mesh", "--remat", "--precision")
 
 _WITHOUT_TABLES: Final = (
     *("plan", "processes", "check", "replay"),
@@ -342,7 +342,7 @@ def check_table_options(
         if name not in _OBEYED:
             problems.add(
                 f"{name} {words} was given with --tables, whose dense part is one "
-                "program in float32 with one micro-batch. Leave it out"
+                "program with one micro-batch. Leave it out"
             )
     for name in _WITHOUT_TABLES:
         if getattr(options, name, None):

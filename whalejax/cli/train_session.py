@@ -20,7 +20,6 @@ import jax
 from rich.console import Console
 
 from whalejax.api import job_plans
-from whalejax.api.named_jobs import named_values
 from whalejax.cli import replay
 from whalejax.cli.option_checks import (
     check_command,
@@ -232,12 +231,11 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
 
 
 def _with_tables(job: Job, model: Any, options: TrainCommand) -> Plan:
-    mesh: Any = named_values(options.mesh, "--mesh", "data=2")
     return job_plans.make_table_plan(
         *(job, model, job.batch_at(0, options.batch), options.cluster),
         tables=row_optimizer(options.tables or ""),
         staleness=options.staleness,
-        mesh=mesh or None,
+        **plan_settings(options),
     )
 
 

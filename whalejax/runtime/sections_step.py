@@ -557,6 +557,7 @@ class SectionsStep(TableStep):
         self, state: TablesState, batch: list[Any], received: Any
     ) -> dict[str, Any]:
         vectors, _ = self._vectors(self._plain_beside, state, batch, received)
+        vectors = self._dense.gather(vectors)
         value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
         return {"loss": value, **metrics}
 

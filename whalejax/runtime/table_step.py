@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from whalejax.state.table_checkpoint import (
     restore_sections,
     save_sections,
 )
-from whalejax.tables.dense import UNUSED, dense_outputs, dense_params
+from whalejax.tables.dense import BATCH_AXES, UNUSED, DensePart, dense_params
 from whalejax.tables.layout import TableLayout, make_layout, without_requests
 from whalejax.tables.lookup_counts import LookupCounts
 from whalejax.tables.programs import TablePrograms
@@ -101,7 +102,7 @@ class TableStep:
     Attributes:
         plan: Plan of the step.
         program: Loss, divided at its lookups.
-        mesh: Devices, with the axes ``data`` and ``fsdp``.
+        mesh: Devices, with the axes ``data``, ``fsdp`` and ``tensor``.
         programs: Sections of the step, and the layout of the tables.
         dtype: Element type of all tables.
         store: Store that moves tables to the devices and back.
@@ -138,6 +139,8 @@ class TableStep:
                 f"looks up {', '.join(dict.fromkeys(names))}. Plan again for this loss"
             )
         check_divisible(program.lookups, self.mesh.size)
+        given = plan.dense, adapter, program, plan.batch, self.mesh
+        self._dense = DensePart(*given)
         self._use(plan, program, names, clips=out_of_range == "clip")
 
     def _use(
@@ -639,8 +642,8 @@ class TableStep:
         return [jax.device_put(leaf, self._leaf_sharding(leaf)) for leaf in leaves]
 
     def _leaf_sharding(self, leaf: Any) -> NamedSharding:
-        shared = _divides(leaf, self.mesh.size)
-        spec = PartitionSpec(tuple(self.plan.axes)) if shared else PartitionSpec()
+        ranks = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        spec = PartitionSpec(BATCH_AXES) if _divides(leaf, ranks) else PartitionSpec()
         return NamedSharding(self.mesh, spec)
 
     def _place_batch(self, batch: Any) -> list[Any]:
@@ -672,21 +675,24 @@ class TableStep:
     def _loss(
         self, state: TablesState, batch: list[Any]
     ) -> Callable[[Any, Any], tuple[Any, Any]]:
-        program, adapter = self.program, self.adapter
+        adapter = self.adapter
         tree: Any = jax.tree.structure(adapter.rest)
         rest = adapter.fold_rest(tree.unflatten(state.rest), state.step)
         rest = adapter.fold_rest(rest, 0)  # like micro-batch 0 of any plan
         key = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), 0)
 
         def loss(params: Any, vectors: Any) -> tuple[Any, Any]:
-            total, weight, metrics, changed = dense_outputs(
-                adapter, program, params, jax.tree.leaves(rest), batch, vectors, key
+            total, weight, metrics, changed = self._dense(
+                params, jax.tree.leaves(rest), batch, vectors, key
             )
             value = total / jax.lax.stop_gradient(weight)
             kept = adapter.restore_keys(
                 tree.unflatten(changed), tree.unflatten(state.rest)
             )
-            return value, (program.metrics.unflatten(metrics), jax.tree.leaves(kept))
+            return value, (
+                self.program.metrics.unflatten(metrics),
+                jax.tree.leaves(kept),
+            )
 
         return loss
 
@@ -707,8 +713,8 @@ class TableStep:
         """Returns (loss with auxiliary values, gradients of parameters, of vectors)."""
         loss, (dense, by_vector) = jax.value_and_grad(
             self._loss(state, batch), argnums=(0, 1), has_aux=True
-        )(state.params, vectors)
-        return loss, dense, by_vector
+        )(state.params, self._dense.gather(vectors))
+        return loss, dense, self._dense.scatter(by_vector)
 
     def _updated(
         self, state: TablesState, loss: Any, gradients: dict[str, Any]
@@ -736,6 +742,7 @@ class TableStep:
         programs = self.programs.plain
         ids = programs.shared_out(programs.all_ids(batch))
         vectors, _ = programs.look_up(state.tables, ids)
+        vectors = self._dense.gather(vectors)
         value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
         return {"loss": value, **metrics}
 
@@ -925,7 +932,7 @@ def _divides(leaf: Any, ranks: int) -> bool:
 
 
 def _mesh(plan: TablesPlan, devices: Any) -> Mesh:
-    """Returns the mesh of ``data`` and ``fsdp``, in the plan's device order."""
+    """Returns the mesh of the plan's axes, in its device order."""
     found = devices_of(plan.dense, devices)
     order = plan.dense.device_order or range(len(found))
     ordered = np.array([found[number] for number in order], dtype=object)

@@ -105,7 +105,7 @@ def predict_device_use(
         lookups: All lookups of the loss.
         names: Name of the table of each lookup.
         optimizer: Update rule of rows.
-        axes: Sizes of the mesh axes that divide the batch.
+        axes: Sizes of the mesh axes over which lookups are divided.
     """
     tables = {table.name: table for table in placement.tables}
     held = [n for n, name in enumerate(names) if name in tables]
@@ -119,6 +119,8 @@ def predict_device_use(
         row += optimizer.state_bytes_per_row(key.width, element_bytes)
         stored[key.memory] += each.rows * row
     whole = [(tables[name].rows, tables[name].width) for name in layout.replicated]
+    vectors = _own_vectors(layout, lookups) * element_bytes
+    together = axes.get("tensor", 1)
     divided = tuple(name for name, size in axes.items() if size > 1)
     copies = sum(
         rows
@@ -128,10 +130,32 @@ def predict_device_use(
     return DeviceUse(
         stored_bytes=stored["device"] + stored["node"] + copies,
         host_bytes=stored["host"],
-        vectors_bytes=_own_vectors(layout, lookups) * element_bytes,
+        vectors_bytes=vectors * together,
         exchange_bytes=_peak_elements(layout, lookups, optimizer) * element_bytes,
-        collectives=tuple(_collectives(layout, samples, whole, element_bytes, divided)),
+        collectives=(
+            *_collectives(layout, samples, whole, element_bytes, divided),
+            *_gathers(vectors * together, len(lookups), together),
+        ),
     )
+
+
+def _gathers(vectors_bytes: int, count: int, devices: int) -> Iterator[Collective]:
+    """Yields the gathers of vectors among devices that compute products together.
+
+    Args:
+        vectors_bytes: Bytes of the gathered vectors on a device.
+        count: Number of lookups.
+        devices: Number of these devices.
+    """
+    if devices > 1:
+        yield Collective(
+            kind="all-gather",
+            axes=("tensor",),
+            phase="forward",
+            what="rows",
+            payload_bytes=vectors_bytes // count,
+            count=count,
+        )
 
 
 def _own_vectors(layout: TableLayout, lookups: Sequence[Lookup]) -> int:

@@ -16,6 +16,7 @@ from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.section_text import placed_text, placed_why
 from whalejax.planner.tables.sections import Sections
 from whalejax.planner.tables.table import Table
+from whalejax.tables.dense import ALL_AXES
 from whalejax.tables.device_use import DeviceUse
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
@@ -71,9 +72,9 @@ class TablesPlan:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Mesh axes that divide the batch, and the tables, with their sizes."""
-        sizes = {"data": 1, "fsdp": 1} | dict(self.dense.axes)
-        return {name: sizes[name] for name in ("data", "fsdp")}
+        """Mesh axes over which lookups and tables are divided, with their sizes."""
+        sizes = dict(self.dense.axes)
+        return {name: sizes.get(name, 1) for name in ALL_AXES}
 
     @property
     def trained(self) -> tuple[LeafPlan, ...]:
