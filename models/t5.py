@@ -45,7 +45,7 @@ from whalejax.models.common.seq2seq_layers import Seq2SeqConfig
 class T5Config(Seq2SeqConfig):
     """Sizes and switches of a T5, all of them from ``Seq2SeqConfig``.
 
-    Targets are 128 tokens: the published 114, padded to a size that devices divide.
+    Targets have 128 tokens: the published 114, padded to a size that is easily sharded.
     """
 
 
@@ -90,8 +90,7 @@ class T5(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Array:
-        """Computes logits of the tokens of another text, each given the tokens before
-        it.
+        """Computes the logits of each target token, given the tokens before it.
 
         Args:
             inputs: ``int32[batch, inputs]``.
@@ -172,7 +171,8 @@ def job(
         batch_size: Texts in a global batch; default: 128, or 16 at test size.
         learning_rate: Learning rate of Adafactor, relative to the size of the updated
             parameter.
-        constant_steps: Steps before the rate falls with the root of the step.
+        constant_steps: Number of steps before the rate decays with the inverse square
+            root of the step.
         deterministic: Whether to omit dropout.
         seed: Seed of the sequence of batches.
         changes: Fields of ``T5Config``.

@@ -66,8 +66,8 @@ class ScanParts:
 def recursion(equation: Any) -> Recursion | None:
     """Returns how an evaluator descends into an equation, or None if it does not.
 
-    ``opaque`` calls have a custom derivative rule: their body may be inspected, but
-    must be run by binding the call itself.
+    ``opaque`` calls have custom rules, as for derivatives: their body may be inspected,
+    but must be run by binding the call itself.
     """
     return _RECURSIONS.get(equation.primitive.name)
 
@@ -122,20 +122,20 @@ def is_floor_division(equation: Any) -> bool:
 
 
 def solve_parts(equation: Any) -> tuple[int, int, int]:
-    """Returns the operands of a linear solve: start and end of the solver's constants,
-    and start of the right-hand sides."""
+    """Returns operand indices of a linear solve: start and end of the solver's
+    constants, and start of the right-hand sides."""
     lengths = equation.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     return first, first + lengths.solve, sum(lengths)
 
 
 def solve_jaxpr(equation: Any) -> Any:
-    """Returns the jaxpr that solves a linear solve."""
+    """Returns the jaxpr of the solver of a linear solve."""
     return equation.params["jaxprs"].solve
 
 
 def instantiated(cotangent: Any) -> Any:
-    """Returns a cotangent as an array, also if JAX has only a symbolic zero."""
+    """Returns a cotangent as an array; zeros for a symbolic zero."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         dtype: Any = cotangent.dtype
         return jnp.zeros(cotangent.shape, dtype)
@@ -143,7 +143,7 @@ def instantiated(cotangent: Any) -> Any:
 
 
 def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
-    """Returns the jaxprs inside a call-like equation, in the order of positions.
+    """Returns the jaxprs inside a call-like equation.
 
     These are the branches of a ``cond``, the condition and then the body of a
     ``while``, and the one body of every other call. They may be open or closed: see
@@ -204,7 +204,7 @@ def is_kept(equation: Any, policy: Any) -> bool:
         answer = policy(equation.primitive, *avals, **equation.params)
     except Exception:  # a user's policy that needs more than is available here
         return False
-    # Results are booleans, or objects that tell whether and where to save it.
+    # Policies return booleans, or objects that say whether and where to save.
     return answer is not False and "Recompute" not in type(answer).__name__
 
 
@@ -255,7 +255,7 @@ def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
         equation: A scan.
 
     Returns:
-        Residuals as in ``scan_residuals``; None if that needs a derivative.
+        Residuals as in ``scan_residuals``; None if only a derivative shows them.
     """
     (inner,) = inner_jaxprs(equation)
     body, _ = open_jaxpr(inner)
@@ -305,7 +305,7 @@ def residuals_by_vjp(
     run: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     flowing: Sequence[bool] | None = None,
 ) -> list[Kept]:
-    """Computes ``scan_residuals`` always by a derivative."""
+    """Returns the same as ``scan_residuals``, always by a derivative."""
     parts = scan_parts(equation)
     avals = [atom.aval for atom in equation.invars]
     flows = [

@@ -1,7 +1,7 @@
-"""Calls that Python refuses, answered in the words of a ``WhaleError``.
+"""Reports calls that Python refuses as a ``WhaleError``.
 
-``names_arguments`` is put on every public function and class. A call costs one frame
-more; signatures are read only when a call has failed, so imports pay nothing.
+``names_arguments`` decorates every public function and class. It adds one stack frame
+to a call; signatures are read only when a call has failed, so imports cost nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BOUND: Final = ("self", "cls")
 """Parameters that users do not write."""
 
 _MARK: Final = "whalejax_names_arguments"
-"""Attribute of functions that name their arguments already."""
+"""Attribute of functions that are already wrapped."""
 
 
 class WrongArguments(WhaleError, TypeError):
@@ -44,7 +44,7 @@ def names_arguments(
 ) -> Callable[[C], C]:
     """Makes a public function or class say which argument is wrong or missing.
 
-    For a class, this includes its constructor and all public methods; besides, an error
+    For a class, this includes its constructor and all public methods. Also, an error
     about an attribute that does not exist names the nearest one.
 
     Args:
@@ -53,8 +53,8 @@ def names_arguments(
             name; default: ``name``.
         instead: Sentence that says what to write, in place of the signature; empty for
             the signature.
-        habits: For attributes that such objects have in other libraries, by name:
-            sentences that say what to write instead.
+        habits: Attributes that such objects have in other libraries, each with a
+            sentence that says what to write instead.
 
     Returns:
         A decorator. Calls that Python would refuse raise ``WrongArguments``; a
@@ -88,7 +88,7 @@ def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any
 
     def find(self: Any, name: str) -> Any:
         if hasattr(type(self), name):
-            return object.__getattribute__(self, name)  # Raises what its property did.
+            return object.__getattribute__(self, name)  # Raises the property's error.
         text = f"this {kind} has no {name!r}"
         if name in habits:
             text += f". {habits[name]}"
@@ -200,14 +200,13 @@ def _problems_of(
 
 
 def _too_many(count: int, in_order: Sequence[str]) -> str:
-    """Describes a call with more positional arguments than there can be."""
     some = "1 argument is" if count == 1 else f"{count} arguments are"
     most = f"at most {len(in_order)} can be ({', '.join(in_order)})"
     return f"{some} given without a name; {most if in_order else 'none can be'}."
 
 
 def _call_text(name: str, parameters: Sequence[inspect.Parameter]) -> str:
-    """Returns the call in short: what it needs, and dots for all else."""
+    """Returns the call with its required arguments, and dots for the others."""
     needed = [
         p.name if p.kind is not p.KEYWORD_ONLY else f"{p.name}=…"
         for p in parameters

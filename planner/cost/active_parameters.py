@@ -1,8 +1,8 @@
 """Counts the parameters that a token uses in a model with experts.
 
 Experts are stacks of matrices that products read as a batch, by group, or one after the
-other in a loop. A token meets those that its router chooses, or all of them if the
-model computes every expert for every token and drops the results that are not chosen.
+other in a loop. A token uses the experts that its router chooses, or all experts if the
+model computes each for every token and drops the results that are not chosen.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from whalejax.planner.model.graph import ATTENTION, RAGGED, Graph, Op
 def active_parameters(
     graph: Graph, products: Sequence[Op], rows: int
 ) -> tuple[int, int]:
-    """Returns the elements of parameters with which a token is computed, and those
-    that belong to the experts of its choice and to the rest of the model.
+    """Returns the number of parameters that a token is computed with, and the number
+    without the experts that its router does not choose.
 
     Args:
         graph: Captured loss.
-        products: Its products.
-        rows: Rows of most of the work with weights.
+        products: Products of the loss.
+        rows: Number of rows in most of the work with weights.
     """
     weight = graph.weight_tensors()
     origin = _parameter_of(graph, weight)
@@ -44,8 +44,8 @@ def active_parameters(
 def _batched_shares(
     graph: Graph, products: Sequence[Op], rows: int, origin: Mapping[int, int]
 ) -> dict[int, tuple[float, float]]:
-    """Returns, for stacks that products read at once, the fraction with which a token
-    is computed, and the fraction that it chooses.
+    """Returns two fractions of each stack that one product reads: the one that computes
+    a token, and the one that its router chooses.
     """
     weight = graph.weight_tensors()
     shares: dict[int, tuple[float, float]] = {}
@@ -78,7 +78,7 @@ def _batched_shares(
         new = share, taken / experts if taken else share
         shares[param] = max(before[0], new[0]), max(before[1], new[1])
         counts.setdefault(experts, new[1])
-    # Each token may meet the matrices of all experts side by side.
+    # One product may multiply each token by the matrices of all experts.
     for param, experts in stacks.items():
         if experts in counts:
             shares.setdefault(param, (1.0, counts[experts]))
@@ -88,10 +88,10 @@ def _batched_shares(
 def _looped_shares(
     graph: Graph, products: Sequence[Op], origin: Mapping[int, int]
 ) -> dict[int, tuple[float, float]]:
-    """Returns the same for stacks of matrices that are read one after the other.
+    """Returns the same fractions for stacks whose matrices are read in a loop.
 
-    A loop over layers is none over experts: it does not take a part of the router's
-    result in each turn.
+    A loop over experts slices the router's result in each iteration; a loop over layers
+    does not.
     """
     weight = graph.weight_tensors()
     taken = {size: _choices(graph, size) for size in _routed_sizes(graph)}
@@ -127,7 +127,7 @@ def _looped_shares(
 
 
 def _routed_sizes(graph: Graph) -> set[int]:
-    """Returns the numbers of things from which the loss chooses some."""
+    """Returns the sizes of dimensions along which the loss selects some entries."""
     kinds = ("top_k", "approx_top_k", "argmax")
     choices = [op.operands[0] for op in graph.ops if op.kind in kinds]
     shapes = [graph.tensors[t].shape for t in choices]
@@ -159,9 +159,7 @@ def _routed_loops(graph: Graph, weight: Sequence[bool]) -> dict[tuple[int, ...],
 def _gathered_shares(
     graph: Graph, weight: Sequence[bool], rows: int
 ) -> dict[int, float]:
-    """Returns the used fractions of stacks of matrices from which each token gathers
-    its own.
-    """
+    """Returns the used fraction of each stack from which tokens gather matrices."""
     found: dict[int, float] = {}
     tensors = graph.tensors
     params = {t.id for t in graph.params}
@@ -196,7 +194,7 @@ def _choices(graph: Graph, experts: int) -> int:
 
 
 def _experts(graph: Graph, op: Op) -> int:
-    """Returns the number of matrices of a product, each for some rows."""
+    """Returns the number of matrices of a batched or grouped product."""
     if op.kind in RAGGED:
         return graph.tensors[op.operands[2]].shape[-1]
     assert op.matmul is not None

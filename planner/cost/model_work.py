@@ -110,7 +110,7 @@ def _product_dtype(graph: Graph, products: Sequence[Op]) -> str:
 
 
 def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
-    """Returns the rows of most of the work with weights: tokens, if there are any.
+    """Returns the number of rows in most of the work with weights, often tokens.
 
     Returns:
         Number of rows; 0 without products of weights.
@@ -131,9 +131,9 @@ def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
 def _tokens(graph: Graph, rows: int) -> int:
     """Returns the number of tokens of the traced batch.
 
-    They are the integers of a leaf with one of ``TOKEN_NAMES`` and of others that read
-    the same table or have the same name; or else of the leaves whose embeddings are
-    multiplied by weights, if that is a good part of the work.
+    If a leaf has one of ``TOKEN_NAMES``, its integers count, and those of leaves that
+    index the same table or have the same name. Otherwise leaves count whose embeddings
+    are multiplied by weights, if that is a large part of the work.
     """
     leaves = [
         (tensor.path.rpartition(".")[2].partition("[")[0], tensor)
@@ -163,14 +163,14 @@ def _tokens(graph: Graph, rows: int) -> int:
 
 
 _TOKEN_WORK: Final = 0.25
-"""Least part of the work with weights that multiplies the embeddings of tokens."""
+"""Smallest fraction of the work with weights at which looked-up rows are tokens."""
 
 
 def _multiplied_rows(graph: Graph, lookups: Mapping[int, _Lookup]) -> int:
     """Returns the rows that lookups read and products multiply by weights.
 
-    Leaves of equal lengths whose embeddings are added or joined are columns of the same
-    tokens. Candidates and negatives, which are only compared, are none.
+    Leaves of equal lengths whose embeddings are added or concatenated count once.
+    Candidates and negatives, which are only compared, do not count.
 
     Args:
         graph: Captured loss.
@@ -200,7 +200,7 @@ def _multiplied_rows(graph: Graph, lookups: Mapping[int, _Lookup]) -> int:
         if leaves:
             for result in op.results:
                 carried[result] = carried.get(result, frozenset()) | leaves
-    if not work:  # A table alone, whose rows are all that is computed.
+    if not work:  # There are only lookups.
         read = [x.rows for x in lookups.values() if x.rows > graph.batch_size]
         return max(read, default=0)
     if token_work < _TOKEN_WORK * work:
@@ -217,7 +217,7 @@ class _Lookup:
     Attributes:
         words: Rows of the largest table.
         rows: Number of rows that are read.
-        results: Ids of the tensors that hold them.
+        results: Ids of the tensors with these rows.
     """
 
     words: int
@@ -226,7 +226,7 @@ class _Lookup:
 
 
 def _lookups(graph: Graph) -> dict[int, _Lookup]:
-    """Returns the reads of tables by each leaf of the batch that indexes some.
+    """Returns the table reads of each batch leaf that indexes a table.
 
     Targets are compared, not looked up.
     """

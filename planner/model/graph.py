@@ -37,7 +37,7 @@ LINEAR_WINDOWS = frozenset(("reduce_window_sum",))
 
 ATTENTION = "attention"
 """Kind of complete attention operations: two products and a softmax, computed in
-blocks, with keys and values that go round devices if the sequence is sharded."""
+blocks, and as ring attention if the sequence is sharded."""
 
 LOOKUPS = frozenset(("gather", "dynamic_slice"))
 """Operations that read some elements of a table."""
@@ -71,7 +71,7 @@ FactorKind = Literal["linked", "unshardable", "halo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """One annotation of the user's around an operation.
+    """One annotation by the user around an operation.
 
     Attributes:
         kind: Name of the primitive, one of four.
@@ -378,7 +378,7 @@ class Graph:
     def params(self) -> tuple[Tensor, ...]:
         """The weights: trained ones in the order of their tree, then the others.
 
-        A non-trainable weight is read as others are, and has no gradient.
+        A non-trainable weight is read like the others, but has no gradient.
         """
         return tuple(t for t in self.tensors if t.kind == "param")
 
@@ -386,8 +386,8 @@ class Graph:
         """Returns the trained weights on which the loss does not depend.
 
         Args:
-            gradient: Whether to return those that no gradient reaches: also weights
-                that are read behind a ``stop_gradient`` alone.
+            gradient: Whether to return also weights without a gradient, which are read
+                only behind a ``stop_gradient``.
         """
         results = {self.loss, *(self.whole if self.weighted else ())}
         read = self._read_by(results, gradient=gradient)
@@ -402,11 +402,11 @@ class Graph:
     def _read_by(self, results: Collection[int], *, gradient: bool = False) -> set[int]:
         """Returns the tensors on which results depend, and the results.
 
-        A loop that they read is taken to read everything that its body passes on.
+        A loop counts as reading all values that its body carries.
 
         Args:
             results: Ids of the results.
-            gradient: Whether only values count through which a gradient flows.
+            gradient: Whether to follow only values through which a gradient flows.
         """
         carried: dict[tuple[int, ...], list[int]] = {}
         for op in self.ops:
@@ -499,8 +499,8 @@ class Graph:
         """Returns the operand that is transposed for the gradient of each product's
         weight.
 
-        That gradient has the weight's first dimension as its rows, and contracts the
-        first dimension of both its operands: the one with the rows is transposed.
+        The rows of that gradient are the weight's first dimension. Both its operands
+        are contracted along their first dimension; the one with the rows is transposed.
 
         Returns:
             Slot that is transposed, by operation index; the slot of a result means its

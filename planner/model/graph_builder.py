@@ -24,7 +24,7 @@ from whalejax.planner.model.graph import (
 
 
 class GraphBuilder:
-    """Collects tensors and operations, all of one type.
+    """Collects tensors and operations, all of one dtype unless ``cast`` changes it.
 
     Attributes:
         here: Index of the TaskGraph of new operations.
@@ -92,7 +92,7 @@ class GraphBuilder:
 
     @contextlib.contextmanager
     def kernel(self, *, fused: bool = True, share: float = 1.0) -> Iterator[None]:
-        """Makes the operations inside one kernel, such as those of flash attention.
+        """Fuses operations into one kernel, such as those of flash attention.
 
         Args:
             fused: Whether the operations form a kernel; otherwise they stay separate.
@@ -134,7 +134,10 @@ class GraphBuilder:
         return result
 
     def dispatch(self, operand: int, *shape: int) -> int:
-        """Adds a move of tokens, as by a router: only samples and width are tied."""
+        """Adds a dispatch of tokens, as by a router.
+
+        Factors connect only the first and the last dimensions.
+        """
         last = len(self.shape(operand)) - 1
         factors = (
             Factor(members=((0, 0), (1, 0))),
@@ -235,17 +238,17 @@ class GraphBuilder:
         return self._op(kind, operands, shape, tuple(factors), elementwise=True)
 
     def keeps(self, *slots: int) -> None:
-        """Sets the slots of the latest operation that the backward pass reads."""
+        """Sets which slots of the latest operation the backward pass reads."""
         self.ops[-1] = replace(self.ops[-1], saves=slots)
 
     def unary(self, kind: str, operand: int) -> int:
-        """Adds an elementwise operation of one operand, whose result is saved."""
+        """Adds an elementwise operation of one operand; its result is saved."""
         result = self.add(operand, kind=kind)
         self.ops[-1] = replace(self.ops[-1], saves=(1,))
         return result
 
     def cast(self, operand: int, dtype: str, itemsize_bytes: int) -> int:
-        """Adds a cast, after which operations compute in another type."""
+        """Adds a cast; operations on its result compute in the new type."""
         result = self.add(operand, kind="convert_element_type")
         self.tensors[result] = replace(
             self.tensors[result], dtype=dtype, itemsize_bytes=itemsize_bytes
@@ -253,12 +256,12 @@ class GraphBuilder:
         return result
 
     def reshape(self, operand: int, *shape: int) -> int:
-        """Adds a regrouping of dimensions in row-major order."""
+        """Adds a reshape in row-major order."""
         assert math.prod(shape) == math.prod(self.shape(operand))
         return self._op("reshape", (operand,), shape, (), reshape=True)
 
     def broadcast(self, operand: int, *shape: int) -> int:
-        """Adds leading dimensions."""
+        """Adds a broadcast to a shape with more leading dimensions."""
         offset = len(shape) - len(self.shape(operand))
         factors = tuple(
             Factor(members=((0, dim), (1, dim + offset)))

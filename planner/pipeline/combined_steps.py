@@ -1,4 +1,4 @@
-"""Time terms of a step that several parts compute together: stages, or unlike replicas.
+"""Time terms of a step of several parts: pipeline stages, or unequal replicas.
 
 ``StepTime`` predicts each part alone. No other module combines the terms of parts.
 """
@@ -15,12 +15,12 @@ from whalejax.planner.pipeline.simulate import ScheduleTimeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchCost:
-    """Times of one micro-batch, and of the work that is done once in a step.
+    """Times of one micro-batch, and of the work that runs once per step.
 
     Attributes:
         ahead: Time of the forward pass.
         both: Time of the forward and the backward pass.
-        once: Time of the update.
+        once: Time of the update, allocations and offloads.
         weight_share: Fraction of the backward pass that computes gradients of
             parameters and can be postponed.
     """
@@ -49,14 +49,14 @@ def micro_batch_cost(
     forward_shares: Mapping[str, float],
     weight_share: float,
 ) -> MicroBatchCost:
-    """Returns the costs of one of a step's micro-batches.
+    """Returns the costs of one micro-batch of a step.
 
     Args:
         step: Time of a step of one part.
         count: Number of micro-batches of the step.
         forward: Seconds of a forward pass by name of the term, if known exactly.
-        forward_shares: Part of other terms that the forward pass takes, by name.
-        weight_share: Field of ``MicroBatchCost``.
+        forward_shares: Fraction of the other terms in the forward pass, by name.
+        weight_share: As in ``MicroBatchCost``.
     """
     once = TimeTerms(
         update_seconds=step.update_seconds,
@@ -82,15 +82,15 @@ def lockstep_step(
     handed_seconds: float,
     once_seconds: Mapping[str, float],
 ) -> TimeTerms:
-    """Returns the time of a pipeline whose stages run the same turns together.
+    """Returns the step time of a lockstep pipeline.
 
     Turns without a micro-batch are the bubble.
 
     Args:
         turn: Costs of a micro-batch on the slowest stage.
-        behind: Time of its backward pass.
+        behind: Time of the micro-batch's backward pass.
         count: Number of micro-batches of a step.
-        turns: Number of forward turns, of backward turns, and of transfers.
+        turns: Numbers of forward turns, backward turns and transfers.
         handed_seconds: Seconds of a transfer between stages.
         once_seconds: Seconds of the collectives between all stages that run once in a
             step, by name of the term.
@@ -156,7 +156,7 @@ def replicas_step(
     exchange_seconds: float,
     gather_seconds: float = 0.0,
 ) -> TimeTerms:
-    """Returns the time of a step of replicas with unlike shares of the samples.
+    """Returns the step time of replicas with unequal shares of the samples.
 
     Args:
         part: Time of a step of the replica that ends last.

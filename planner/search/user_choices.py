@@ -38,8 +38,8 @@ class PipelineConstraints:
 
         Raises:
             PlanError: Arguments and marks contradict each other (the message lists
-                every pair), the schedule is not supported, or the batch does not
-                divide by the number of micro-batches.
+                every pair), the schedule is not supported, or the batch is not
+                divisible by the number of micro-batches.
         """
         problems = Problems("the hints contradict each other", PlanError)
         fixed: dict[str, tuple[str, str]] = {}

@@ -53,12 +53,12 @@ def make_batch(step: int) -> dict[str, np.ndarray]:
 
 
 def ordinary(
-    ranks: int = 1, **options: Any
+    ranks: int = 1, dense: Any = OPTIMIZER, **options: Any
 ) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses and parameters of the ordinary step, with Adagrad of whole tables."""
     net = make_net()
     labels = {name: "rows" if name in TABLES else "dense" for name in net}
-    both = {"rows": optax.adagrad(0.05), "dense": OPTIMIZER}
+    both = {"rows": optax.adagrad(0.05), "dense": dense}
     optimizer = optax.multi_transform(both, labels)
     plan = wh.plan(
         *(loss, net, make_batch(0)),
@@ -76,17 +76,19 @@ def ordinary(
     return losses, {name: np.asarray(x) for name, x in state.model.items()}
 
 
-def make_step(cluster: str, **options: Any) -> tuple[wh.Plan, Any]:
+def make_step(
+    cluster: str, dense: Any = OPTIMIZER, **options: Any
+) -> tuple[wh.Plan, Any]:
     net, count = make_net(), int(cluster.rpartition(":")[2])
     plan = wh.plan(
         *(loss, net, make_batch(0)),
         tables=ROWS,
-        optimizer=OPTIMIZER,
+        optimizer=dense,
         cluster=cluster,
         **options,
     )
     devices = jax.devices()[:count]
-    return plan, wh.compile(plan, loss, net, optimizer=OPTIMIZER, devices=devices)
+    return plan, wh.compile(plan, loss, net, optimizer=dense, devices=devices)
 
 
 def check_equal(step: Any, limit: float, ranks: int = 1, **options: Any) -> None:
@@ -174,6 +176,29 @@ def test_devices_that_compute_products_together(
     ]
     assert planned.axes == ("tensor",) and planned.count == 2
     assert len(collectives(text)["all-gather"]) >= 2
+
+
+@pytest.mark.parametrize(
+    "dense",
+    [
+        optax.chain(
+            optax.masked(
+                optax.trace(0.9),
+                lambda tree: jax.tree.map(lambda x: x.ndim == 2, tree),
+            ),
+            optax.scale(-0.01),
+        ),
+        optax.adafactor(0.01, min_dim_size_to_factor=4),
+    ],
+    ids=["masked", "adafactor"],
+)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_states_that_differ_in_shape_from_their_parameters(
+    dense: Any, tensor: int
+) -> None:
+    mesh = {} if tensor == 1 else {"mesh": {"tensor": tensor}}
+    _, step = make_step(f"cpu:{tensor}", dense, **mesh)
+    check_equal(step, 2e-6, dense=dense)
 
 
 def test_all_of_it_at_once_and_from_a_file(tmp_path: Path) -> None:

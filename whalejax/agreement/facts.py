@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 def training_facts(
     loss: Any, *, plan: str, optimizer: str, first_batch: str, seed: int
 ) -> dict[str, str]:
-    """Returns what processes that train one job must share, by name.
+    """Returns the facts that all processes of a job must share, by name.
 
     Args:
         loss: Traced loss, a ``ClosedJaxpr``.

@@ -53,16 +53,16 @@ from whalejax.user_code.argument_checks import check_optimizer
 _CPU_KINDS: Final = ("cpu",)
 
 _REMAT: Final = ("none", "dots", "full")
-"""Policies of the dense part that are tried while memory is short, fastest first."""
+"""Remat policies of the dense part, fastest first: each is tried until one fits."""
 
 _PRECISIONS: Final[Mapping[str, Any]] = {"f32": "f32", "bf16": {ALL: "bf16"}}
 """Precision of each product of the dense part, by the argument's value. The dense part
-is traced already, so that its parameters and batch cannot be cast before."""
+is already traced, so its parameters and batch cannot be cast."""
 
 _MOST_ROWS: Final = 2**31 - 1
 
 _PLACEMENTS: Final = 4
-"""Most placements that are tried, each with more room for exchanges."""
+"""Maximum number of placements to try, each with more room for exchanges."""
 
 USUAL_SPLITS: Final = ("whole", "rows", "columns", "node_rows", "replicate")
 """Ways of storing a table that every backend supports."""
@@ -157,12 +157,12 @@ class TablesRequest:
         question: PlanQuestion,
         place: Callable[[Plan], tuple[TwoSections, DeviceUse]],
     ) -> tuple[Plan, TwoSections, DeviceUse]:
-        """Returns the dense part's plan and the tables beside it, with as little
-        recomputation as memory allows.
+        """Returns the dense part's plan and the placement of tables, with the least
+        recomputation that fits in memory.
 
         Args:
             question: Question of the dense part's plan.
-            place: Function that places the tables beside a plan of the dense part.
+            place: Function that places the tables for a plan of the dense part.
 
         Raises:
             NothingFits: Nothing fits under any policy.
@@ -184,9 +184,9 @@ class TablesRequest:
         size: int,
         use_of: Callable[[TablePlacement], DeviceUse],
     ) -> tuple[TwoSections, DeviceUse]:
-        """Places tables so that they and their exchange fit beside the dense part.
+        """Places tables so that they, exchanges and the dense part fit in memory.
 
-        Every device has buffers as long as those of the fullest, and needs room for the
+        All devices have buffers of the fullest one's length, and need room for the
         vectors of an exchange; both depend on the placement.
 
         Args:
@@ -235,7 +235,7 @@ class TablesRequest:
             dense: Plan of the dense part.
             cluster: Devices of the dense part.
             size: Number of samples of a global batch.
-            reserved: Bytes of a device that tables leave free, beside the dense part's.
+            reserved: Bytes per device to leave free, besides the dense part's.
         """
         used = dense.memory.total_bytes + reserved
         devices = Ranks.of(cluster, used_bytes=used)
@@ -345,7 +345,7 @@ def _plan_dense(question: PlanQuestion) -> Plan:
     """Returns the plan of the dense part.
 
     Raises:
-        NothingFits: It has no room, whatever the layout; names what a user can change.
+        NothingFits: No layout fits in memory; names what a user can change.
     """
     try:
         return question.plan()
@@ -446,7 +446,7 @@ def _are_names(value: Any) -> bool:
 
 
 def check_tables(adapter: Adapter, program: TableProgram, counts: Any) -> None:
-    """Refuses a loss without tables, and counts of other parameters.
+    """Refuses a loss without tables, mixed element types, and invalid counts.
 
     Args:
         adapter: Model.

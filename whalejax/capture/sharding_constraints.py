@@ -1,9 +1,9 @@
 """Layouts that the model itself constrains, and meshes that it needs.
 
-Layouts of ``with_sharding_constraint`` name axes of the user's mesh, which need not
-exist in the plan's mesh and were written for another division of the work. A plan's
-program leaves them out, and a note says so. Explicit axes, along which JAX itself
-determines the layout of every value, are refused.
+Layouts of ``with_sharding_constraint`` name axes of the user's mesh. The plan's mesh
+may lack these axes, and it divides the work in another way. A plan's program omits such
+layouts, and a note says so. Explicit axes, along which JAX itself determines the layout
+of every value, are refused.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _OF_EXPLICIT: Final = (
     "when you are not under a mesh context is not allowed",
     "cannot contain axis names that are of type Auto or Manual",
 )
-"""JAX's error text for layouts along axes that are not explicit, or do not exist."""
+"""JAX's error texts for layouts along axes that are not explicit, or do not exist."""
 
 
 def mesh_error_text(error: Exception) -> str:
@@ -98,7 +98,7 @@ def refuse_explicit_axes(jaxpr: Any) -> None:
         jaxpr: Jaxpr of the loss as the user wrote it.
 
     Raises:
-        WhaleError: A value is; names the first, and the line that makes it.
+        WhaleError: A value is so sharded; names the first, and the line that makes it.
     """
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         for variable in equation.outvars:

@@ -121,10 +121,10 @@ def main(argv: Sequence[str]) -> int:
         0; 1 if a verified plan does not fit, a checked plan differs from one device, or
         a host has a problem; 2 if the user's input cannot be used or standard output
         cannot be written, with the reason on standard error; 130 if the user
-        interrupted.
+        interrupted. ``estimate`` returns the number of unread rows, at most 100.
     """
     started = time.monotonic()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what cannot be encoded gets "?"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Unencodable characters become ?
         sys.stdout.reconfigure(errors="replace")
     closed = sys.stdout is None
     with standard_output():
@@ -186,7 +186,7 @@ _GROUPS = {
     "swarm": ("serve", "train", "join", "show"),
     "jobs": tuple("simulate serve add show logs cancel pause resume".split()),
 }
-"""Commands that have commands of their own, and these."""
+"""Subcommands, by command."""
 
 
 def _check_command_name(argv: Sequence[str]) -> None:
@@ -222,12 +222,12 @@ def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) ->
 
     Args:
         commands: Union of the commands.
-        prog: Words before these.
+        prog: Program and command before these words.
         description: Beginning of the help.
         words: Name of a command and its options.
 
     Raises:
-        WhaleError: There is an option that the command does not have.
+        WhaleError: The command does not have one of the options.
     """
     check_words(words)
     parsed, unknown = tyro.cli(
@@ -678,7 +678,7 @@ def _estimate(command: EstimateCommand) -> int:
 
 
 MOST_STATUS = 100
-"""Most rows that an exit status can count; shells use larger values for signals."""
+"""Largest number of rows in an exit status; shells use larger ones for signals."""
 
 
 def _complete(shell: str) -> None:

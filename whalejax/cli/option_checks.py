@@ -90,7 +90,7 @@ _POSITIONAL: Final = {
     "script": "SCRIPT.py",
     "table": "TABLE.csv",
 }
-"""Names in the help of options without dashes."""
+"""Names of positional arguments in the help."""
 
 
 def check_words(argv: Sequence[str]) -> None:
@@ -191,7 +191,7 @@ _EXAMPLES: Final = {
     "--precision": "--precision bf16",
     "--set": "--set learning_rate=0.001 (of a reference model)",
 }
-"""Options with a value that says what they take."""
+"""Options with an example of their value."""
 
 
 def unknown_words_text(words: str, command: Any, unknown: Sequence[str]) -> str:
@@ -200,7 +200,7 @@ def unknown_words_text(words: str, command: Any, unknown: Sequence[str]) -> str:
     Args:
         words: Program and command, such as ``"whalejax plan"``.
         command: The command, read from the other words.
-        unknown: Words that are no option of it, and their values.
+        unknown: Words that are not options of the command, and their values.
 
     >>> command = ProfileCommand(plan=Path("plan.json"))
     >>> unknown_words_text("whalejax profile", command, ["--num-steps", "9"])

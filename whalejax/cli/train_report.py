@@ -24,7 +24,8 @@ class TrainReport:
         mesh: Mesh axes and sizes.
         predicted_step_s: Seconds of a step that the plan predicts.
         measured_step_s: Median seconds of a step, or None if too few were done.
-        tokens_per_s, samples_per_s: Measured speed; no tokens if the batch has none.
+        tokens_per_s, samples_per_s: Measured speed, or None if too few steps were done;
+            ``tokens_per_s`` is also None if the batch has no tokens.
         seconds: Seconds since the command began.
         checked_error: Largest error of a gradient or parameter of the plan at reduced
             sizes; None if it was not checked.

@@ -1,8 +1,8 @@
 """Connects processes that know one address.
 
-One process listens there, as soon as it runs; the others dial until it does. All have
-the same key, or none has one: then their messages are not encrypted, and whoever
-reaches the address can take part.
+One process listens at it; the others dial until it does. All have the same key, or none
+has one. Without a key, messages are not encrypted, and any process that reaches the
+address can take part.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def shared_key(environment: Mapping[str, str] = os.environ) -> Key | None:
     """Loads the key that the processes of this run share; None without one.
 
     Raises:
-        WhaleError: The file cannot be read, or has no key of this version.
+        WhaleError: The key cannot be loaded, or only the old ``WHALEJAX_KEY`` is set.
 
     >>> shared_key({})
     """
@@ -59,8 +59,9 @@ def shared_key(environment: Mapping[str, str] = os.environ) -> Key | None:
 def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket:
     """Returns a listening socket at the address where all processes connect.
 
-    If that is a loopback address, it listens only there; else at all addresses, as
-    JAX's own service does, because other hosts may know this one by another address.
+    For a loopback address, the socket listens only there. Otherwise it listens at all
+    addresses, as JAX's own service does, because other hosts may know this host by
+    another address.
 
     Args:
         coordinator: ``"host:port"``.
@@ -68,7 +69,7 @@ def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket
 
     Raises:
         WhaleError: No host has this name.
-        OSError: The address is not of this machine, or the port is in use.
+        OSError: The address belongs to another machine, or the port is in use.
     """
     host, port = split_address(coordinator, parameter)
     try:
@@ -80,11 +81,11 @@ def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket
             f"{parameter} is {joined_address(host, port)!r}: {host} has no address "
             f"here ({error.strerror}). Give an address of the machine of process 0"
         ) from error
-    # If this process holds the port, it shares it with itself.
+    # This process or its launcher may hold the port already; they share it.
     option = socket.SO_REUSEPORT if is_reserved(port) else socket.SO_REUSEADDR
     with socket.socket(family, kind, proto) as tried:
         tried.setsockopt(socket.SOL_SOCKET, option, 1)
-        tried.bind(address)  # raises if it is not of this machine
+        tried.bind(address)  # raises if it belongs to another machine
     if not is_loopback(host):
         address = ("" if family == socket.AF_INET else "::", port, *address[2:])
     listen = socket.socket(family, kind, proto)
@@ -109,16 +110,15 @@ def reach(coordinator: str, key: Key | None, end: float) -> Channel:
     Raises:
         ConnectionClosedError: No process listened there.
         WireTimeoutError: The process that listens there does not answer.
-        WrongKey, OtherProtocol: It does not belong to this run.
+        WrongKey, OtherProtocol: That process does not belong to this run.
     """
     address = split_address(coordinator, "coordinator")
     why = "nothing was tried"
     while (left := end - time.monotonic()) > 0:
         try:
             return dial(address, key, seconds=left)
-        except (
-            ConnectionClosedError
-        ) as error:  # It does not listen yet, or has begun to end.
+        except ConnectionClosedError as error:
+            # The process does not listen yet, or is shutting down.
             why = str(error)
             time.sleep(min(_PAUSE_SECONDS, max(left, 0.0)))
     raise ConnectionClosedError(why)

@@ -1,7 +1,7 @@
-"""Signs of life of a kept process: a file that it touches, and that its keeper reads.
+"""Heartbeats of a child process: it touches a file, which its parent process checks.
 
-A process that stands still, as after SIGSTOP, does not end, and its connections stay
-open; only silence tells. A process begins its beats when it has something to lose.
+A stopped process, as after SIGSTOP, does not end, and its connections stay open: only
+missing heartbeats reveal it. A process without a first heartbeat is not watched.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ BEAT_FILE: Final = "WHALEJAX_BEAT_FILE"
 
 BEAT_SECONDS: Final = 1.0
 SILENT_SECONDS: Final = 60.0
-"""Seconds without a beat after which a process counts as standing still."""
+"""Seconds without a heartbeat after which a process counts as stopped."""
 
 _LONGEST_TURN_SECONDS: Final = 5.0
 
 
 def begin_beats() -> Callable[[], None]:
-    """Begins the beats of this process, if it has a keeper; returns their end."""
+    """Starts heartbeats if the parent process checks them; returns a stop function."""
     path = os.environ.get(BEAT_FILE)
     if path is None:
         return lambda: None
@@ -35,7 +35,7 @@ def begin_beats() -> Callable[[], None]:
 
     def run() -> None:
         while not ended.is_set():
-            with contextlib.suppress(OSError):  # The next beat may come through.
+            with contextlib.suppress(OSError):  # The next heartbeat may succeed.
                 file.touch()
             ended.wait(BEAT_SECONDS)
         with contextlib.suppress(OSError):
@@ -52,25 +52,25 @@ def begin_beats() -> Callable[[], None]:
 
 
 class BeatListener:
-    """Finds kept processes that were heard once and are silent now.
+    """Finds child processes whose heartbeats have stopped.
 
     Attributes:
-        seconds: Seconds of silence that are too long.
+        seconds: Seconds without a heartbeat after which a process is silent.
     """
 
     def __init__(self, folder: Path, seconds: float = SILENT_SECONDS) -> None:
         """Starts without processes.
 
         Args:
-            folder: Folder of one file for each process.
-            seconds: Seconds of silence that are too long.
+            folder: Folder with one file per process.
+            seconds: Seconds without a heartbeat after which a process is silent.
         """
         self.seconds, self._folder = seconds, folder
         self._lease: Lease[str] = Lease(seconds, _LONGEST_TURN_SECONDS)
         self._touched: dict[str, int] = {}
 
     def environment(self, name: str) -> dict[str, str]:
-        """Returns environment variables of a process that is about to start.
+        """Returns the environment variables of a new process; removes an old file.
 
         Args:
             name: Name of the process.
@@ -88,17 +88,17 @@ class BeatListener:
         self._lease.forget(name)
 
     def silent(self, names: list[str], now: float) -> dict[str, float]:
-        """Returns the processes that are silent for too long, with the seconds.
+        """Returns the silent processes, with the seconds since their last heartbeat.
 
         Args:
-            names: Names of the processes that run.
+            names: Names of the running processes.
             now: The time, in seconds.
         """
         self._lease.turn(now)
         for name in names:
             try:
                 touched = self._path(name).stat().st_mtime_ns
-            except FileNotFoundError:
+            except OSError:  # No file yet, or its file system does not answer.
                 self._lease.forget(name)
                 continue
             if touched != self._touched.get(name):

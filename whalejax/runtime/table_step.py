@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax.adapters.base import Adapter, made_model
 from whalejax.capture.batch import aval_of
 from whalejax.distributed.standard_streams import say
+from whalejax.lowering.optimizer_state import state_leaf_param
 from whalejax.lowering.train_state import host_copy, typed_key
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, short_repr
@@ -151,7 +152,7 @@ class TableStep:
         *,
         clips: bool,
     ) -> None:
-        """Sets the tables' layout to a plan's, for all later steps."""
+        """Sets the plan and its layout of tables for all later steps."""
         self.plan, self.program = plan, program
         rows = {table.name: table.rows for table in plan.all_tables}
         self._names, self._rows = names, tuple(rows[name] for name in names)
@@ -217,7 +218,7 @@ class TableStep:
         lookups: tuple[Lookup, ...],
         names: tuple[str, ...],
     ) -> TableLayout:
-        """Returns the positions of rows and their routes to the samples."""
+        """Returns the buffers of tables and the positions of rows."""
         samples = lookups[0].shape[0] // self.mesh.size
         return make_layout(placement, lookups, names, samples)
 
@@ -264,7 +265,7 @@ class TableStep:
             rng: Random key; the run's keys are derived from it too.
 
         Raises:
-            WhaleError: The function builds another model than the plan's.
+            WhaleError: The function builds a model other than the plan's.
         """
         if not callable(make_model):
             raise WhaleError(
@@ -361,16 +362,23 @@ class TableStep:
 
     def _shared_like_params(self, opt_state: Any) -> Any:
         """Returns the dense optimizer's state, sharded like the parameters."""
+        shardings = self._optimizer_shardings(opt_state)
+        return jax.tree.map(jax.lax.with_sharding_constraint, opt_state, shardings)
+
+    def _optimizer_shardings(self, opt_state: Any) -> Any:
+        """Returns the sharding of each leaf: that of its parameter, if their shapes are
+        equal.
+        """
         names = dense_params(self.adapter, self.program, self.adapter.params)
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        constrain: Any = jax.lax.with_sharding_constraint
-        return _map_params(
-            self._optimizer,
-            constrain,
-            opt_state,
-            {path: self._dense_sharding(path) for path in names},
-            transform_non_params=lambda leaf: constrain(leaf, whole),
-        )
+        shapes = {path: tuple(np.shape(leaf)) for path, leaf in names.items()}
+
+        def sharding(path: Any, leaf: Any) -> NamedSharding:
+            name = state_leaf_param(path, tuple(leaf.shape), shapes)
+            if name is None:
+                return NamedSharding(self.mesh, PartitionSpec())
+            return self._dense_sharding(name)
+
+        return jax.tree_util.tree_map_with_path(sharding, opt_state)
 
     def _dense_sharding(self, path: str) -> NamedSharding:
         specs = self.plan.dense.partition_specs()
@@ -453,7 +461,7 @@ class TableStep:
 
         Args:
             state: State to move; its buffers are donated.
-            placement: Placement of the same tables on equally many ranks.
+            placement: Placement of the same tables on the same number of ranks.
 
         Raises:
             PlanError: The placement has other tables or ranks.
@@ -517,7 +525,7 @@ class TableStep:
 
         Args:
             state: State to evaluate; it is not donated.
-            batch: Global batch, laid out like that of a step.
+            batch: Global batch, in the same form as for a step.
         """
         metrics: dict[str, Any] = self._eval(
             self._checked(state), self._place_batch(batch)
@@ -544,12 +552,9 @@ class TableStep:
         whole = NamedSharding(self.mesh, PartitionSpec())
         params = self._abstract_params()
         shardings = {path: self._dense_sharding(path) for path in params}
-        opt_state = _map_params(
-            self._optimizer,
-            _shaped,
-            self._abstract_optimizer(),
-            shardings,
-            transform_non_params=lambda leaf: _shaped(leaf, whole),
+        opt_state = self._abstract_optimizer()
+        opt_state = jax.tree.map(
+            _shaped, opt_state, self._optimizer_shardings(opt_state)
         )
         return TablesState(
             params={path: _shaped(x, shardings[path]) for path, x in params.items()},
@@ -909,9 +914,6 @@ def _shapes(sections: Sections) -> Any:
     }
 
 
-_map_params: Final[Any] = optax.tree_map_params
-
-
 def _shaped(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -932,7 +934,7 @@ def _divides(leaf: Any, ranks: int) -> bool:
 
 
 def _mesh(plan: TablesPlan, devices: Any) -> Mesh:
-    """Returns the mesh of the plan's axes, in its device order."""
+    """Returns the mesh of the plan's axes, in the plan's device order."""
     found = devices_of(plan.dense, devices)
     order = plan.dense.device_order or range(len(found))
     ordered = np.array([found[number] for number in order], dtype=object)

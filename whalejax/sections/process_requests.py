@@ -1,8 +1,8 @@
 """Requests to a process for a batch: ids by sample, or each distinct row once.
 
-A buffer whose vectors are single rows, not sums, may have fewer distinct rows in a
-batch than vectors. Then only the rows are named and sent, and their gradients are
-summed here, in the order in which the process would add them, so that no bit changes.
+If the vectors of a buffer are single rows, not sums, a batch may need fewer distinct
+rows than vectors. Then each row is requested and sent once. Its gradients are summed
+here, in the same order as in the process, so that results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.tables.layout import TableLayout, WidthLayout
 
 
 _WORTH: Final = 0.8
-"""Largest number of distinct rows over that of vectors at which rows are named."""
+"""Largest ratio of distinct rows to vectors at which distinct rows are requested."""
 
 _LEAST_PIECE: Final = 16
 
@@ -29,10 +29,10 @@ class ProcessRequest:
     """Request to one process.
 
     Attributes:
-        arrays: For each buffer ``int32[samples, columns]``, ids; or ``int32[rows]``,
-            distinct rows of the buffer.
-        places: For each buffer of which rows are named the index of each vector's row,
-            ``int32[samples · slots]``; else None.
+        arrays: Ids ``int32[samples, columns]`` for each buffer, or its distinct rows
+            ``int32[rows]``.
+        places: Index of each vector's row among the distinct rows of each buffer,
+            ``int32[samples · slots]``; None for a buffer with ids.
     """
 
     arrays: tuple[np.ndarray, ...]
@@ -43,7 +43,7 @@ class ProcessRequests:
     """Makes requests to the processes of a layout, and reads their answers."""
 
     def __init__(self, layout: TableLayout) -> None:
-        """Finds the buffers of single rows.
+        """Finds the buffers whose vectors are single rows.
 
         Args:
             layout: Buffers and columns.
@@ -79,7 +79,7 @@ class ProcessRequests:
 
         Args:
             request: Request to the process.
-            answers: Its answer, by buffer.
+            answers: Answer of the process, by buffer.
         """
         parts = []
         given = self._layout.widths.values(), request.places, answers
@@ -92,12 +92,11 @@ class ProcessRequests:
     def gradients(
         self, request: ProcessRequest, packed: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """Returns the gradients of a process's vectors, or of the named rows, by
-        buffer.
+        """Returns the gradients of a process's vectors or distinct rows, by buffer.
 
         Args:
             request: Request to the process.
-            packed: ``[samples, elements]``.
+            packed: Gradients of all vectors, ``[samples, elements]``.
         """
         parts = []
         given = self._layout.widths.values(), request.arrays, request.places
@@ -123,8 +122,8 @@ def _columns_of_slots(each: WidthLayout, rank: int) -> np.ndarray | None:
 def _distinct_rows(
     each: WidthLayout, rank: int, ids: np.ndarray, columns: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns distinct rows, and each vector's index among them; None if that moves
-    more.
+    """Returns distinct rows and each vector's index among them; the ids and None if
+    that moves fewer bytes.
     """
     if columns is None:
         return ids, None
@@ -142,7 +141,7 @@ def _distinct_rows(
 
 
 def _rows_of_ids(each: WidthLayout, rank: int, ids: np.ndarray) -> np.ndarray:
-    """Returns each id's row of the buffer; their number for none."""
+    """Returns each id's row in the buffer, or the number of rows if it has none."""
     low, high, modulus = each.low[rank], each.high[rank], each.modulus[rank]
     inside = (ids >= low) & (ids < high) & (ids % modulus == each.residue[rank])
     return np.where(inside, each.base[rank] + ids // modulus, each.rows).astype(

@@ -1,9 +1,9 @@
 """The end of a step: each stage's peers sum the ledger's gradients, and apply them.
 
-Nothing is applied before peers have all gradients of all stages. If peers are lost
-before the sum, others recompute their micro-batches; those lost after it are dropped,
-because the update is the same on all. A peer that could not finish downloads the state
-of another before the next step.
+Nothing is applied before the peers have all gradients of all stages. If peers fail
+before the sum, others recompute their micro-batches. Peers that fail after it are
+dropped, because the others make the same update. A peer that could not finish downloads
+the state of another before the next step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from whalejax.agreement.facts import values_hash
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.swarm_data import sum_bytes
 from whalejax.swarm.wiring import FORWARD_TASK
@@ -79,8 +80,8 @@ class SwarmStepCommit:
     def sum_error(self) -> float | None:
         """Relative error that the wire format adds to the summed gradients.
 
-        It is the root of the sum of squares of each peer's loss; None if gradients are
-        sent uncoded.
+        It is the root of the total squared error over the total squared gradients; None
+        if gradients are sent uncoded.
         """
         if self._context.sum_wire == "f32":
             return None
@@ -131,7 +132,7 @@ class SwarmStepCommit:
     # The sum.
 
     def _sum(self, stage: int) -> None:
-        """Has a stage's peers sum, until all present ones have done so."""
+        """Asks a stage's peers for the sum, again until all of them have answered."""
         context = self._context
         for _ in range(MOST_ATTEMPTS):
             for passage in self._passages:
@@ -153,9 +154,7 @@ class SwarmStepCommit:
         raise self._run_end_error(stage, "sum")
 
     def _sum_seconds(self, stage: int, peers: int) -> float:
-        """Returns the seconds of a sum: its bytes over the slowest link that is allowed
-        for.
-        """
+        """Returns the seconds of a sum's transfers over the slowest supported link."""
         cut = self._context.cut
         wire = self._context.sum_wire
         sent = sum_bytes(cut.gradient_bytes(stage), peers, wire)
@@ -290,7 +289,7 @@ class SwarmStepCommit:
                     break
             if answers:
                 return self._majority_values(stage, level, answers)
-            # No peer has all: the gradients of lost ones are summed again.
+            # No peer can update: recompute the gradients of lost peers, and sum again.
             for member in self._members[stage]:
                 if not self._context.fleet.has(member):
                     self._context.lose(member, "it was lost before the update")
@@ -343,16 +342,20 @@ class SwarmStepCommit:
     def _majority_values(
         self, stage: int, level: int, answers: Mapping[str, StageValues]
     ) -> dict[int, np.ndarray]:
-        """Returns the answers of the majority; the other peers are out of sync."""
+        """Returns the values that most peers of a stage broadcast in a round.
+
+        Peers with other values are out of sync and leave; after the last round, also
+        those that have not answered.
+        """
         context = self._context
-        late = [m for m in self._members[stage] if m.name not in answers]
-        if level < context.cut.update.rounds - 1:
-            first = next(iter(answers.values()))
-            return dict(zip(first.numbers, first.arrays, strict=True))
-        digests = {name: a.digest for name, a in answers.items()}
+        is_last = level == context.cut.update.rounds - 1
+        late = [m for m in self._members[stage] if is_last and m.name not in answers]
+        digests = {
+            name: a.digest if is_last else values_hash(a.arrays)
+            for name, a in answers.items()
+        }
         ((good, _),) = Counter(digests.values()).most_common(1)
         known = next(name for name, said in digests.items() if said == good)
-        self.digests[stage] = good
         for member in self._members[stage]:
             said = digests.get(member.name)
             if said is not None and said != good:
@@ -365,5 +368,9 @@ class SwarmStepCommit:
                 late.append(member)
         for member in late:
             context.fleet.drop(member.name)
-        self._applied |= {name for name, said in digests.items() if said == good}
-        return {}
+        if is_last:
+            self.digests[stage] = good
+            self._applied |= {name for name, said in digests.items() if said == good}
+            return {}
+        values = answers[known]
+        return dict(zip(values.numbers, values.arrays, strict=True))

@@ -34,7 +34,7 @@ ALL_AXES: Final = (*BATCH_AXES, TENSOR)
 """Mesh axes that divide the samples of lookups, and the tables."""
 
 UNUSED: Final = "unused"
-"""Replaces the parameters if a model has only tables."""
+"""Name of the placeholder parameter of a model that has only tables."""
 
 
 def dense_paths(adapter: Adapter, program: TableProgram) -> list[str]:
@@ -120,8 +120,8 @@ def dense_batch(program: TableProgram, batch: Any) -> dict[str, Any]:
 def dense_loss(adapter: Adapter, program: TableProgram) -> Callable[..., Any]:
     """Returns the loss of ``dense_model`` and a batch with vectors.
 
-    It reports the metrics of the whole loss, and after them the new non-trained leaves
-    that are no random keys.
+    It reports the metrics of the complete loss, followed by the new non-trained leaves
+    except random keys.
 
     Args:
         adapter: The model, without values.
@@ -188,7 +188,7 @@ class DensePart:
             params: Trained leaves that are not tables, by their paths.
             rest, batch: Leaves of the non-trained state, and of the batch.
             vectors: Vectors of each lookup.
-            key: Random key; it is read only by a loss that takes one.
+            key: Random key; read only if the loss takes one.
         """
         model = dict(zip(self._adapter.rest_paths, rest, strict=True))
         batch = [*batch, *vectors]
@@ -209,8 +209,8 @@ class DensePart:
     def gather(self, vectors: Sequence[Any]) -> list[Any]:
         """Returns looked-up vectors as the dense part reads them.
 
-        Devices that compute one product together look up vectors of different samples,
-        and need all of theirs.
+        Devices of one tensor-parallel group look up vectors of different samples, and
+        each needs the vectors of all.
 
         Args:
             vectors: Vectors of each lookup, divided over all devices.
@@ -243,7 +243,7 @@ class DensePart:
         run: Callable[[Any], Any],
         axes: tuple[tuple[str, ...], tuple[str, ...]],
     ) -> list[Any]:
-        """Runs a function of each device's samples, if devices compute together."""
+        """Runs a function on each device's samples under tensor parallelism."""
         if not self._is_tensor_parallel:
             return [*arrays]
         given, result = map(PartitionSpec, axes)

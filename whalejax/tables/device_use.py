@@ -30,7 +30,7 @@ class DeviceUse:
         host_bytes: Bytes of rows and their state in host memory, for each device.
         vectors_bytes: Bytes of looked-up vectors that the dense part of a device reads.
         exchange_bytes: Peak bytes of temporaries while rows are looked up or updated:
-            gradients of vectors, what is exchanged, and its copies.
+            gradients of vectors, exchanged data, and its copies.
         collectives: Collectives of a step that move ids, rows and gradients.
     """
 
@@ -75,7 +75,7 @@ class DeviceUse:
     def memory_with(self, dense: MemoryTerms) -> MemoryTerms:
         """Returns the memory of a step, from that of the dense part.
 
-        Vectors are a part of the dense part's batch, and made within a step.
+        Vectors are in the dense part's batch, but each step computes them.
 
         Args:
             dense: Memory of the dense part.
@@ -167,10 +167,10 @@ def _own_vectors(layout: TableLayout, lookups: Sequence[Lookup]) -> int:
 def _peak_elements(
     layout: TableLayout, lookups: Sequence[Lookup], optimizer: SparseOptimizer
 ) -> int:
-    """Returns the most elements of vectors that a lookup or an update needs at once.
+    """Returns the peak number of vector elements that a lookup or an update needs.
 
-    In an update there are, of each received row, its gradient and its sum, and old and
-    new values of its state.
+    An update needs the gradient of each received row, its sum, and the old and new
+    values of the row's state.
     """
     samples = lookups[0].shape[0]
     own = samples // layout.ranks
@@ -189,7 +189,7 @@ def _peak_elements(
 
 
 def _rows_updated(layout: TableLayout, samples: int) -> dict[BufferKey, int]:
-    """Returns the gradients of rows that a rank receives, by buffer."""
+    """Returns the number of row gradients that a rank receives, by buffer."""
     rows = {key: samples * each.num_ids for key, each in layout.widths.items()}
     for key, room in layout.requests.items():
         rows[key] += layout.ranks * room
@@ -205,7 +205,7 @@ def _collectives(
     element_bytes: int,
     axes: tuple[str, ...],
 ) -> Iterator[Collective]:
-    """Yields the collectives over all ranks; those of single nodes have no axis."""
+    """Yields the collectives over all ranks; not those of rows that a node holds."""
     if layout.ranks == 1:
         return
     others = layout.ranks - 1

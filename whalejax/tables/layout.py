@@ -2,9 +2,9 @@
 
 All shards of one width in one memory are in one buffer, those of a rank one after the
 other. All lookups of a rank are columns of ids, so that every rank runs the same
-program with other numbers. Exchanges are padded to the rank with the most. Rows that a
-node holds jointly are in separate buffers, which the two-level exchange reads: sums
-within the node, then vectors between nodes.
+program with different numbers. Exchanges are padded to the size of the largest. Rows
+that a node holds jointly are in separate buffers, which the two-level exchange reads:
+sums within the node, then vectors between nodes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ hold parts of the same rows."""
 
 
 class BufferKey(NamedTuple):
-    """A buffer, by its width and its memory."""
+    """Key of a buffer: its width and its memory."""
 
     width: int
     memory: Memory
@@ -50,12 +50,12 @@ class WidthLayout:
         slots: Vectors that a rank sends for each sample.
         source: ``[ranks, ids]``: column of the sample's ids that a rank receives, or
             the number of columns for none.
-        modulus, residue, low, high: The rows of each column's shard: ids of that
-            residue between two limits.
+        modulus, residue, low, high: Rows of each column's shard: ids with this residue,
+            from ``low`` to ``high`` - 1.
         base: Row of the buffer at which the shard begins.
         slot: Slot that the column's row is added to.
         offset: Offset of the width's vectors in a rank's result for a sample.
-        first_id: Offset of its columns among the ids that are sent.
+        first_id: Offset of the buffer's columns among the sent ids.
         memory: Memory that holds the buffer.
     """
 
@@ -87,7 +87,7 @@ class StoredShard:
         shard: The shard.
         key: Buffer of the shard.
         base: First row in the rank's part of the buffer.
-        numbers: Table rows of the shard, if they are no range and not every n-th.
+        numbers: Table rows of the shard; None for a range or every n-th row.
     """
 
     shard: TableShard
@@ -115,7 +115,7 @@ class StoredShard:
 
         Args:
             first: First row in the shard.
-            count: Number of rows; there may be fewer.
+            count: Maximum number of rows.
         """
         numbers = self.row_numbers
         if not isinstance(numbers, slice):
@@ -150,7 +150,7 @@ class GatheredShard:
 
     Attributes:
         stored: Position of the shard in a buffer.
-        first: Offset of its rows among those of its buffer that its rank sends so.
+        first: Offset of its rows among the completely sent rows of its buffer.
     """
 
     stored: StoredShard
@@ -159,7 +159,7 @@ class GatheredShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DistinctTable:
-    """Some columns of a table, of which a rank receives each row that it needs once.
+    """Some columns of a table; a rank receives each row that it needs once.
 
     Attributes:
         key: Buffer of the columns.
@@ -193,13 +193,13 @@ class TableLayout:
         id_columns: Ids that are sent to a rank for each sample.
         gathered: Shards that are sent completely, by the name of the table: those with
             fewer rows than the vectors that a rank's samples need.
-        blocks: Rows of each buffer that each rank sends completely, ``[ranks, rows]``;
-            the number of rows for none.
+        blocks: Rows of these shards in each buffer, ``[ranks, rows]``, padded with the
+            number of the buffer's rows.
         distinct: Tables of which each distinct row is sent once, by name: their shards
             by columns, each with all rows.
-        requests: Most rows that a rank may ask of another, by buffer.
-        hottest: Rows of cached tables that are on the device, sorted, by name, unless
-            they are the first.
+        requests: Maximum number of rows that a rank requests of another, by buffer.
+        hottest: Sorted rows of cached tables on the device, by name; absent if they are
+            the first rows.
     """
 
     ranks: int
@@ -250,7 +250,7 @@ class TableLayout:
 
     @property
     def request_elements(self) -> int:
-        """Number of elements of the rows that a rank may ask of another."""
+        """Maximum number of row elements that a rank requests of another."""
         return sum(key.width * room for key, room in self.requests.items())
 
     def id_bytes(self, samples: int) -> int:
@@ -269,8 +269,8 @@ class TableLayout:
 
         With N samples, R ranks, at most V elements a sample from one rank, F elements
         of completely sent rows, D of requested rows and q bytes an element:
-        (N · V + R · (F + D)) · q · (R - 1). Backward each completely sent row also has
-        the number of its lookups.
+        (N · V + R · (F + D)) · q · (R - 1). In the backward pass the number of lookups
+        is sent with each completely sent row.
 
         Args:
             samples: Number of samples of a global batch.
@@ -288,14 +288,14 @@ def make_layout(
     names: Sequence[str],
     samples_per_rank: int = 0,
 ) -> TableLayout:
-    """Lays the shards of a placement out in buffers.
+    """Assigns the shards of a placement to positions in buffers.
 
     Args:
         placement: Placement of the tables.
         lookups: All lookups of the loss.
         names: Name of the table of each lookup.
-        samples_per_rank: Samples of each rank, if shards may be sent completely, or
-            each distinct row once, where that moves less; else 0.
+        samples_per_rank: Samples of each rank. Complete shards, or each distinct row
+            once, are sent if that moves fewer bytes; never if this is 0.
     """
     ranks = placement.ranks.count
     given = placement, lookups, names
@@ -324,7 +324,7 @@ def without_requests(
     names: Sequence[str],
     samples_per_rank: int,
 ) -> TableLayout:
-    """Returns the same buffers, with vectors by sample in place of requests.
+    """Returns the same buffers, with vectors by sample instead of requests.
 
     Args:
         layout: Result of ``make_layout``.
@@ -390,7 +390,7 @@ def _distinct(
     stored: Mapping[str, Sequence[StoredShard]],
     gathered: Mapping[str, object],
 ) -> tuple[dict[str, tuple[DistinctTable, ...]], dict[BufferKey, int]]:
-    """Returns the tables whose rows are requested as planned, and their room."""
+    """Returns the fields ``distinct`` and ``requests`` of ``TableLayout``."""
     found: dict[str, tuple[DistinctTable, ...]] = {}
     rooms: dict[BufferKey, np.ndarray] = {}
     for name, shards in stored.items():
@@ -431,9 +431,7 @@ def _choose_gathered(
     names: Sequence[str],
     samples: int,
 ) -> tuple[dict[str, tuple[GatheredShard, ...]], dict[BufferKey, np.ndarray]]:
-    """Returns the shards that are sent completely, as that moves less, and their
-    rows by rank.
-    """
+    """Returns the fields ``gathered`` and ``blocks`` of ``TableLayout``."""
     wanted = dict.fromkeys(stored, 0)
     for lookup, name in zip(lookups, names, strict=True):
         if name in wanted:
@@ -484,7 +482,7 @@ def _stored(
 
 
 def _numbers(shard: TableShard, hottest: np.ndarray | None) -> np.ndarray | None:
-    """Returns the rows of a cached table's part, if they are no range."""
+    """Returns the table rows of a cached table's shard; None for a range."""
     if hottest is None or shard.split != "cached":
         return None
     if shard.index == 0:
@@ -579,8 +577,8 @@ def collect_tables(
 
     Args:
         layout: Layout of the shards.
-        buffers: Each ``[ranks · rows, columns]`` in host memory.
-        by_row: Whether the arrays have one number a row.
+        buffers: Buffers ``[ranks · rows, columns]`` in host memory.
+        by_row: Whether the arrays have one number per row.
     """
     found: dict[str, np.ndarray] = {}
     for name, shards in layout.stored.items():

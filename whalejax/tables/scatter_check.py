@@ -1,8 +1,8 @@
-"""A small program that finds compilers which sum gradients of repeated rows wrongly.
+"""A small program that detects wrong sums of gradients of repeated rows by a compiler.
 
-Public versions of XLA did so for gradients of sharded tables that a scan accumulates
-(openxla/xla issues 49143 and 42481). The program does the same with numbers whose sums
-are exact, and NumPy computes what is right; so no list of versions is needed.
+Some XLA releases sum gradients of sharded tables wrongly if a scan accumulates them
+(openxla/xla issues 49143 and 42481). The program sums numbers whose sums are exact, and
+compares them with those of NumPy, so no list of versions is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUMS: Final = SparseOptimizer(kind="sgd", learning_rate=1.0)
 
 @functools.cache
 def wrong_sums(mesh: Mesh) -> tuple[int, int]:
-    """Returns the number of wrong elements of the program, and that of all elements.
+    """Returns the number of wrong elements in the results, and of all elements.
 
     Args:
         mesh: Devices of this process; a mesh is tested once.

@@ -1,4 +1,4 @@
-"""Copies tables to the devices and back, one after the other.
+"""Copies tables to the devices and back, one at a time.
 
 Buffers are created in the devices' memory, and every shard of a table is written into
 them, so that host memory holds one complete table at a time.
@@ -25,7 +25,7 @@ from whalejax.tables.sparse_optimizers import SparseOptimizer
 
 
 _PIECE_BYTES: Final = 2**28
-"""Bytes of rows that are on the way to a buffer at once, for each device."""
+"""Maximum bytes of rows per device in one write to a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,7 +49,7 @@ class TableStore:
     dtype: Any
 
     def by_row(self, kind: str) -> bool:
-        """Returns whether a state array has one number a row.
+        """Returns whether a state array has one number per row.
 
         Args:
             kind: Name of the state array.
@@ -80,7 +80,7 @@ class TableStore:
     def empty(self) -> TableArrays:
         """Returns buffers of zeros, and the initial state of all rows.
 
-        Arrays in host memory are made there: a device may have no room for them.
+        Arrays in host memory are created there, as they may not fit on a device.
         """
         shapes = self.abstract_arrays()
 
@@ -160,7 +160,7 @@ class TableStore:
         sharding, width = NamedSharding(self.mesh, axes), buffer.shape[1]
         by_row = kind is not None and self.by_row(kind)
         most = max(each.shard.num_rows for each in turn.values())
-        pieces = -(-most * width * buffer.dtype.itemsize // _PIECE_BYTES)
+        pieces = max(1, -(-most * width * buffer.dtype.itemsize // _PIECE_BYTES))
         size = -(-most // pieces)
         mapped = jax.shard_map(
             functools.partial(write_rows, on_host=key.memory == "host"),
@@ -192,7 +192,7 @@ class TableStore:
         return buffer
 
     def collect(self, arrays: TableArrays, kind: str | None) -> dict[str, np.ndarray]:
-        """Returns all complete tables, or a state array of each, on the host by path.
+        """Returns the complete tables, or one state array of each, as NumPy arrays.
 
         Args:
             arrays: All tables.
@@ -210,7 +210,7 @@ class TableStore:
 
 
 def _filled(leaf: Any, value: float) -> Any:
-    """Returns an array with one value everywhere, born in its memory."""
+    """Returns an array of one value, created in the memory of its sharding."""
     if leaf.sharding.memory_kind != HOST_KIND:
         return jnp.full(leaf.shape, value, leaf.dtype, device=leaf.sharding)
 

@@ -1,7 +1,7 @@
 """Questions and answers between the two sections of a recommender.
 
-Messages carry step numbers, so that a question may arrive twice: a known update changes
-nothing, and a repeated lookup of a step reads the same rows.
+Messages carry step numbers, so that a question may arrive twice: a repeated update
+changes nothing, and a repeated lookup of a step reads the same rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Saved(Message):
 
 
 class Vectors(Message):
-    """Answer to a lookup; the rows lack updates of steps from ``version`` on."""
+    """Answer to a lookup: rows with the updates of the first ``version`` steps."""
 
     version: Whole
     seconds: Seconds
@@ -82,13 +82,14 @@ class Hello(Question[HelloHeard]):
     address: Address
 
 
-# Questions to a process that holds tables.
+# Questions to a process that stores tables.
 
 
 class Begin(Question[BeginAnswer]):
-    """Message with six arrays for each buffer: see ``WidthLayout``.
+    """Message with six arrays for each buffer: see ``width_arrays``.
 
-    It restores the rows of ``version``, or the newest rows for -1.
+    If ``restores``, the process reads the snapshot of ``version``, or the newest for
+    -1. Otherwise it removes its snapshots.
     """
 
     staleness: Whole
@@ -120,7 +121,7 @@ class GetRows(Question[RowsChunk]):
 class Commit(Question[Saved]):
     """Applies the updates of the first ``version`` steps, and saves the rows.
 
-    If ``fresh``, the written rows already contain them. The snapshot of version
+    If ``fresh``, the written rows already contain the updates. The snapshot of version
     ``kept`` is not removed; -1 for none.
     """
 
@@ -146,7 +147,7 @@ class Update(Question[Updated]):
     """``arrays`` are the gradients for each buffer, then, if the process may lack them,
     the arrays of the lookup.
 
-    All lookups of the steps before ``received`` were received.
+    The vectors of the first ``received`` steps were received.
     """
 
     step: Whole

@@ -85,7 +85,7 @@ class ClusterCandidate:
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of a device, the smallest one's if they differ."""
+        """Bytes of memory of a device; the minimum if devices differ."""
         return self.cluster.memory_bytes
 
     @property
@@ -121,7 +121,7 @@ class SearchData(Sequence[Plan]):
     Attributes:
         plans: Plans, best first.
         names: Each plan's cluster, as the user named it.
-        refused: Clusters without a plan, those that lack least first.
+        refused: Clusters without a plan, those that lack the fewest bytes first.
         weighed: Every stored candidate, on all clusters.
         notes: Reasons why the plans are not comparable.
     """
@@ -175,13 +175,13 @@ class SearchData(Sequence[Plan]):
         """Returns the plans as a file of another system.
 
         ``"axlearn"`` has a mesh rule for each cluster, and ``"skypilot"`` tries the
-        clusters in turn; other formats have the best plan.
+        clusters in turn; other formats contain only the best plan.
 
         Args:
             form, name, image, command: Arguments of ``Plan.export``.
 
         Raises:
-            WhaleError: Nothing was found, or the format cannot express a plan.
+            WhaleError: There is no plan, or the format cannot express one.
         """
         if not self.plans:
             raise WhaleError(f"there is no plan to export: {self}")
@@ -224,7 +224,7 @@ class SearchData(Sequence[Plan]):
         return any(hourly_price(plan.cluster) is not None for plan in self.plans)
 
     def document(self) -> dict[str, Any]:
-        """Returns plans, other evaluated candidates and refusals as plain JSON data."""
+        """Returns plans, candidates and clusters without a plan as plain JSON data."""
         return {
             "whalejax_search": 1,
             "plans": [
@@ -268,7 +268,7 @@ class SearchData(Sequence[Plan]):
         """Renders the table, and the clusters without a plan, in lines.
 
         Args:
-            width: Columns of a line; None breaks none.
+            width: Maximum columns of a line; None for unbroken lines.
         """
         check_lines(width, all_rows=False)
         lines = table(self.head(), self.rows(), width)
@@ -303,7 +303,7 @@ def place_of_cluster(
         refused: Reasons of clusters without a result, by name.
 
     Raises:
-        WhaleError: No cluster has this name, or the index is neither.
+        WhaleError: No result has this name, or the index is no integer or string.
         IndexError: No result has this number.
 
     >>> place_of_cluster("h100:8", ["v5e:4x4", "h100:8"], "plan")
@@ -333,7 +333,7 @@ def place_of_cluster(
 
 
 def price_of(cluster: Cluster, seconds: float) -> float | None:
-    """Returns the price of some seconds on a cluster; None if a kind has no price."""
+    """Returns the price of a cluster for some seconds; None if a device has none."""
     price = hourly_price(cluster)
     return None if price is None else price.amount * seconds / 3600
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.whalejax.keys import KEY
 from tests.whalejax.messages import SWARM, Loose
+from whalejax.swarm_runtime.commit import SwarmStepCommit
 from whalejax.swarm_runtime.wire.state_transfer import downloaded
 from whalejax.wire.connection import listen
 from whalejax.wire.messages import Message, Question, answer_type
@@ -27,6 +28,7 @@ from whalejax.wire.swarm_messages import (
     Pong,
     ShowSwarm,
     StageCall,
+    StageValues,
     StateChunk,
 )
 
@@ -118,3 +120,37 @@ def test_what_is_no_state_of_a_stage_is_refused(
     with pytest.raises(RefusedRequestError, match=r"state of stage 3.*") as found:
         downloaded(ask, layout, 3, "p")
     assert found.value.blame == "p" and asked == [0]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_values_of_a_round_are_those_of_most_peers(wrong: int) -> None:
+    """Whoever answers first, one wrong peer does not decide for all stages."""
+    members = [SimpleNamespace(name=f"p{number}") for number in range(3)]
+    told: list[str] = []
+    dropped: list[str] = []
+    context = SimpleNamespace(
+        cut=SimpleNamespace(update=SimpleNamespace(rounds=2)),
+        step=4,
+        tell=lambda kind, peer, why: told.append(f"{kind} {peer}"),
+        fleet=SimpleNamespace(drop=dropped.append),
+    )
+    commit = SwarmStepCommit(context, [], None)  # type: ignore[arg-type]
+    commit._members[0] = members  # type: ignore[assignment]
+    answers = {
+        member.name: StageValues(
+            numbers=[7],
+            arrays=(np.float32([3 if number == wrong else 2]),),
+            digest=f"state {number == wrong}",
+        )
+        for number, member in enumerate(members)
+        if number != (wrong + 1) % 3  # This one has not answered.
+    }
+    answers["p9"] = next(one for name, one in answers.items() if name != f"p{wrong}")
+    found = commit._majority_values(0, 0, answers)
+    assert {number: value.tolist() for number, value in found.items()} == {7: [2.0]}
+    assert told == [f"differs p{wrong}"]
+    assert dropped == [f"p{wrong}"]
+    assert not commit.digests
+    assert not commit._majority_values(0, 1, answers)
+    assert commit.digests == {0: "state False"}
+    assert {f"p{(wrong + 1) % 3}", f"p{wrong}"} <= {*dropped}
