@@ -87,10 +87,9 @@ class TimeTerms:
         )
 
     def __sub__(self, other: TimeTerms) -> TimeTerms:
-        return self + other.scaled(-1)
+        return self + other * -1
 
-    def scaled(self, number: float) -> TimeTerms:
-        """Returns the terms, each multiplied by a number."""
+    def __mul__(self, number: float) -> TimeTerms:
         names = [f.name for f in dataclasses.fields(self)]
         return TimeTerms(**{name: getattr(self, name) * number for name in names})
 

@@ -32,7 +32,7 @@ class MicroBatchCost:
 
     def measured(self, ratio: float) -> MicroBatchCost:
         """Returns a copy whose micro-batch times are multiplied by a measured ratio."""
-        ahead, both = self.ahead.scaled(ratio), self.both.scaled(ratio)
+        ahead, both = self.ahead * ratio, self.both * ratio
         return replace(self, ahead=ahead, both=both)
 
     def spared(self, seconds: float) -> MicroBatchCost:
@@ -56,14 +56,15 @@ def micro_batch_cost(
         count: Number of micro-batches of the step.
         forward: Seconds of a forward pass by name of the term, if known exactly.
         forward_shares: Fraction of the other terms in the forward pass, by name.
-        weight_share: As in ``MicroBatchCost``.
+        weight_share: Fraction of the backward pass that can be postponed; see
+            ``MicroBatchCost``.
     """
     once = TimeTerms(
         update_seconds=step.update_seconds,
         allocation_seconds=step.allocation_seconds,
         offload_seconds=step.offload_seconds,
     )
-    both = (step - once).scaled(1 / count)
+    both = (step - once) * (1 / count)
     sent = {name: getattr(both, name) * part for name, part in forward_shares.items()}
     return MicroBatchCost(
         ahead=TimeTerms(**{**forward, **sent}),
@@ -98,7 +99,7 @@ def lockstep_step(
     ahead, back, transfers = turns
 
     def passes(forward: int, backward: int, handings: int) -> TimeTerms:
-        both = turn.ahead.scaled(forward) + behind.scaled(backward)
+        both = turn.ahead * forward + behind * backward
         border = both.border_seconds + handed_seconds * handings
         return replace(both, border_seconds=border)
 
@@ -129,7 +130,7 @@ def scheduled_step(
             same time.
     """
     slowest = max(turns, key=lambda turn: turn.both.step_seconds)
-    useful = slowest.both.scaled(table.num_micro_batches)
+    useful = slowest.both * table.num_micro_batches
     once = max((turn.once for turn in turns), key=lambda terms: terms.step_seconds)
     before = after = 0.0
     for stage, seconds in enumerate(copied):
@@ -166,7 +167,7 @@ def replicas_step(
         gather_seconds: Seconds in which they gather updated parameters.
     """
     own = replace(part, update_seconds=0.0)
-    paced = own.scaled(pace_seconds / max(own.step_seconds, 1e-30))
+    paced = own * (pace_seconds / max(own.step_seconds, 1e-30))
     return replace(
         paced,
         update_seconds=update_seconds,

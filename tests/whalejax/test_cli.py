@@ -669,3 +669,17 @@ sys.exit(main(["--version"]))
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["plan mlp-test --cluster cpu:1", "swarm show a:1", "jobs show --save runs"],
+)
+def test_json_without_a_standard_output_is_refused(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main.main([*words.split(), "--json"]) == 2
+    assert "--json prints to standard output, which is closed" in (
+        capsys.readouterr().err
+    )

@@ -20,6 +20,17 @@ from whalejax.planner.plan.kept_layout import kept_layout
 pytestmark = pytest.mark.relaxed_promotion  # Flax's norms rely on it
 
 
+def llama_plan() -> wh.Plan:
+    job = models.job("llama-test")
+    return wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0, 64),
+        optimizer=job.optimizer,
+        cluster="h100:8",
+    )
+
+
 def test_sliders_plan_again() -> None:
     pytest.importorskip("ipywidgets")
     shown = plain().sliders(clusters=["h100:2x8", "h100:1x4", "h100:3"])
@@ -79,14 +90,7 @@ def test_layouts_that_cannot_be_kept_are_named() -> None:
 
 def test_sequences_grow_where_the_model_takes_them() -> None:
     pytest.importorskip("ipywidgets")
-    job = models.job("llama-test")
-    plan = wh.plan(
-        job.loss_fn,
-        jobs.abstract_model(job),
-        job.batch_at(0, 64),
-        optimizer=job.optimizer,
-        cluster="h100:8",
-    )
+    plan = llama_plan()
     shown = plan.sliders()
     shown.controls["sequence"].value = 48
     assert shown.plan.batch[0].shape == (64, 49)  # the last one is only a target
@@ -199,14 +203,7 @@ def test_a_shorter_sequence_traces_no_other_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("ipywidgets")
-    job = models.job("llama-test")
-    plan = wh.plan(
-        job.loss_fn,
-        jobs.abstract_model(job),
-        job.batch_at(0, 64),
-        optimizer=job.optimizer,
-        cluster="h100:8",
-    )
+    plan = llama_plan()
     assert not plan.attention
     traced: list[Any] = []
     with_attention = Captured.with_attention

@@ -196,6 +196,13 @@ def test_a_run_places_its_tables_anew(capsys: pytest.CaptureFixture[str]) -> Non
     )
     with pytest.raises(wh.WhaleError, match="no lookups were counted"):
         alone.replacement()
+    # Memory and traffic of the plan are those of the new placement.
+    given.pop("devices")
+    whole = wh.plan_tables(
+        *(lookup, net, batch(0)), rows=ROWS, cluster="cpu:4", pins={"a": 0}, **given
+    )
+    other = alone.place(other, whole.placement)
+    assert alone.plan.use == whole.use != plan.use
     with pytest.raises(wh.WhaleError, match="of 1 tables on 8 ranks"):
         eight = place_tables(plan.placement.tables, "cpu:8", batch_size=samples)
         alone.place(other, eight)

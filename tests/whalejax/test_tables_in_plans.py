@@ -203,6 +203,9 @@ def test_words_of_the_command_line_that_say_no_tables(
     assert main(["train", "dlrm-test", "--tables", "adam:0.1", "--zero", "1"]) != 0
     assert main(["train", "dlrm-test", "--staleness", "1"]) != 0
     assert "--staleness is 1 without --tables" in capsys.readouterr().err
+    words = "plan dlrm-test --cluster cpu:2 --tables adagrad:0.1 --margin 0"
+    assert main(words.split()) == 2
+    assert "--margin was given with --tables" in capsys.readouterr().err
 
 
 SHAPES: Final = {

@@ -122,8 +122,7 @@ class TablesRequest:
 
         def place(dense: Plan) -> tuple[TwoSections, DeviceUse]:
             def use_of(placement: TablePlacement) -> DeviceUse:
-                axes = {name: dense.axis_sizes.get(name, 1) for name in ALL_AXES}
-                given = placement, program.lookups, names, self.rows, axes
+                given = placement, program.lookups, names, self.rows, dense
                 return predict_device_use(*given)
 
             return self._place_within_memory(

@@ -160,11 +160,9 @@ def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
         return 0
     try:
         _check_command_name(argv)
-        if argv[:1] == ["swarm"]:
-            return _swarm(parse_swarm(argv))
-        if argv[:1] == ["jobs"]:
-            return _jobs(parse_jobs(argv))
-        command = _parse(argv)
+        group = argv[0] if argv[0] in _GROUPS else ""
+        parse = {"swarm": parse_swarm, "jobs": parse_jobs}.get(group, _parse)
+        command: Any = parse(argv)
     except SystemExit as stop:  # after --help, or an error that was printed
         return stop.code if isinstance(stop.code, int) else _USER_ERROR
     if closed and getattr(command, "json", False):
@@ -172,7 +170,9 @@ def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
             "--json prints to standard output, which is closed. Send it to a file, or "
             "leave --json out"
         )
-    return _run(command, started)
+    if group == "swarm":
+        return _swarm(command)
+    return _jobs(command) if group == "jobs" else _run(command, started)
 
 
 COMMAND_NAMES = (

@@ -344,8 +344,9 @@ def check_table_options(
                 f"{name} {words} was given with --tables, whose dense part is one "
                 "program with one micro-batch. Leave it out"
             )
+    usual = {field.name: field.default for field in dataclasses.fields(options)}
     for name in _WITHOUT_TABLES:
-        if getattr(options, name, None):
+        if name in usual and getattr(options, name) != usual[name]:
             words = f"--{name.replace('_', '-')}"
             problems.add(
                 f"{words} was given with --tables, and takes none. Leave it out"

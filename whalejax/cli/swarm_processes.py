@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,10 @@ from whalejax.elastic.engines.engine_shells import (
     leave_allocation,
     ray_shell,
     slurm_options,
+    slurm_release,
     slurm_shell,
 )
-from whalejax.meshes.errors import Problems
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.processes.launch_spec import (
     check_hosts,
     is_here,
@@ -47,6 +49,7 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
     """
     count, gpus = command.processes, visible_gpus()
     shell, hosts = _places(command)
+    run = f"swarm-{secrets.token_hex(4)}"
     here = [n for n in range(count) if is_here(hosts[n % len(hosts)])]
     with Problems("whalejax swarm serve --processes") as problems:
         if command.save is None:
@@ -80,13 +83,16 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
         # The address of a node that an engine will give is known there only.
         reached = command.host if place in here else host if named else "0.0.0.0"  # noqa: S104
         words = _words("join", _join(command, reached))
-        own = {}
+        name, own, release = f"peer-{place + 1}", dict[str, str](), list[str]()
         if place in here:
             own = own_gpus(gpus, len(here), here.index(place))
         else:
             words = words_there(shell, host, words)
-        name = f"peer-{place + 1}"
-        programs.append(KeptCommand(name=name, command=words, environment=own))
+        if command.slurm is not None:
+            own = {"SLURM_JOB_NAME": f"{run}-{name}"}
+            release = slurm_release(own["SLURM_JOB_NAME"])
+        kept = KeptCommand(name=name, command=words, environment=own, release=release)
+        programs.append(kept)
     keeper = Keeper(programs, command.logs, lambda text: say(f"whalejax: {text}"))
     if not command.json:
         where = "here" if len(here) == count else f"on {_engine(command)}"
@@ -119,7 +125,13 @@ def _places(command: SwarmServeCommand) -> tuple[Sequence[str], list[str]]:
             )
     numbers = range(1, command.processes + 1)
     if command.slurm is not None:
-        shell = slurm_shell(slurm_options(command.slurm))
+        options = slurm_options(command.slurm)
+        if any(word.startswith(("--job-name", "-J")) for word in options):
+            raise WhaleError(
+                f"--slurm {command.slurm} names the allocations, and each peer's has "
+                "a name of its own, by which it is ended. Leave --job-name out"
+            )
+        shell = slurm_shell(options)
         leave_allocation("swarm")
         return shell, [f"slurm-{number}" for number in numbers]
     if command.ray is not None:

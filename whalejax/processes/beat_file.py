@@ -100,6 +100,7 @@ class BeatListener:
                 touched = self._path(name).stat().st_mtime_ns
             except OSError:  # No file yet, or its file system does not answer.
                 self._lease.forget(name)
+                self._touched.pop(name, None)  # Renews it once the file is back.
                 continue
             if touched != self._touched.get(name):
                 self._touched[name] = touched

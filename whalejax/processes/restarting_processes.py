@@ -9,7 +9,9 @@ the run, unless other servers serve it.
 from __future__ import annotations
 
 import selectors
+import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ AT_ONCE_SECONDS: Final = 1.0
 """Time between the first and the second request to end."""
 
 _TICK_SECONDS: Final = 0.2
+_RELEASE_SECONDS: Final = 30.0
 _FAILED: Final = 1
 SHELL_FAILED: Final = 255
 """Exit status of ssh itself, if a host is unreachable."""
@@ -48,11 +51,14 @@ class KeptCommand:
         name: Unique name.
         command: Words of the command.
         environment: Environment variables that are added.
+        release: Command that frees what a killed command leaves elsewhere; empty if
+            there is nothing.
     """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    release: Sequence[str] = ()
 
 
 class Keeper:
@@ -111,7 +117,10 @@ class Keeper:
                     self._turn()
                 self._end_others()
             finally:
+                left = self._processes.names
                 self._processes.end_all()
+                for name in left:
+                    self._release(name)
         return self._status
 
     def _end_others(self) -> None:
@@ -153,8 +162,26 @@ class Keeper:
             status = self._processes.take_exit_status(name)
             assert status is not None  # Each is a child of this process.
             self._beats.forget(name)
+            if status:
+                self._release(name)
             if self._status is None:
                 self._on_process_end(name, status)
+
+    def _release(self, name: str) -> None:
+        """Frees what a command that did not end by itself has left elsewhere."""
+        words = self._programs[name].release
+        if not words:
+            return
+        try:
+            subprocess.run(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                timeout=_RELEASE_SECONDS,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            self._say(f"{name} may have left something: {shlex.join(words)}: {error}")
 
     def _start(self, name: str) -> None:
         program, leads = self._programs[name], name == self._leader

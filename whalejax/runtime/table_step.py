@@ -43,6 +43,7 @@ from whalejax.state.table_checkpoint import (
     save_sections,
 )
 from whalejax.tables.dense import BATCH_AXES, UNUSED, DensePart, dense_params
+from whalejax.tables.device_use import predict_device_use
 from whalejax.tables.layout import TableLayout, make_layout, without_requests
 from whalejax.tables.lookup_counts import LookupCounts
 from whalejax.tables.programs import TablePrograms
@@ -479,7 +480,10 @@ class TableStep:
                 "make a plan and a step, and let it adopt the state"
             )
         store, programs = self.store, self.programs
-        plan = dataclasses.replace(self.plan, placement=placement)
+        lookups = programs.program.lookups
+        given = placement, lookups, programs.names, self.plan.rows, self.plan.dense
+        use = predict_device_use(*given)
+        plan = dataclasses.replace(self.plan, placement=placement, use=use)
         self._use(plan, programs.program, programs.names, clips=programs.clips)
         return dataclasses.replace(held, tables=self._taken_over(held.tables, store))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +11,7 @@ from whalejax.planner.cost_terms import MemoryTerms
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import Collective, CollectiveKind
 from whalejax.planner.tables.placement import TablePlacement
+from whalejax.tables.dense import ALL_AXES
 from whalejax.tables.layout import BufferKey, TableLayout, make_layout
 from whalejax.tables.recognize import Lookup
 from whalejax.tables.sparse_optimizers import SparseOptimizer
@@ -96,7 +97,7 @@ def predict_device_use(
     lookups: Sequence[Lookup],
     names: Sequence[str],
     optimizer: SparseOptimizer,
-    axes: Mapping[str, int],
+    dense: Plan,
 ) -> DeviceUse:
     """Predicts the memory and traffic of a placement's tables.
 
@@ -105,8 +106,9 @@ def predict_device_use(
         lookups: All lookups of the loss.
         names: Name of the table of each lookup.
         optimizer: Update rule of rows.
-        axes: Sizes of the mesh axes over which lookups are divided.
+        dense: Plan of the dense part, whose mesh divides the lookups.
     """
+    axes = {name: dense.axis_sizes.get(name, 1) for name in ALL_AXES}
     tables = {table.name: table for table in placement.tables}
     held = [n for n, name in enumerate(names) if name in tables]
     lookups, names = [lookups[n] for n in held], [names[n] for n in held]

@@ -42,9 +42,12 @@ def wrong_sums(mesh: Mesh) -> tuple[int, int]:
     by_samples = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names))
     table = jax.device_put(np.zeros_like(expected), by_rows)
     given = jax.device_put((ids, gradients), by_samples)
+    single = jax.device_put(
+        (np.zeros_like(expected), ids, gradients), mesh.devices.flat[0]
+    )
     found = [
         jax.jit(functools.partial(_accumulate, by_rows))(table, *given),
-        jax.jit(_update)(np.zeros_like(expected), ids, gradients),
+        jax.jit(_update)(*single),
     ]
     wrong = sum(int((np.asarray(each) != expected).sum()) for each in found)
     return wrong, len(found) * expected.size

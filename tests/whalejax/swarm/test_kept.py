@@ -73,6 +73,23 @@ def test_a_peer_that_left_does_not_stand_still(tmp_path: Path) -> None:
     assert not said
 
 
+def test_a_file_that_cannot_be_read_once_hides_no_process_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = beat_file.BeatListener(tmp_path, seconds=10.0)
+    (tmp_path / "peer-1.beat").touch()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(116, "Stale file handle")
+
+    assert not beats.silent(["peer-1"], 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", fail)
+        assert not beats.silent(["peer-1"], 1.0)
+    found = [beats.silent(["peer-1"], float(now)) for now in range(2, 20)]
+    assert not found[0] and list(found[-1]) == ["peer-1"]
+
+
 def test_a_beat_that_fails_is_not_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +106,29 @@ def test_a_beat_that_fails_is_not_the_last(
     assert beat.exists()
     end()
     assert not beat.exists()
+
+
+def test_what_a_killed_command_leaves_elsewhere_is_freed(tmp_path: Path) -> None:
+    """Before it is started again, and when it is killed at the end."""
+    freed = tmp_path / "freed"
+    once = f"if ! [ -e {tmp_path}/p ]; then touch {tmp_path}/p; kill -9 $$; fi"
+    counts = f"[ -e {freed} ] && cp {freed} {tmp_path}/again"
+    peer = f"{once}; {counts}; trap '' TERM; while :; do sleep 0.1; done"
+    leader = f"{WAITS.format(tmp_path / 'again')}; exit 3"
+    said: list[str] = []
+    programs = [
+        KeptCommand(name="registry", command=("sh", "-c", leader)),
+        KeptCommand(
+            name="peer-1",
+            command=("sh", "-c", peer),
+            release=("sh", "-c", f"echo x >> {freed}"),
+        ),
+        KeptCommand(name="peer-2", command=("sleep", "1000"), release=("false",)),
+    ]
+    assert Keeper(programs, tmp_path, said.append).run() == 3
+    assert freed.read_text() == "x\nx\n"
+    assert (tmp_path / "again").read_text() == "x\n"
+    assert any("peer-2 may have left something: false" in text for text in said)
 
 
 def test_the_same_error_twice_ends_the_run(tmp_path: Path) -> None:
@@ -176,6 +216,14 @@ def test_peers_are_started_where_an_engine_gives_a_node(
         assert shell in " ".join(before)
         assert name.endswith(f"-{number}")
         assert "swarm join 10.0.0.1:8476 gpt-test --host 0.0.0.0" in command
+    names = [peer.environment.get("SLURM_JOB_NAME") for peer in peers]
+    if options[0] != "--ray":
+        assert len({*names}) == 2
+        assert [[*peer.release] for peer in peers] == [
+            ["scancel", "--quiet", f"--name={name}"] for name in names
+        ]
+    else:
+        assert names == [None, None] and not any(peer.release for peer in peers)
 
 
 def test_engines_that_contradict_each_other_are_refused(
@@ -198,6 +246,8 @@ def test_engines_that_contradict_each_other_are_refused(
     assert "which the machines of Ray cannot reach" in loopback
     unclosed = said("--processes", "2", '--slurm="')
     assert "--slurm is '\"' (No closing quotation)" in unclosed
+    named = said("--processes", "2", "--slurm=-p long -J mine")
+    assert "names the allocations" in named and "Leave --job-name out" in named
     monkeypatch.setattr("shutil.which", lambda _: None)
     assert "there is no srun here" in said("--processes", "2", "--slurm=")
     assert not programs

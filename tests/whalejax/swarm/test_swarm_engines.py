@@ -16,7 +16,7 @@ import pytest
 
 from tests.processes import free_port
 from tests.whalejax.elastic.engines.launched import environment
-from tests.whalejax.elastic.engines.test_ray import CLUSTER
+from tests.whalejax.elastic.engines.test_ray import ray_cluster
 from tests.whalejax.elastic.engines.test_slurm import slurm as slurm
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.test_kept import child
@@ -91,25 +91,8 @@ def test_peers_are_allocations(tmp_path: Path, slurm: Path) -> None:
 def test_peers_are_actors(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="there is no Ray here; it is an extra")
     given = environment(RAY_USAGE_STATS_ENABLED="0")
-    with (tmp_path / "ray.log").open("wb") as log:
-        cluster = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER],
-            env=given,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-    assert cluster.stdin is not None and cluster.stdout is not None
-    try:
-        address = json.loads(cluster.stdout.readline())
+    with ray_cluster(tmp_path, given) as (address, tell):
         for _ in range(2):  # Four nodes of one CPU.
-            cluster.stdin.write("add\n")
-            cluster.stdin.flush()
-            cluster.stdout.readline()
+            tell("add")
         shell = "whalejax.elastic.engines.ray_shell"
         trained(tmp_path, given, ["--ray", address], shell)
-    finally:
-        cluster.stdin.close()
-        cluster.wait(60)
-        cluster.stdout.close()

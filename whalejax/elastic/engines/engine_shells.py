@@ -40,6 +40,17 @@ def slurm_shell(options: Sequence[str]) -> list[str]:
     return ["srun", "--nodes=1", "--ntasks=1", *options, "sh", "-c", 'eval "$1"']
 
 
+def slurm_release(name: str) -> list[str]:
+    """Returns the words that end the allocations of a name.
+
+    Slurm keeps an allocation whose ``srun`` was killed.
+
+    Args:
+        name: Name of the allocations, ``--job-name`` of ``srun``.
+    """
+    return ["scancel", "--quiet", f"--name={name}"]
+
+
 def leave_allocation(name: str) -> None:
     """Removes Slurm's variables from this process's environment.
 

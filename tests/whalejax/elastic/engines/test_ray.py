@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -31,13 +33,12 @@ cluster.shutdown()
 """
 
 
-@pytest.mark.full
-def test_a_raylet_killed_and_another_added(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="there is no Ray here; it is an extra")
-    given = environment(RAY_USAGE_STATS_ENABLED="0")
-    script, logs = tmp_path / "train.py", tmp_path / "logs"
-    script.write_text(SCRIPT)
-    with (tmp_path / "ray.log").open("wb") as log:
+@contextlib.contextmanager
+def ray_cluster(
+    folder: Path, given: Mapping[str, str]
+) -> Iterator[tuple[str, Callable[[str], None]]]:
+    """Address of a cluster of two nodes, and a function to add or kill a node."""
+    with (folder / "ray.log").open("wb") as log:
         cluster = subprocess.Popen(
             [sys.executable, "-c", CLUSTER],
             env=given,
@@ -54,41 +55,52 @@ def test_a_raylet_killed_and_another_added(tmp_path: Path) -> None:
         cluster.stdin.flush()
         assert json.loads(cluster.stdout.readline()) == word
 
-    launch = None
     try:
-        address = json.loads(cluster.stdout.readline())
-        port = reserve_port("127.0.0.1")
-        release_port(port)
-        words = [
-            *(sys.executable, "-m", "whalejax", "launch", "--processes", "1:2"),
-            *("--ray", address, "--host", "127.0.0.1", "--port", str(port)),
-            *("--logs", str(logs), str(script), "600", str(tmp_path / "save")),
-        ]
-        with (tmp_path / "out.txt").open("wb") as out:
-            launch = subprocess.Popen(
-                words, env=given, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
-            )
-        run = Launched(logs, lambda: (tmp_path / "out.txt").read_text())
-        run.until(lambda: len(run.events("agent_joined")) == 2)
-        run.until(lambda: len(run.events("ready")) == 2)
-        run.further()
-        tell("kill")
-        run.until(lambda: len(run.events("agent_lost")) == 1)
-        run.further()
-        tell("add")
-        run.until(lambda: len(run.events("agent_joined")) == 3)
-        run.until(lambda: len(run.events("begun")[-1]["members"]) == 2)
-        assert launch.wait(300) == 0, run.told()
-        run.losses_agree()
-        assert len({e["agent"] for e in run.events("agent_joined")}) == 3
-        assert run.step() == 600
+        yield json.loads(cluster.stdout.readline()), tell
     finally:
-        if launch is not None and launch.poll() is None:
-            launch.terminate()
-            launch.wait(60)
         cluster.stdin.close()
         cluster.wait(60)
         cluster.stdout.close()
+
+
+@pytest.mark.full
+def test_a_raylet_killed_and_another_added(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="there is no Ray here; it is an extra")
+    given = environment(RAY_USAGE_STATS_ENABLED="0")
+    script, logs = tmp_path / "train.py", tmp_path / "logs"
+    script.write_text(SCRIPT)
+    with ray_cluster(tmp_path, given) as (address, tell):
+        launch = None
+        try:
+            port = reserve_port("127.0.0.1")
+            release_port(port)
+            words = [
+                *(sys.executable, "-m", "whalejax", "launch", "--processes", "1:2"),
+                *("--ray", address, "--host", "127.0.0.1", "--port", str(port)),
+                *("--logs", str(logs), str(script), "600", str(tmp_path / "save")),
+            ]
+            with (tmp_path / "out.txt").open("wb") as out:
+                launch = subprocess.Popen(
+                    words, env=given, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
+                )
+            run = Launched(logs, lambda: (tmp_path / "out.txt").read_text())
+            run.until(lambda: len(run.events("agent_joined")) == 2)
+            run.until(lambda: len(run.events("ready")) == 2)
+            run.further()
+            tell("kill")
+            run.until(lambda: len(run.events("agent_lost")) == 1)
+            run.further()
+            tell("add")
+            run.until(lambda: len(run.events("agent_joined")) == 3)
+            run.until(lambda: len(run.events("begun")[-1]["members"]) == 2)
+            assert launch.wait(300) == 0, run.told()
+            run.losses_agree()
+            assert len({e["agent"] for e in run.events("agent_joined")}) == 3
+            assert run.step() == 600
+        finally:
+            if launch is not None and launch.poll() is None:
+                launch.terminate()
+                launch.wait(60)
     assert not [p for p in Path("/proc").glob("[0-9]*") if _is_ours(p, str(script))]
 
 
