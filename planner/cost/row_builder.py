@@ -135,7 +135,6 @@ class Views:
             Use(view=self.slot_kinds[view], task_graph=0, present=present)
             for view, present in self._use_numbers
         ]
-        self.counted: dict[Hashable, int] = {}
         # Most rows are the same for all divisions.
         self._row = functools.cache(self._make_row)
         self._flow = functools.cache(self._make_flow)
@@ -151,14 +150,6 @@ class Views:
             ops=tuple(self._row(*key) for key in ops),
             flows=tuple(self._flow(*key) for key in flows),
             reading=self.reading,
-            op_kinds=tuple(
-                _number((kind, count, scope), self.counted)
-                for kind, _, count, scope in ops
-            ),
-            flow_kinds=tuple(
-                _number((kind, _unplaced(uses), count, scope), self.counted)
-                for kind, _, uses, count, scope in flows
-            ),
         )
 
     def _op_rows(self, graph: Graph) -> list[tuple[int, int, int, str]]:
@@ -529,10 +520,6 @@ class Views:
 def _number(key: T, numbers: dict[T, int]) -> int:
     """Returns the number of a key, in order of first appearance."""
     return numbers.setdefault(key, len(numbers))
-
-
-def _unplaced(uses: Readers) -> tuple[tuple[int, int], ...]:
-    return tuple((kind, readers) for (kind, _), readers in uses)
 
 
 def _groups(graph: Graph, op: Op) -> int:

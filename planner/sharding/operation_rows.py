@@ -213,15 +213,11 @@ class OperationRows:
         ops: Rows of operations.
         flows: Values between operations that some layout reshards or reduces.
         reading: Forms in which the parameters are read.
-        op_kinds, flow_kinds: Number of each row and flow; those of the same ``Views``
-            that differ only in their TaskGraphs have the same number.
     """
 
     ops: tuple[Row, ...]
     flows: tuple[Flow, ...]
     reading: ParameterForms
-    op_kinds: tuple[int, ...]
-    flow_kinds: tuple[int, ...]
 
     @property
     def weight(self) -> tuple[bool, ...]:
