@@ -3,8 +3,10 @@
 Each case is a run of 2 to 4 processes, with or without a spare, in float32 or float64.
 At random moments a random process of it, in whatever state (starting, compiling,
 standing by, or training), or the supervisor, gets a random signal: SIGKILL (7 of 10),
-SIGSTOP, or SIGSTOP and later SIGCONT. Then the script waits for the next committed
-step. In the end it ends the run, and compares it with an undisturbed run.
+SIGSTOP, or SIGSTOP and later SIGCONT. One of five faults hits several: the supervisor
+and its successor, all members at once, or the journal's disk, which is filled while the
+supervisor is killed. Then the script waits for the next committed step. In the end it
+ends the run, and compares it with an undisturbed run.
 
 As root, there are also cases with links: an agent in a network namespace of its own
 holds each process of the run, agents get signals too, and 6 of 10 faults are those of a
@@ -27,6 +29,10 @@ line is one JSON object, over stored and fresh faults:
     recovered          part of the faults after which one came
     samples_lost       (step, sample) pairs of undisturbed runs that are missing
     samples_doubled    pairs that occur twice in a committed step
+    wrong_victims      members that were given up without a fault that could end them
+    rolled_back        committed steps that were computed again although a member of
+                       the generation before was alive
+    blamed_right       fraction of the killed members that were given up by name
     max_rel_loss_diff  over the first 30 steps in float32; _f64: over all in float64
     leftovers          processes, ports and unfinished files that remained
     recompiled_models  programs that a member compiled after its first step, as others
@@ -42,10 +48,8 @@ import json
 import os
 import platform
 import random
-import signal
 import statistics
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -56,22 +60,19 @@ from typing import Any, Final
 import checkout
 import elastic_measured
 import jax
-from elastic_runs import HANGS_SECONDS, Run, audited
-from network_namespaces import namespaces, set_link, shape, unshape, why_none
-
-from whalejax.processes.local_processes import began_at
+from elastic_faults import LEASE_SECONDS, audited_losses, cause_fault, small_disk
+from elastic_runs import Run, audited
+from network_namespaces import namespaces, why_none
 
 
 FILE: Final = Path(__file__).with_name("elastic.json")
-LEASE_SECONDS: Final = 8.0
 PAUSE_SECONDS: Final = 0.1
 LINK_PART: Final = 0.15
 """Part of all faults that links have."""
 
-LINK_PART_OF_CASE: Final = 0.6
-"""Part of the faults of a case with links that links have."""
+DISK_PART: Final = 0.25
+"""Fraction of the cases without links whose journal is on a small disk."""
 
-MEGABITS: Final = 200
 LINKED: Final = {"hidden": 8192}
 """Model whose gradient sums dominate a step over slow links."""
 
@@ -81,82 +82,16 @@ REFRESH_EACH: Final = 10
 PACKAGES: Final = ("jax", "jaxlib", "optax", "orbax-checkpoint", "msgspec", "numpy")
 
 
-def cause_fault(run: Run, rng: random.Random) -> dict[str, Any] | None:
-    """Causes a random fault, and waits for the next step."""
-    if run.agents is not None and rng.random() < LINK_PART_OF_CASE:
-        return _disturb_link(run, rng)
-    return _signal(run, rng)
-
-
-def _signal(run: Run, rng: random.Random) -> dict[str, Any] | None:
-    processes = run.processes()
-    if not processes:
-        return None
-    role, pid = rng.choice(processes)
-    kills, thaws = rng.random() < 0.7, rng.random() < 0.5
-    thaw_seconds = rng.uniform(0.1, LEASE_SECONDS / 2)
-    step = run.step()
-    start = began_at(pid)
-    try:
-        os.kill(pid, signal.SIGKILL if kills else signal.SIGSTOP)
-    except ProcessLookupError:
-        return None
-    if role == "agent" and not kills and not thaws and run.agents is not None:
-        run.agents.freezes(pid)
-    if not kills and thaws:
-        time.sleep(thaw_seconds)
-        if began_at(pid) == start:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-    seconds = run.moves_on(step + 1, HANGS_SECONDS)
-    name = "SIGKILL" if kills else "SIGSTOP, SIGCONT" if thaws else "SIGSTOP"
-    return {"what": role, "signal": name, "step": step, "seconds": seconds}
-
-
-def _disturb_link(run: Run, rng: random.Random) -> dict[str, Any]:
-    assert run.agents is not None
-    space = rng.choice(run.agents.spaces)
-    inside = rng.random() < 0.5
-    kind = rng.choice(("down", "down beyond the lease", f"{MEGABITS} Mb/s"))
-    seconds = {
-        "down": rng.uniform(0.5, LEASE_SECONDS / 2),
-        "down beyond the lease": rng.uniform(LEASE_SECONDS * 1.25, LEASE_SECONDS * 3),
-        f"{MEGABITS} Mb/s": rng.uniform(5.0, 20.0),
-    }[kind]
-    is_down = kind != f"{MEGABITS} Mb/s"
-
-    def restore_link() -> None:
-        if is_down:
-            set_link(space, "up", inside=inside)
-        else:
-            unshape(space)
-
-    step = run.step()
-    if is_down:
-        set_link(space, "down", inside=inside)
-    else:
-        shape(space, MEGABITS)
-    timer = threading.Timer(seconds, restore_link)
-    timer.start()
-    waited = run.moves_on(step + 1, HANGS_SECONDS)
-    timer.join()
-    return {
-        "what": "link",
-        "signal": kind,
-        "inside": inside,
-        "for_seconds": seconds,
-        "step": step,
-        "seconds": waited,
-    }
-
-
-def measure(seed: int, faults: int, *, links: bool) -> dict[str, Any]:
+def measure(
+    seed: int, faults: int, *, links: bool, disks: bool = False
+) -> dict[str, Any]:
     """Runs one case with its faults.
 
     Args:
         seed: Seed of the random choices.
         faults: Number of faults.
         links: Whether processes are in network namespaces, and links fail too.
+        disks: Whether the journal may be on a small disk, which is filled.
     """
     rng = random.Random(seed)
     most = rng.choice((2, 3, 4))
@@ -175,6 +110,8 @@ def measure(seed: int, faults: int, *, links: bool) -> dict[str, Any]:
             tempfile.TemporaryDirectory(prefix="whalejax-elastic-")
         )
         spaces = stack.enter_context(namespaces(most + spares)) if links else []
+        if disks and not links and rng.random() < DISK_PART:
+            stack.enter_context(small_disk(Path(name)))
         run = Run(Path(name), settings, options, spaces)
         stack.callback(run.end)
         results: list[dict[str, Any]] = []
@@ -195,6 +132,7 @@ def measure(seed: int, faults: int, *, links: bool) -> dict[str, Any]:
             "links": links,
             "faults": results,
             **audited(run),
+            **audited_losses(run, results),
         }
 
 
@@ -207,12 +145,18 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "faults": len(faults),
         "hangs": len(faults) - len(waits),
-        "recovered": len(waits) / len(faults) if faults else None,
+        "recovered": _fraction(len(waits), len(faults)),
         "samples_lost": sum(c["samples_lost"] for c in cases),
         "samples_doubled": sum(c["samples_doubled"] for c in cases),
         "unlike_losses": sum(c["unlike_losses"] for c in cases),
         "max_rel_loss_diff": max(in_f32, default=None),
         "max_rel_loss_diff_f64": max(in_f64, default=None),
+        "wrong_victims": sum(len(c.get("wrong_victims", [])) for c in cases),
+        "rolled_back": sum(c.get("rolled_back", 0) for c in cases),
+        "blamed_right": _fraction(
+            sum(c.get("blamed", 0) for c in cases),
+            sum(c.get("killed", 0) for c in cases),
+        ),
         "leftovers": sum(len(c["leftovers"]) for c in cases),
         "recompiled_models": sum(len(c.get("recompiled", [])) for c in cases),
         "seconds_to_next_step": statistics.median(waits) if waits else None,
@@ -220,6 +164,10 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "steps": sum(c["steps"] for c in cases),
         "whats": dict(Counter(f["what"] for f in faults)),
     }
+
+
+def _fraction(part: int, total: int) -> float | None:
+    return part / total if total else None
 
 
 def about() -> dict[str, Any]:
@@ -259,7 +207,7 @@ def add_cases(stored: dict[str, Any], faults: int, each: int) -> None:
     cases = stored["cases"]
     while (left := faults - summary(cases)["faults"]) > 0:
         links = summary(cases)["link_faults"] < LINK_PART * faults
-        case = measure(len(cases), min(each, left), links=links)
+        case = measure(len(cases), min(each, left), links=links, disks=True)
         print(json.dumps(case), flush=True)
         if not case["faults"]:
             raise SystemExit("a run ended before its first fault")
@@ -277,7 +225,9 @@ def fresh_cases(
         if time.monotonic() > end:
             break
         with_links = links and len(cases) % 2 == 1
-        case = measure(seed + len(cases), min(each, left), links=with_links)
+        case = measure(
+            seed + len(cases), min(each, left), links=with_links, disks=links
+        )
         print(json.dumps(case), flush=True)
         cases.append(case)
         if not case["faults"]:

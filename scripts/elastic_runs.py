@@ -143,14 +143,30 @@ class Run:
                     pids.pop(name, None)
         return {name: (states[name], pid) for name, pid in pids.items()}
 
-    def processes(self) -> list[tuple[str, int]]:
-        """Returns the role or state of each process, and its number."""
-        processes = [*self.members().values()]
+    def processes(self) -> list[tuple[str, int, str]]:
+        """Returns the role or state of each process, its id, and its name."""
+        processes = [(what, pid, n) for n, (what, pid) in self.members().items()]
         if supervisor := self.supervisor():
-            processes.append(("supervisor", supervisor))
+            processes.append(("supervisor", supervisor, ""))
         if self.agents is not None:
-            processes += [("agent", pid) for pid in self.agents.there()]
+            there = self.agents.there().items()
+            processes += [("agent", pid, name) for name, pid in there]
         return processes
+
+    def members_of_agent(self, agent: str) -> list[str]:
+        """Returns the present members that an agent started.
+
+        Args:
+            agent: Name of the agent.
+        """
+        there = self.members()
+        return [
+            event["name"]
+            for event in self.events()
+            if event["event"] == "started"
+            and event.get("agent") == agent
+            and event["name"] in there
+        ]
 
     def supervisor(self) -> int | None:
         children = Path(f"/proc/{self.front.pid}/task/{self.front.pid}/children")
@@ -186,7 +202,7 @@ class Run:
         processes += self.processes()
         if self.agents is not None:
             self.agents.close()
-        for role, pid in sorted(processes, key=lambda one: one[0] != "supervisor"):
+        for role, pid, _ in sorted(processes, key=lambda one: one[0] != "supervisor"):
             with contextlib.suppress(ProcessLookupError):
                 (os.kill if role == "supervisor" else os.killpg)(pid, signal.SIGKILL)
 
@@ -206,9 +222,9 @@ class Agents:
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
-    def there(self) -> list[int]:
-        """Returns their processes."""
-        return [p.pid for p in self._agents.values() if p.poll() is None]
+    def there(self) -> dict[str, int]:
+        """Returns their process ids, by name."""
+        return {n: p.pid for n, p in self._agents.items() if p.poll() is None}
 
     def freezes(self, pid: int) -> None:
         """Notes a frozen agent, which its machine starts again after a while."""
