@@ -22,6 +22,7 @@ from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.membership.settings import Supervised, SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import start_child
 
 
 _MOST_RESTARTS: Final = 1000
@@ -114,12 +115,8 @@ def _run_once(run: Supervised, ends: _SignalForwarder) -> int:
         run = dataclasses.replace(run, pulse=write)
         said = msgspec.json.encode(run, enc_hook=str).decode()
         ends.hears = False
-        # In a group of its own: it gets Ctrl-C only once, through this process.
-        child = ends.child = subprocess.Popen(
-            [sys.executable, "-m", "whalejax.elastic.launching", said],
-            start_new_session=True,
-            pass_fds=[write],
-        )
+        words = [sys.executable, "-m", "whalejax.elastic.launching", said]
+        child = ends.child = start_child(words, passed=[write])
     finally:
         os.close(write)
     with open(read, "rb", buffering=0) as pulse:

@@ -70,7 +70,7 @@ class Processes:
                 must then start them in its main thread and have no other thread.
         """
         self.command, self.environment = list(command), environment
-        self._prepare = die_with_parent if end_with_this else None
+        self._ends_with_this = end_with_this
         self._logs, self._selector = logs, selector
         self._there: dict[str, _Process] = {}
         self._held: dict[str, int] = {}
@@ -109,14 +109,13 @@ class Processes:
                 if output is None:
                     log = stack.enter_context(self.log(name).open("ab"))
                     output = log.fileno()
-                child = subprocess.Popen(
+                child = start_child(
                     [*_WAITING, *command],
-                    env={**os.environ, **self.environment, **own},
-                    stdin=read,
-                    stdout=output,
-                    stderr=subprocess.STDOUT if errors is None else errors,
-                    start_new_session=True,
-                    preexec_fn=self._prepare,  # noqa: PLW1509
+                    environment={**self.environment, **own},
+                    given=read,
+                    output=output,
+                    errors=errors,
+                    ends_with_this=self._ends_with_this,
                 )
         except BaseException:
             os.close(write)
@@ -234,6 +233,45 @@ class Processes:
                 return log.read().decode(errors="replace")
         except OSError:
             return ""
+
+
+def start_child(
+    words: Sequence[str],
+    *,
+    environment: Mapping[str, str] = {},
+    folder: Path | str | None = None,
+    given: int = subprocess.DEVNULL,
+    output: int | None = None,
+    errors: int | None = None,
+    passed: Sequence[int] = (),
+    ends_with_this: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Starts a program that leads a session of its own, so that no Ctrl-C reaches it.
+
+    Args:
+        words: Program and its arguments.
+        environment: Environment variables that are added to those of this process.
+        folder: Working directory; None for that of this process.
+        given: Descriptor of its input; default: nothing.
+        output: Descriptor that it writes to; None for that of this process.
+        errors: Descriptor of its errors; None for that of its output.
+        passed: Descriptors that it inherits.
+        ends_with_this: Whether it is killed together with the thread that starts it.
+
+    Raises:
+        OSError: The system cannot start it.
+    """
+    return subprocess.Popen(
+        words,
+        env={**os.environ, **environment},
+        cwd=folder,
+        stdin=given,
+        stdout=output,
+        stderr=errors if errors is not None or output is None else subprocess.STDOUT,
+        pass_fds=passed,
+        start_new_session=True,
+        preexec_fn=die_with_parent if ends_with_this else None,  # noqa: PLW1509
+    )
 
 
 def _end_of(child: subprocess.Popen[bytes]) -> int:

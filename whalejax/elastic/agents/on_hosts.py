@@ -20,7 +20,7 @@ from whalejax.elastic.agents.agent import FOLDER
 from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.membership.exit_status import exit_text
 from whalejax.processes.launch_spec import is_here, words_there
-from whalejax.processes.local_processes import began_at, runs
+from whalejax.processes.local_processes import began_at, runs, start_child
 from whalejax.wire.keys import make_key
 
 
@@ -285,10 +285,4 @@ class HostAgents:
 
     def _start(self, host: str, path: Path) -> subprocess.Popen[bytes]:
         with path.open("ab") as log:
-            return subprocess.Popen(
-                self.words(host),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            return start_child(self.words(host), output=log.fileno())

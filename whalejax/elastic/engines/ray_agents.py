@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from whalejax.elastic.agents.agent import FOLDER
 from whalejax.elastic.agents.on_hosts import KEY, agent_words
 from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes.local_processes import die_with_parent
+from whalejax.processes.local_processes import start_child
 from whalejax.wire.keys import make_key
 
 
@@ -45,15 +44,12 @@ def hold_agent(words: Sequence[str], folder: str, log: str) -> int:
     """
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as file:
-        return subprocess.run(
+        return start_child(
             [sys.executable, *words],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent,  # noqa: PLW1509
-            check=False,
-        ).returncode
+            folder=folder,
+            output=file.fileno(),
+            ends_with_this=True,
+        ).wait()
 
 
 def name_of(node: Mapping[str, Any]) -> str:

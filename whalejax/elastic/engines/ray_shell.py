@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from whalejax.elastic.engines.ray_agents import connected_ray
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes.local_processes import die_with_parent
+from whalejax.processes.local_processes import start_child
 
 
 _MOST_SAID: Final = 4000
@@ -34,12 +34,8 @@ class CommandActor:
 
     def run(self, command: str) -> tuple[int, str]:
         """Runs a command of ``sh``; returns its status and the end of its output."""
-        self._process = subprocess.Popen(
-            ["sh", "-c", command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent,  # noqa: PLW1509
+        self._process = start_child(
+            ["sh", "-c", command], output=subprocess.PIPE, ends_with_this=True
         )
         output, _ = self._process.communicate()
         return self._process.returncode, output.decode(errors="replace")[-_MOST_SAID:]

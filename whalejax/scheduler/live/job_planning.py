@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from whalejax.meshes import Cluster
 from whalejax.meshes.texts import visible
+from whalejax.processes.local_processes import start_child
 from whalejax.scheduler.live.requests import Add
 
 
@@ -140,15 +141,13 @@ class Planning:
             write = os.memfd_create("table")
             os.write(read, json.dumps(told).encode())
             os.lseek(read, 0, os.SEEK_SET)
-            process = subprocess.Popen(
+            process = start_child(
                 [sys.executable, "-m", "whalejax.scheduler.live.plan_worker"],
-                cwd=request.folder,
                 # It touches no device of the jobs.
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
-                stdin=read,
-                stdout=write,
-                stderr=write,
-                start_new_session=True,
+                environment={"JAX_PLATFORMS": "cpu"},
+                folder=request.folder,
+                given=read,
+                output=write,
             )
         except OSError as error:  # Too many files or processes, or its folder is gone.
             if write >= 0:

@@ -22,6 +22,7 @@ from typing import Any, Final
 from whalejax.elastic.supervisor.supervisor import ADDRESS, KEY
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import start_child
 from whalejax.scheduler.live.job_hosts import JobHosts
 from whalejax.scheduler.live.requests import Add
 from whalejax.scheduler.live.run_reader import METRICS, RunReader
@@ -205,14 +206,10 @@ class JobRun:
             self._starts_before = self.reader.starts
         words = [sys.executable, "-m", "whalejax.scheduler.live.job_supervisor"]
         with (self.home / LOG).open("ab") as log:
-            self._front = subprocess.Popen(
+            self._front = start_child(
                 [*words, json.dumps(dataclasses.asdict(launched))],
-                cwd=request.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ},
+                folder=request.folder,
+                output=log.fileno(),
             )
 
     def want_hosts(self, hosts: Iterable[str]) -> None:
