@@ -17,6 +17,7 @@ that ended, or was frozen for 30 s, is started again, as on a host.
     python scripts/bench_elastic.py [--faults 6] [--seed N] [--each N]
     python scripts/bench_elastic.py --refresh --faults 300
     python scripts/bench_elastic.py --measure calibration,29,60,120,restart,recovery
+    python scripts/bench_elastic.py --measure spread --beside FOLDER
 
 ``elastic.json`` beside this script has the results, with commits, versions and seeds;
 those of a changed working tree are not stored. Without options the script tries a few
@@ -192,10 +193,12 @@ def write(stored: Mapping[str, Any]) -> None:
     unfinished.replace(FILE)
 
 
-def measure_speed(stored: dict[str, Any], kinds: Sequence[str], seconds: float) -> None:
+def measure_speed(
+    stored: dict[str, Any], kinds: Sequence[str], seconds: float, beside: Path | None
+) -> None:
     """Measures kinds anew, and stores each as it ends."""
     for kind in kinds:
-        result = elastic_measured.measured(kind, seconds)
+        result = elastic_measured.measured(kind, seconds, beside)
         stored["measured"][kind] = {**result, "about": about()}
         print(json.dumps({kind: result}), flush=True)
         if checkout.is_clean():
@@ -243,6 +246,7 @@ def main() -> None:
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--measure", default="", metavar="KINDS")
     parser.add_argument("--seconds", type=float, default=600.0, help="for --measure")
+    parser.add_argument("--beside", type=Path, help="an older checkout, for spread")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     reason = why_none()
@@ -251,7 +255,8 @@ def main() -> None:
         reason = reason or "the working tree was changed"
         raise SystemExit(f"--refresh stores nothing here: {reason}")
     if options.measure:
-        measure_speed(stored, options.measure.split(","), options.seconds)
+        kinds = options.measure.split(",")
+        measure_speed(stored, kinds, options.seconds, options.beside)
     elif options.refresh:
         add_cases(stored, options.faults, options.each or REFRESH_EACH)
     else:

@@ -199,17 +199,17 @@ def audited_losses(run: Run, faults: Sequence[Fault]) -> dict[str, Any]:
         faults: Faults of the run, in order.
 
     Returns:
-        ``wrong_victims``: names of members that were given up and that no fault could
-        end; ``killed`` and ``blamed``: numbers of members that were hit, and of those
+        ``wrong_victims``: members that were given up and that no fault could end, with
+        the reasons; ``killed`` and ``blamed``: numbers of members that were hit, and of those
         that were given up by name; ``rolled_back``: number of committed steps that
         were computed again although a member with them was alive.
     """
     lost = [event for event in run.events() if event["event"] == "lost"]
     may = {name for fault in faults for name in fault["names"]}
     must = {name for fault in faults for name in fault["killed"]}
-    given_up = {event["name"] for event in lost if event["counts"]}
+    given_up = {event["name"]: event["why"] for event in lost if event["counts"]}
     return {
-        "wrong_victims": sorted(given_up - may),
+        "wrong_victims": {n: why for n, why in given_up.items() if n not in may},
         "killed": len(must),
         "blamed": len(must & {event["name"] for event in lost}),
         "rolled_back": rolled_back(run.events(), run.commits()),

@@ -28,16 +28,22 @@ members, under the same quotas. ``bench_elastic.py`` adds these keys to its last
                     the seconds for which it was frozen
     recovery_ratio  seconds from a kill to the next step with a spare, over those of a
                     launch from a checkpoint to its first step, without quotas
+    spread_recovery seconds from a kill to the next step of a model that two processes
+                    hold together, over those of the version in ``--beside FOLDER``, a
+                    checkout of an earlier commit; medians of runs in turn
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -48,7 +54,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
-from elastic_runs import END_SECONDS, HANGS_SECONDS, STEPS, Launch, Run
+from elastic_runs import (
+    END_SECONDS,
+    HANGS_SECONDS,
+    ROOT,
+    STEPS,
+    Launch,
+    Run,
+    environment,
+)
 from elastic_training import MICRO_BATCHES, Options, job_of
 
 import whalejax as wh
@@ -487,16 +501,148 @@ def recovery(times: int) -> dict[str, Any]:
     }
 
 
+SPREAD_SCRIPT: Final = """
+import json, os, sys, time
+import jax, jax.numpy as jnp, numpy as np, optax
+import whalejax as wh
+
+def make_model(key):
+    keys = jax.random.split(key, 4)
+    return {f"w{n}": jax.random.normal(k, (256, 256)) / 16 for n, k in enumerate(keys)}
+
+def loss(model, batch):
+    hidden = batch["x"]
+    for n in range(4):
+        hidden = jnp.tanh(hidden @ model[f"w{n}"])
+    return jnp.mean((hidden - batch["y"]) ** 2)
+
+def batch(step, size):
+    rng = np.random.default_rng(step)
+    return {k: rng.standard_normal((size, 256), np.float32) for k in "xy"}
+
+job = wh.Job(loss, make_model, batch, optax.adam(1e-3), batch_size=16)
+options = dict(save=sys.argv[2], save_every=50, copy_every=1, mesh={"fsdp": -1})
+with open(f"{sys.argv[1]}/{os.getpid()}.jsonl", "a", buffering=1) as lines:
+    for state, metrics in wh.train_elastic(job, steps=10**6, **options):
+        row = {"step": int(state.step), "time": time.time()}
+        lines.write(json.dumps(row | {"generation": metrics["generation"]}) + "\\n")
+        time.sleep(0.1)
+"""
+
+
+class SpreadRun:
+    """A model that two processes hold together, run by the code of a checkout.
+
+    Args:
+        root: Folder of the checkout.
+        folder: Folder of the run.
+    """
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self._out = folder / "out"
+        self._out.mkdir()
+        script = folder / "script.py"
+        script.write_text(SPREAD_SCRIPT)
+        words = ["launch", "--processes", "2:2", "--logs", str(folder / "logs")]
+        with (folder / "launch.log").open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "whalejax", *words, str(script)]
+                + [str(self._out), str(folder / "save")],
+                env=environment(PYTHONPATH=str(root)),
+                cwd=root,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the steps of all processes, in order, with their process ids."""
+        rows = []
+        for path in self._out.glob("*.jsonl"):
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # A kill may cut a line short.
+                    rows.append({**json.loads(line), "pid": int(path.stem)})
+        return sorted(rows, key=lambda row: float(row["time"]))
+
+    def await_steps(self, generation: int, steps: int) -> list[dict[str, Any]]:
+        """Returns the rows of later generations once there are enough.
+
+        Args:
+            generation: Number of the generation before.
+            steps: Number of rows to wait for.
+        """
+        end = time.monotonic() + HANGS_SECONDS
+        while True:
+            rows = [row for row in self.rows() if row["generation"] > generation]
+            if len(rows) >= steps:
+                return rows
+            if time.monotonic() > end or self.process.poll() is not None:
+                raise SystemExit(
+                    f"no step of {self._out} after generation {generation}"
+                )
+            time.sleep(0.05)
+
+    def recovery_seconds(self) -> float:
+        """Kills a process after some steps; returns the seconds to the next step."""
+        rows = self.await_steps(0, 40)
+        generation, pid = rows[-1]["generation"], rows[-1]["pid"]
+        killed = time.time()
+        os.kill(pid, signal.SIGKILL)
+        return float(self.await_steps(generation, 1)[0]["time"]) - killed
+
+    def end(self) -> None:
+        """Ends all processes of the run."""
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        self.process.kill()
+        self.process.wait()
+
+
+def spread_recovery(beside: Path, times: int) -> dict[str, Any]:
+    """Measures the recovery of a model over two processes, in turn with older code.
+
+    Args:
+        beside: Checkout of the older code.
+        times: Number of runs of each.
+    """
+    seconds: dict[Path, list[float]] = {ROOT: [], beside: []}
+    for _ in range(times):
+        for root, values in seconds.items():
+            with tempfile.TemporaryDirectory(prefix="whalejax-elastic-") as name:
+                run = SpreadRun(root, Path(name))
+                try:
+                    values.append(run.recovery_seconds())
+                finally:
+                    run.end()
+    now, before = (statistics.median(values) for values in seconds.values())
+    return {
+        "spread_recovery": now / before,
+        "seconds": seconds[ROOT],
+        "seconds_before": seconds[beside],
+    }
+
+
 def _later(commits: Sequence[dict[str, Any]], generation: int) -> list[dict[str, Any]]:
     return [commit for commit in commits if commit["generation"] > generation]
 
 
-KINDS: Final = ("recovery", "calibration", *map(str, INTERVALS), "restart")
+KINDS: Final = ("recovery", "spread", "calibration", *map(str, INTERVALS), "restart")
 
 
-def measured(kind: str, seconds: float) -> dict[str, Any]:
-    """Returns the results of one of ``KINDS``, with faults for ``seconds``."""
+def measured(kind: str, seconds: float, beside: Path | None = None) -> dict[str, Any]:
+    """Returns the results of one of ``KINDS``.
+
+    Args:
+        kind: What is measured.
+        seconds: Seconds with faults.
+        beside: Checkout of older code, for ``"spread"``.
+    """
     match kind:
+        case "spread":
+            if beside is None:
+                raise SystemExit("--measure spread needs --beside, an older checkout")
+            return spread_recovery(beside, 5)
         case "recovery":
             return recovery(5)
         case "calibration":
@@ -521,6 +667,8 @@ def bars(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         report["over_restart"] = round(speeds[0] / speeds[1], 3) if speeds[1] else None
     if "recovery" in stored:
         report["recovery_ratio"] = round(stored["recovery"]["recovery_ratio"], 4)
+    if "spread" in stored:
+        report["spread_recovery"] = round(stored["spread"]["spread_recovery"], 4)
     if base is not None and all(runs.values()):
         report |= goodputs([run for run in runs.values() if run is not None], base)
     return report
