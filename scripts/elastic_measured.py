@@ -31,6 +31,9 @@ members, under the same quotas. ``bench_elastic.py`` adds these keys to its last
     spread_recovery seconds from a kill to the next step of a model that two processes
                     hold together, over those of the version in ``--beside FOLDER``, a
                     checkout of an earlier commit; medians of runs in turn
+    spread_recovery_with_spares
+                    the same with a spare for each process, over the earlier commit's
+                    without
 """
 
 from __future__ import annotations
@@ -536,14 +539,23 @@ class SpreadRun:
     Args:
         root: Folder of the checkout.
         folder: Folder of the run.
+        spares: Number of spare processes.
     """
 
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, root: Path, folder: Path, spares: int = 0) -> None:
         self._out = folder / "out"
         self._out.mkdir()
         script = folder / "script.py"
         script.write_text(SPREAD_SCRIPT)
-        words = ["launch", "--processes", "2:2", "--logs", str(folder / "logs")]
+        words = [
+            "launch",
+            "--processes",
+            "2:2",
+            "--spares",
+            str(spares),
+            "--logs",
+            str(folder / "logs"),
+        ]
         with (folder / "launch.log").open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "whalejax", *words, str(script)]
@@ -606,20 +618,21 @@ def spread_recovery(beside: Path, times: int) -> dict[str, Any]:
         beside: Checkout of the older code.
         times: Number of runs of each.
     """
-    seconds: dict[Path, list[float]] = {ROOT: [], beside: []}
+    arms = {"now": (ROOT, 0), "with_spares": (ROOT, 2), "before": (beside, 0)}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(times):
-        for root, values in seconds.items():
-            with tempfile.TemporaryDirectory(prefix="whalejax-elastic-") as name:
-                run = SpreadRun(root, Path(name))
+        for name, (root, spares) in arms.items():
+            with tempfile.TemporaryDirectory(prefix="whalejax-elastic-") as folder:
+                run = SpreadRun(root, Path(folder), spares)
                 try:
-                    values.append(run.recovery_seconds())
+                    seconds[name].append(run.recovery_seconds())
                 finally:
                     run.end()
-    now, before = (statistics.median(values) for values in seconds.values())
+    median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        "spread_recovery": now / before,
-        "seconds": seconds[ROOT],
-        "seconds_before": seconds[beside],
+        "spread_recovery": median["now"] / median["before"],
+        "spread_recovery_with_spares": median["with_spares"] / median["before"],
+        "seconds": seconds,
     }
 
 
@@ -667,8 +680,9 @@ def bars(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         report["over_restart"] = round(speeds[0] / speeds[1], 3) if speeds[1] else None
     if "recovery" in stored:
         report["recovery_ratio"] = round(stored["recovery"]["recovery_ratio"], 4)
-    if "spread" in stored:
-        report["spread_recovery"] = round(stored["spread"]["spread_recovery"], 4)
+    for name in ("spread_recovery", "spread_recovery_with_spares"):
+        if "spread" in stored:
+            report[name] = round(stored["spread"][name], 4)
     if base is not None and all(runs.values()):
         report |= goodputs([run for run in runs.values() if run is not None], base)
     return report
