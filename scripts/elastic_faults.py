@@ -200,9 +200,9 @@ def audited_losses(run: Run, faults: Sequence[Fault]) -> dict[str, Any]:
 
     Returns:
         ``wrong_victims``: members that were given up and that no fault could end, with
-        the reasons; ``killed`` and ``blamed``: numbers of members that were hit, and of those
-        that were given up by name; ``rolled_back``: number of committed steps that
-        were computed again although a member with them was alive.
+        the reasons; ``killed`` and ``blamed``: numbers of members that were hit, and of
+        those that were given up by name; ``rolled_back``: number of committed steps
+        that were computed again although a member with them was alive.
     """
     lost = [event for event in run.events() if event["event"] == "lost"]
     may = {name for fault in faults for name in fault["names"]}
