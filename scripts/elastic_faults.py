@@ -221,20 +221,21 @@ def rolled_back(
 ) -> int:
     """Returns the committed steps that were computed again without need.
 
-    A generation may begin at an older step only if every member of the one before is
-    lost.
+    A generation may compute steps again only if every member of the one before is lost.
     """
-    newest, lost, before, steps = 0, set[str](), set[str](), 0
+    newest, steps = 0, 0
+    lost, before = set[str](), set[str]()
     ordered = sorted([*events, *commits], key=lambda line: float(line["time"]))
     for line in ordered:
         match line["event"]:
             case "committed":
+                steps += line["step"] <= newest
                 newest = max(newest, line["step"])
             case "lost" | "ended":
                 lost.add(line["name"])
             case "begun":
-                if line["step"] < newest and before - lost:
-                    steps += newest - max(line["step"], 0)
+                if before <= lost:  # Nobody has the newer steps.
+                    newest = max(0, line["step"])
                 before = {*line["members"]}
     return steps
 
