@@ -127,7 +127,8 @@ def _end_two_supervisors(run: Run, rng: random.Random) -> Fault | None:
     return _awaited(run, fault, step=run.step())
 
 
-def _kill_all_members(run: Run, _: random.Random) -> Fault | None:
+def _kill_all_members(run: Run, rng: random.Random) -> Fault | None:
+    del rng
     members = run.members()
     if not members:
         return None
