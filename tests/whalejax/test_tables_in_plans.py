@@ -206,6 +206,11 @@ def test_words_of_the_command_line_that_say_no_tables(
     words = "plan dlrm-test --cluster cpu:2 --tables adagrad:0.1 --margin 0"
     assert main(words.split()) == 2
     assert "--margin was given with --tables" in capsys.readouterr().err
+    assert main(["train", "dlrm-test", "--replace-every", "9"]) == 2
+    assert "--replace-every was given without --tables" in capsys.readouterr().err
+    words = "train dlrm-test --tables adagrad:0.1 --processes 1:2 --save here"
+    assert main([*words.split(), "--staleness", "1"]) == 2
+    assert "--staleness is 1, which elastic runs do not take" in capsys.readouterr().err
 
 
 SHAPES: Final = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,12 @@ class RemoteStore:
         if self.beside is not None and tables.beside is not None:
             found |= self.beside.collect(tables.beside, kind)
         return found
+
+    def each(
+        self, tables: RemoteTables, kind: str | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the items of ``collect``."""
+        yield from self.collect(tables, kind).items()
 
 
 def begin_message(
