@@ -79,6 +79,15 @@ def test_its_file_is_the_same_plan(tmp_path: Path) -> None:
         assert step.sections.staleness == 3
 
 
+def test_of_two_sections_the_dense_part_is_compiled() -> None:
+    plan = make_plan("cpu:2+cpu:1", staleness=1, in_processes=["user", "word"])
+    found = plan.verify()
+    assert found.fits and found.plan_hash == plan.hash
+    assert found.product_flops.compiled == found.product_flops.predicted
+    assert "not compiled: the tables item, tag, user, word, some" in str(found)
+    assert "is the dense part" in found.document()["left_out"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -243,8 +243,8 @@ def _check_tables(
     if tables is None:
         if replace_every is not None:
             problems.add(
-                f"replace_every is {short_repr(replace_every)} without tables, which it "
-                "places again. Give both, or leave it out"
+                f"replace_every is {short_repr(replace_every)} without tables, which "
+                "it places again. Give both, or leave it out"
             )
         return
     if isinstance(mesh, str) and mesh == REPLICAS:
