@@ -51,21 +51,18 @@ class CopiedTableStates:
         found = shards_of(self._dense_leaves(state))
         store = self._step.store
         for section, kind in self._sections():
-            for name in self._step.plan.tables:
-                for rows, columns, values in store.own_parts(state.tables, name, kind):
-                    place = ["tables", section, name]
-                    about: dict[str, Any] = {
-                        "leaf": place,
-                        "columns": [columns.start, columns.stop],
-                    }
-                    if isinstance(rows, slice):
-                        about["rows"] = [rows.start, rows.stop, rows.step or 1]
-                    else:
-                        at = [_NUMBERS, f"{jax.process_index()}.{len(found)}"]
-                        about |= {"numbers": at, "count": len(rows)}
-                        numbers = np.asarray(rows, np.int64)
-                        found.append(({"leaf": at}, numbers))
-                    found.append((about, np.array(values, copy=True)))
+            for name, rows, columns, values in store.own_parts(state.tables, kind):
+                about: dict[str, Any] = {
+                    "leaf": ["tables", section, name],
+                    "columns": [columns.start, columns.stop],
+                }
+                if isinstance(rows, slice):
+                    about["rows"] = [rows.start, rows.stop, rows.step or 1]
+                else:
+                    at = [_NUMBERS, f"{jax.process_index()}.{len(found)}"]
+                    about |= {"numbers": at, "count": len(rows)}
+                    found.append(({"leaf": at}, np.asarray(rows, np.int64)))
+                found.append((about, np.array(values, copy=True)))
         return found
 
     def read(self, found: CopiedParts) -> TablesState:

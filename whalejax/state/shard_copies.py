@@ -121,7 +121,8 @@ class CopiedPart:
         """
         size = int(np.prod(shape)) * dtype.itemsize
         try:
-            raw = np.array(self._file[self._place : self._place + size])
+            # Of a file of this machine it is a view, which takes no memory.
+            raw = np.asarray(self._file[self._place : self._place + size])
         except OSError as error:
             raise BadCopies(f"a copy of {self.name} cannot be read: {error}") from error
         if hashlib.sha256(raw.data).hexdigest() != self.about["sha256"]:

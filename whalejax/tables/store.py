@@ -290,33 +290,40 @@ class TableStore:
         return found
 
     def own_parts(
-        self, arrays: TableArrays, name: str, kind: str | None
-    ) -> Iterator[tuple[Rows, slice, np.ndarray]]:
-        """Yields (rows, columns, values) of this process's part of a table or state.
+        self, arrays: TableArrays, kind: str | None
+    ) -> Iterator[tuple[str, Rows, slice, np.ndarray]]:
+        """Yields (table, rows, columns, values) of this process's part of all tables.
 
         Each value is given by exactly one process. Nothing is exchanged.
 
         Args:
             arrays: All tables.
-            name: Path of the table.
-            kind: Name of the state array, or None for the table.
+            kind: Name of a state array, of which to yield the parts; None for the
+                tables.
         """
-        if name in self.layout.replicated:
+        for name in self.layout.replicated:
             whole = arrays.replicated[name]
             whole = arrays.replicated_states[name][kind] if kind else whole
             for shard in whole.addressable_shards:
                 if shard.replica_id == 0:
                     values = np.asarray(shard.data)
-                    yield slice(0, len(values)), slice(0, values.shape[1]), values
-            return
-        for each in self.layout.stored[name]:
-            rows = self.layout.widths[each.key].rows
-            for shard in self._buffer(arrays, each.key, kind).addressable_shards:
-                rank = shard.index[0].indices(self.layout.ranks * rows)[0] // rows
-                if shard.replica_id or rank != each.shard.rank:
+                    yield name, slice(0, len(values)), slice(0, values.shape[1]), values
+        for key, width in self.layout.widths.items():
+            for shard in self._buffer(arrays, key, kind).addressable_shards:
+                if shard.replica_id:
                     continue
-                held = np.asarray(shard.data)[each.base :][: each.shard.num_rows]
-                yield each.row_numbers, self._columns(each, kind), held
+                held = np.asarray(shard.data)
+                rank = (shard.index[0].start or 0) // width.rows
+                for each in self._stored_on(key, rank):
+                    values = held[each.base :][: each.shard.num_rows]
+                    columns = self._columns(each, kind)
+                    yield each.shard.table, each.row_numbers, columns, values
+
+    def _stored_on(self, key: BufferKey, rank: int) -> Iterator[StoredShard]:
+        for shards in self.layout.stored.values():
+            for each in shards:
+                if each.key == key and each.shard.rank == rank:
+                    yield each
 
 
 def _power_of_two(least: int) -> int:
