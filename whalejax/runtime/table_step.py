@@ -266,7 +266,7 @@ class TableStep:
 
     @without_mesh
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TablesState:
-        """Returns an initial state; makes one table at a time in host memory.
+        """Returns an initial state; makes one table at a time, by parts on its devices.
 
         Args:
             make_model: Function of a random key, or of nothing, that builds the model.
@@ -296,13 +296,22 @@ class TableStep:
 
         tables = set(self.plan.tables)
         arrays = self.store.empty()
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            key_here = jax.device_put(key, jax.local_devices(backend="cpu")[0])
+        host = jax.local_devices(backend="cpu")[0]
+        with jax.default_device(host):
+            key_here = jax.device_put(key, host)
             params, rest = jax.jit(dense)(key_here)
+        key_there = put(key, NamedSharding(self.mesh, PartitionSpec()))
+        for name in self.plan.tables:
             # Unused outputs are not computed, so this makes one table at a time.
-            for name in self.plan.tables:
-                table = jax.jit(lambda key, name=name: leaves(key)[0][name])(key_here)
-                arrays = self.store.write(arrays, name, np.asarray(table), None)
+            def table(key: Any, name: str = name) -> Any:
+                return leaves(key)[0][name]
+
+            if self.store.makes_on_devices(name):
+                arrays = self.store.create(arrays, name, table, key_there)
+                continue
+            with jax.default_device(host):
+                values = np.asarray(jax.jit(table)(key_here))
+            arrays = self.store.write(arrays, name, values, None)
         key = jax.random.fold_in(key, 0x5EED)
         return self._state(params, rest, arrays, key, None)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -220,6 +220,78 @@ class TableStore:
             buffer = run_alone(written, (buffer, places, parts), self.mesh)
         return buffer
 
+    def makes_on_devices(self, name: str) -> bool:
+        """Returns whether ``create`` can make a table: devices have all of its rows.
+
+        Args:
+            name: Path of the table.
+        """
+        shards = self.layout.stored.get(name, ())
+        return bool(shards) and all(each.key.memory != "host" for each in shards)
+
+    def create(
+        self, arrays: TableArrays, name: str, make: Callable[[Any], Any], key: Any
+    ) -> TableArrays:
+        """Makes a table on the devices, by equal ranges of rows, and distributes it.
+
+        No memory holds the complete table.
+
+        Args:
+            arrays: All tables; replaced arrays are donated.
+            name: Path of the table.
+            make: Function from a random key to the complete table.
+            key: Random key on all devices.
+        """
+        count, (rows, width) = self.layout.ranks, self.shapes[name]
+        row_bytes = count * width * np.dtype(self.dtype).itemsize
+        most = _power_of_two(max(1, _PIECE_BYTES // row_bytes) + 1) // 2
+        size = min(_power_of_two(-(-rows // count)), most)
+        each_rows = -(-rows // (count * size)) * size
+        by_rows = NamedSharding(self.mesh, PartitionSpec(self.axes))
+
+        def padded(key: Any) -> Any:
+            return jnp.pad(make(key), ((0, count * each_rows - rows), (0, 0)))
+
+        table = run_alone(jax.jit(padded, out_shardings=by_rows), key, self.mesh)
+        for buffer_key, turn in self._turns(name):
+            buffer, move = arrays.buffers[buffer_key], _mover(by_rows, size)
+            columns = np.zeros(count, np.int32)
+            for rank, each in turn.items():
+                columns[rank] = each.shard.columns[0]
+            start = put_global(columns, by_rows)
+            for first in range(0, each_rows, size):
+                sources = [
+                    range(at, min(at + size, rows))
+                    for at in range(first, count * each_rows, each_rows)
+                ]
+                places = self._destinations(buffer, turn, sources, size)
+                at = put_global(np.full(count, first, np.int32), by_rows)
+                given = buffer, table, at, put_global(places, by_rows), start
+                buffer = run_alone(move, given, self.mesh)
+            arrays = _replaced(arrays, buffer_key, buffer, None)
+        return arrays
+
+    def _destinations(
+        self, buffer: Any, turn: _Turn, sources: Sequence[range], size: int
+    ) -> np.ndarray:
+        """Returns the row of each rank's buffer for rows that all devices send to all.
+
+        Args:
+            buffer: The buffer.
+            turn: Shards of the table, at most one of each rank.
+            sources: Table rows that each device sends.
+            size: Number of rows that each device sends, with padding.
+        """
+        ranks, end = self.layout.ranks, buffer.shape[0] // self.layout.ranks
+        places = np.full((ranks, len(sources), size), end, np.int32)
+        for rank, each in turn.items():
+            for number, rows in enumerate(sources):
+                here, there = common_rows(rows, each.row_numbers)
+                if isinstance(there, slice):
+                    there = np.arange(there.start, there.stop, there.step)
+                places[rank, number, here] = each.base + there
+        return places.reshape(-1)
+
     def _columns(self, each: StoredShard, kind: str | None) -> slice:
         by_row = kind is not None and self.by_row(kind)
         return slice(0, 1) if by_row else slice(*each.shard.columns)
@@ -349,6 +421,32 @@ def _writer(sharding: NamedSharding, on_host: bool) -> Callable[[Any], Any]:
     )
     write = jax.jit(mapped, donate_argnums=0, out_shardings=sharding)
     return lambda arrays: write(*arrays)
+
+
+@functools.cache
+def _mover(sharding: NamedSharding, size: int) -> Callable[[Any], Any]:
+    """Returns the program that copies rows of a table by ranges into a buffer.
+
+    It is a function of (buffer, table, first row of each device's part of the table,
+    rows of the buffer for the rows of all devices, first column of each rank's shard).
+
+    Args:
+        sharding: Sharding of the table by rows.
+        size: Number of rows of each device that are copied.
+    """
+    axes = sharding.spec
+
+    def move(buffer: Any, table: Any, first: Any, places: Any, column: Any) -> Any:
+        own = jax.lax.dynamic_slice_in_dim(table, first[0], size)
+        rows = jax.lax.all_gather(own, axes[0], tiled=True)
+        rows = jax.lax.dynamic_slice_in_dim(rows, column[0], buffer.shape[1], 1)
+        return write_rows(buffer, places, rows, on_host=False)
+
+    mapped = jax.shard_map(
+        move, mesh=sharding.mesh, in_specs=(axes,) * 5, out_specs=axes, check_vma=False
+    )
+    moved = jax.jit(mapped, donate_argnums=0)
+    return lambda arrays: moved(*arrays)
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from whalejax.state.shard_copies import (
     copy_file,
     read_copies,
 )
+from whalejax.tables import store
 from whalejax.tables.row_ranges import common_rows
 
 
@@ -171,6 +172,23 @@ PLACEMENTS: list[dict[str, Any]] = [
     },
     {"pins": {"user": "whole", "item": "rows", "word": "rows"}},
 ]
+
+
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_tables_are_made_on_their_devices(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of 2 rows of every device are sent at a time."""
+    job, key = make_job(), jax.random.key(3)
+    step = make_step(ranks, **PLACEMENTS[0])
+    known = jax.jit(job.make_model)(key)
+    monkeypatch.setattr(store, "_PIECE_BYTES", 2 * 32 * 4 * ranks)
+    pinned = {name for name, pin in PLACEMENTS[0]["pins"].items() if pin != "replicate"}
+    for name in known.keys() & set(step.plan.tables):
+        assert step.store.makes_on_devices(name) == (name in pinned)
+    found = step.table_values(step.init(job.make_model, rng=key))
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, known[name])
 
 
 @pytest.mark.parametrize("before", range(3))
