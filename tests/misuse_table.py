@@ -614,8 +614,12 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "copy_every": None,
             "mtbf": 60.0,
             "noise_scale": False,
+            "tables": None,
+            "replace_every": None,
         },
         legal={
+            "tables": NONE,
+            "replace_every": NONE,
             "save": ("none text", "no checkpoints, or a folder of any name"),
             "copy_every": ("none zero", "the best number, or no copies"),
             "mtbf": ("half", "any positive number of seconds"),

@@ -322,15 +322,30 @@ def _items(
             for i in group
         ]
         if not listed[0]:
-            table = tables[group[0]]
-            raise PlanError(
-                f"table {table.name!r} ({table.rows:,} rows × {table.width}) cannot be "
-                f"stored as {', '.join(allowed)} on {ranks.count} ranks with "
-                f"{batch_size:,} samples a batch; allow other splits"
-            )
+            raise _no_way(tables[group[0]], allowed, ranks, batch_size)
         ways = listed[0] if len(group) == 1 else [_sum_of([w[0] for w in listed])]
         items.append(Item(tables=group, ways=tuple(ways), rank=rank))
     return tuple(items)
+
+
+def _no_way(
+    table: Table, allowed: Collection[str], ranks: Ranks, batch_size: int
+) -> PlanError:
+    """Returns the error for a table that no allowed split can store."""
+    words = ", ".join(allowed)
+    text = (
+        f"table {table.name!r} ({table.rows:,} rows × {table.width}) cannot be stored"
+    )
+    if set(allowed) <= set(HOST_SPLITS) and not ranks.host_bytes:
+        return PlanError(
+            f"{text} as {words}: the cluster has no host memory beside that of its "
+            "devices (CPUs have none; other kinds state host_memory_bytes and "
+            f"host_link_bytes_per_second). Leave {words} out of pins and splits"
+        )
+    return PlanError(
+        f"{text} as {words} on {ranks.count} ranks with {batch_size:,} samples a "
+        "batch; allow other splits"
+    )
 
 
 def _sum_of(ways: Sequence[StorageOption]) -> StorageOption:

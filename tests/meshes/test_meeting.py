@@ -236,7 +236,7 @@ def test_strangers_keep_nobody_from_meeting(key: Key | None) -> None:
     [
         (KEY, OTHER, "its key and that of this process are of different runs"),
         (KEY, None, "one side was given a key .* and the other was not"),
-        (None, KEY, "does not speak 'whalejax 5' over TLS"),
+        (None, KEY, "does not speak 'whalejax 6' over TLS"),
     ],
 )
 def test_who_has_another_key_does_not_meet(

@@ -188,6 +188,11 @@ def test_a_table_larger_than_a_device_is_divided() -> None:
         splits=("whole", "host"),
     )
     assert hosted.shards[0].split == "host" and hosted.host_bytes.max() == 1200
+    for pin in ("host", "cached:0.5"):
+        with pytest.raises(
+            PlanError, match="as [a-z]+: the cluster has no host memory"
+        ):
+            place_tables([table], "cpu:4", batch_size=64, pins={"big": pin})
 
 
 def test_tables_that_do_not_fit_together_are_refused() -> None:

@@ -79,6 +79,15 @@ def test_its_file_is_the_same_plan(tmp_path: Path) -> None:
         assert step.sections.staleness == 3
 
 
+def test_of_two_sections_the_dense_part_is_compiled() -> None:
+    plan = make_plan("cpu:2+cpu:1", staleness=1, in_processes=["user", "word"])
+    found = plan.verify()
+    assert found.fits and found.plan_hash == plan.hash
+    assert found.product_flops.compiled == found.product_flops.predicted
+    assert "not compiled: the tables item, tag, user, word, some" in str(found)
+    assert "is the dense part" in found.document()["left_out"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -206,6 +215,11 @@ def test_words_of_the_command_line_that_say_no_tables(
     words = "plan dlrm-test --cluster cpu:2 --tables adagrad:0.1 --margin 0"
     assert main(words.split()) == 2
     assert "--margin was given with --tables" in capsys.readouterr().err
+    assert main(["train", "dlrm-test", "--replace-every", "9"]) == 2
+    assert "--replace-every was given without --tables" in capsys.readouterr().err
+    words = "train dlrm-test --tables adagrad:0.1 --processes 1:2 --save here"
+    assert main([*words.split(), "--staleness", "1"]) == 2
+    assert "--staleness is 1, which elastic runs do not take" in capsys.readouterr().err
 
 
 SHAPES: Final = {

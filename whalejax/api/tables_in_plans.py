@@ -7,6 +7,7 @@ plan of a model that is mostly tables has a note on the savings.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 import jax
 
-from whalejax.adapters.base import adapt
+from whalejax.adapters.base import Adapter, adapt
 from whalejax.api.plan_request import PlanRequest
 from whalejax.api.tables_request import TablesRequest
 from whalejax.capture.batch import aval_of
@@ -24,6 +25,7 @@ from whalejax.planner.cost_terms import ALL
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.parameter_layout import are_most, looked_up_tables
+from whalejax.tables.dense import dense_batch, dense_loss, dense_model
 from whalejax.tables.table_plan_record import tables_plan, whole_plan
 from whalejax.tables.tables_plan import cut_program
 from whalejax.user_code.ambient_mesh import without_mesh
@@ -89,22 +91,39 @@ class TablesQuestion:
         Args:
             plan, topology, timeout_seconds: Arguments of ``Plan.verify``, unchanged.
         """
-        own = tables_plan(plan, self.given[2])
-        if own.sections is not None:
-            dense = dataclasses.replace(own.dense, question=self.dense)
-            return self.dense.verify(dense, topology, timeout_seconds=timeout_seconds)
         from whalejax.verification.checking import check
 
         loss_fn, model, batch = self.given
         request = self.request
-        adapter = adapt(model, loss_fn, trainable=request.trainable)
+        adapter = adapt(model, loss_fn, trainable=request.trainable).without_values()
+        own = tables_plan(plan, batch)
+        if own.sections is not None:
+            program = cut_program(adapter, batch)
+            run = _dense_loss_with_key if adapter.takes_rng else _dense_loss
+            dense = adapt(
+                dense_model(adapter, program),
+                functools.partial(run, adapter, jax.tree.map(aval_of, batch)),
+                trainable="dense.*",
+            )
+            found = check(
+                own.dense,
+                dense.without_values(),
+                dense_batch(program, batch),
+                optimizer=request.optimizer,
+                batch_axes=0,
+                topology=topology,
+                timeout_seconds=timeout_seconds,
+                again=None,
+            )
+            text = _left_out([table.name for table in own.all_tables])
+            return dataclasses.replace(found, plan_hash=plan.hash, left_out=text)
 
         def plan_again(cluster: Any, **_: Any) -> Plan:
             return self.replan(cluster=cluster, mesh=None)
 
         return check(
             plan,
-            adapter.without_values(),
+            adapter,
             batch,
             optimizer=request.optimizer,
             batch_axes=0,
@@ -112,6 +131,33 @@ class TablesQuestion:
             timeout_seconds=timeout_seconds,
             again=plan_again,
         )
+
+
+def _dense_loss(adapter: Adapter, whole: Any, model: Any, batch: Any) -> Any:
+    """Computes the loss of the dense part, which another process can trace again.
+
+    Args:
+        adapter: The complete model, without values.
+        whole: Complete batch, abstract.
+        model, batch: Arguments of the dense part's loss.
+    """
+    return dense_loss(adapter, cut_program(adapter, whole))(model, batch)
+
+
+def _dense_loss_with_key(
+    adapter: Adapter, whole: Any, model: Any, batch: Any, rng: Any
+) -> Any:
+    """Computes the loss of the dense part with a random key; see ``_dense_loss``."""
+    return dense_loss(adapter, cut_program(adapter, whole))(model, batch, rng)
+
+
+def _left_out(names: list[str]) -> str:
+    """Describes the part of a plan with two sections that is not compiled."""
+    more = f" and {len(names) - 4} others" if len(names) > 4 else ""
+    return (
+        f"the tables {', '.join(names[:4])}{more}, some of which are in processes "
+        "beside the devices; what is compared is the dense part"
+    )
 
 
 def tables_question(plan: Plan, job: Job, model: Any, batch: Any) -> TablesQuestion:

@@ -91,6 +91,12 @@ def train_elastically(command: TrainCommand) -> int:
                     "runs the whole model as one replica, or its part by --mesh. Leave "
                     "it out, or leave out --processes"
                 )
+        if command.staleness:
+            problems.add(
+                f"--staleness is {command.staleness}, which elastic runs do not take: "
+                "all devices of the run hold tables, and no lookup misses an update. "
+                "Leave it out, or leave out --processes"
+            )
         for name in _ONE_PROCESS:
             value = getattr(command, name)
             if value is not None:

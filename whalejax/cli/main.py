@@ -50,7 +50,6 @@ from whalejax.cli.option_checks import (
     check_table_options,
     check_words,
     checked,
-    row_optimizer,
     unknown_words_text,
 )
 from whalejax.cli.options import (
@@ -420,9 +419,11 @@ def _plan(command: PlanCommand) -> None:
         model = job_plans.abstract_model(job)
         batch = job_plans.first_batch(job, command.batch)
         if command.tables is not None:
+            from whalejax.tables.sparse_optimizers import optimizer_named
+
             plan = job_plans.make_table_plan(
                 *(job, model, batch, command.cluster),
-                tables=row_optimizer(command.tables),
+                tables=optimizer_named(command.tables),
                 staleness=command.staleness,
                 source=source,
                 **settings,

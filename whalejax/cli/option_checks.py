@@ -58,6 +58,7 @@ _WHOLE: Final = {
     "restarts": (0, 2**20),
     "spares": (0, 2**20),
     "samples": (1, MOST_SAMPLES),
+    "replace_every": (1, LARGEST),
     "save_every": (1, LARGEST),
     "snapshot_every": (1, LARGEST),
     "seed": (-LARGEST, LARGEST),
@@ -311,7 +312,7 @@ def _problem(name: str, value: Any) -> str:
 _OBEYED: Final = ("--cluster", "--batch", "--mesh", "--remat", "--precision")
 
 _WITHOUT_TABLES: Final = (
-    *("plan", "processes", "check", "replay"),
+    *("plan", "check", "replay"),
     *("margin", "verify", "allow_idle", "estimate", "swarm", "bandwidth", "wire"),
     "sum_wire",
 )
@@ -333,9 +334,16 @@ def check_table_options(
                 f"--staleness is {options.staleness} without --tables, whose rows may "
                 "lack updates. Give both, or leave it out"
             )
+        if getattr(options, "replace_every", None) is not None:
+            problems.add(
+                "--replace-every was given without --tables, which it places again. "
+                "Give both, or leave it out"
+            )
         return
+    from whalejax.tables.sparse_optimizers import optimizer_named
+
     try:
-        row_optimizer(options.tables)
+        optimizer_named(options.tables)
     except WhaleError as error:
         problems.add(f"--tables {options.tables}: {error}")
     for name, words in given_plan_options(options):
@@ -351,28 +359,3 @@ def check_table_options(
             problems.add(
                 f"{words} was given with --tables, and takes none. Leave it out"
             )
-
-
-def row_optimizer(text: str) -> Any:
-    """Returns the optimizer of rows that a text names.
-
-    Args:
-        text: Kind and learning rate.
-
-    Raises:
-        WhaleError: The text names no optimizer.
-
-    >>> row_optimizer("row_adagrad:0.05").learning_rate
-    0.05
-    """
-    from whalejax.tables.sparse_optimizers import sparse_optimizer
-
-    kind, _, rate = text.partition(":")
-    try:
-        value = float(rate)
-    except ValueError:
-        raise WhaleError(
-            "expected a kind and a learning rate, such as adagrad:0.02"
-        ) from None
-    named: Any = kind
-    return sparse_optimizer(named, value)

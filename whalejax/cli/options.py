@@ -160,6 +160,8 @@ class TrainCommand:
     row_adagrad, lazy_adam"""
     staleness: int = 0
     """with --tables on --cluster cpu:2+cpu:1: updates that a lookup may miss"""
+    replace_every: OptionalNumber = None
+    """with --tables: steps after which they are placed again, if that gains 5 %"""
     seed: int = 0
     """random seed of the initial values and of dropout"""
     processes: Annotated[str | None, option(metavar="MIN:MAX")] = None

@@ -21,11 +21,7 @@ from rich.console import Console
 
 from whalejax.api import job_plans
 from whalejax.cli import replay
-from whalejax.cli.option_checks import (
-    check_command,
-    check_table_options,
-    row_optimizer,
-)
+from whalejax.cli.option_checks import check_command, check_table_options
 from whalejax.cli.options import (
     TrainCommand,
     given_places,
@@ -50,6 +46,7 @@ from whalejax.state.resume import (
     hold_folder,
     restore_newest,
 )
+from whalejax.tables.sparse_optimizers import optimizer_named
 from whalejax.user_code.losses import Job
 
 
@@ -233,7 +230,7 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
 def _with_tables(job: Job, model: Any, options: TrainCommand) -> Plan:
     return job_plans.make_table_plan(
         *(job, model, job.batch_at(0, options.batch), options.cluster),
-        tables=row_optimizer(options.tables or ""),
+        tables=optimizer_named(options.tables or ""),
         staleness=options.staleness,
         **plan_settings(options),
     )
@@ -297,7 +294,11 @@ class _Session:
         options, job = self.options, self.job
         batch = self.batch_at(0)
         step = compile_step(
-            self.plan, job.loss_fn, self.model, optimizer=job.optimizer, batch=batch
+            self.plan,
+            *(job.loss_fn, self.model),
+            optimizer=job.optimizer,
+            batch=batch,
+            replace_every=options.replace_every,
         )
         state, checkpoint = self._restore_or_init(step)
         first = int(state.step)

@@ -21,8 +21,6 @@ from whalejax.elastic.supervisor.memory_folder import memory_folder
 from whalejax.lowering.train_state import TrainState
 from whalejax.planner.plan.goodput import daly_seconds
 from whalejax.processes.local_processes import machine
-from whalejax.runtime.train_step import TrainStep
-from whalejax.state.adopt_state import to_save
 from whalejax.state.checkpoint_files import told_by_all
 from whalejax.state.remote_shard_copies import (
     CopyExchange,
@@ -34,6 +32,7 @@ from whalejax.state.remote_shard_copies import (
 )
 from whalejax.state.shard_copies import (
     BadCopies,
+    CopiedStates,
     Copies,
     CopyFile,
     ShardCopySet,
@@ -55,7 +54,7 @@ class ShardCopyManager:
 
     def __init__(
         self,
-        step: TrainStep,
+        states: CopiedStates,
         key: Path,
         generation: int,
         *,
@@ -66,14 +65,14 @@ class ShardCopyManager:
         """Prepares the copies; all processes call this.
 
         Args:
-            step: Step whose states are copied.
+            states: Kind of the states that are copied.
             key: Key file of the run.
             generation: Generation of these processes.
             every: Steps between copies; None uses the best number by Daly's formula.
             mtbf: Mean seconds between failures, for that formula.
             tell: Function that receives the step and the reason when copies end.
         """
-        self._step, self._generation = step, generation
+        self._states, self._generation = states, generation
         self._every, self._mtbf, self._tell = every, mtbf, tell
         self._cost = self._seconds = 0.0
         self._last, self._failed = -1, 0
@@ -166,8 +165,7 @@ class ShardCopyManager:
                 state = read_copies(
                     lambda name: self._open_copy(name, there[name]),
                     copied,
-                    self._step.abstract_state(),
-                    self._step.plan,
+                    self._states,
                 )
             except BadCopies as bad:
                 error = str(bad)
@@ -252,7 +250,6 @@ class ShardCopyManager:
         self._settle(done)
         if self._copies is None:
             return
-        whole: Any = to_save(state, self._step.abstract_state(), trains=True)
         count, rank = jax.process_count(), jax.process_index()
         copied = ShardCopySet(step=done, generation=self._generation, count=count)
         if self._removes:  # Room for two sets: the last complete one and this.
@@ -260,7 +257,8 @@ class ShardCopyManager:
             drafts = [f".{name}{end}" for name in copied.names for end in ("", ".put")]
             remove_others(self._copies.folder, [*kept, *drafts])
         send = self._send if self._other is not None else None
-        self._copies.begin(whole, self._step.plan, copied, rank, send)
+        parts = self._states.parts(state)
+        self._copies.begin(parts, state.samples, copied, rank, send)
         self._begun = copied
         self._last, self._cost = done, time.monotonic() - began
 

@@ -115,8 +115,10 @@ def main(words: Sequence[str]) -> int:
     from whalejax.api.named_jobs import find_job, named_values
     from whalejax.elastic.refusals import reported_refusals
     from whalejax.elastic.training import train_elastic
+    from whalejax.tables.sparse_optimizers import optimizer_named
 
     options = json.loads(words[0])
+    tables = options.get("tables")
     try:
         with reported_refusals():
             job = find_job(options["model"], named_values(options["set"]))
@@ -133,6 +135,8 @@ def main(words: Sequence[str]) -> int:
             seed=options["seed"],
             mesh=mesh_asked(options["mesh"]),
             noise_scale=options.get("noise_scale", False),
+            tables=None if tables is None else optimizer_named(tables),
+            replace_every=options.get("replace_every"),
         ):
             step = int(state.step)
             print(f"step {step}  loss {float(metrics['loss']):.6g}", flush=True)

@@ -27,6 +27,7 @@ from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.script_placement import await_placement, connection
 from whalejax.elastic.sharded_programs import SpreadPrograms
 from whalejax.elastic.supervisor_client import Control, on_notice
+from whalejax.elastic.table_programs import TableSpreadPrograms
 from whalejax.lowering.train_state import TrainState
 from whalejax.membership.elastic_run import AT_STEPS, MODE
 from whalejax.membership.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
@@ -72,7 +73,7 @@ class SpreadMember:
 
     def __init__(
         self,
-        programs: Callable[[], SpreadPrograms],
+        programs: Callable[[], SpreadPrograms | TableSpreadPrograms],
         training: Training,
         facts: dict[str, str],
         *,
@@ -90,7 +91,7 @@ class SpreadMember:
         self._supervised = supervised
         self._control: Control | None = None
         self._copying: ShardCopyManager | None = None
-        self._programs: SpreadPrograms
+        self._programs: SpreadPrograms | TableSpreadPrograms
         self._changed = threading.Condition()
         self._asked = -1
         self._leaves = self._told_leaving = self._stopped = False
@@ -112,6 +113,7 @@ class SpreadMember:
             self._phase(RESTORING)
             state = self._restore_or_init()
             done = int(state.step)
+            self._tell_placement(done)
             self._times.append(time.monotonic())
             try:
                 yield from self._steps(state, done)
@@ -136,6 +138,7 @@ class SpreadMember:
             if self._copying is not None:
                 self._copying.took(time.monotonic() - began)
             self._committed(done, loss)
+            self._tell_placement(done)
             self._look_ahead(done)
             if done % self._training.save_every == 0 or done == self._training.steps:
                 self._save(state, done)
@@ -191,7 +194,7 @@ class SpreadMember:
         if control is None or self._training.copy_every == 0:
             return self._programs.restore_or_init(save, self._post_first)
         self._copying = ShardCopyManager(
-            self._programs.step,
+            self._programs.copied_states(),
             Path(os.environ[KEY_FILE]),
             control.generation,
             every=self._training.copy_every,
@@ -207,6 +210,11 @@ class SpreadMember:
             self._post_first(Recovered(step=step, source=source))
             return state
         return self._programs.restore_or_init(save, self._post_first)
+
+    def _tell_placement(self, done: int) -> None:
+        placed = self._programs.new_placement(done)
+        if placed is not None:
+            self._post_first(placed)
 
     def _not_copied(self, done: int, why: str) -> None:
         self._post_first(NotCopied(step=done, why=why[:_MOST_WORDS]))

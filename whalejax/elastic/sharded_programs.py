@@ -28,6 +28,7 @@ from whalejax.state.resume import (
     batches_by_samples,
     restore_newest,
 )
+from whalejax.state.shard_copies import CopiedModelStates, CopiedStates
 from whalejax.user_code.losses import Job
 
 
@@ -164,6 +165,17 @@ class SpreadPrograms:
     def _batches(self) -> Callable[[int], Any]:
         """Function from the number of earlier samples to a global batch."""
         return batches_by_samples(self._job, self.size)
+
+    def new_placement(self, done: int) -> None:
+        """Returns None: a job without tables places none.
+
+        Args:
+            done: Number of finished steps.
+        """
+
+    def copied_states(self) -> CopiedStates:
+        """Returns how states of this step are copied into memory."""
+        return CopiedModelStates(self.step.abstract_state, self.step.plan)
 
     def save(
         self, path: Path, state: TrainState, before_it_appears: Callable[[], None]

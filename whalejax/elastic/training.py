@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
-from whalejax.meshes.checks import Arguments, is_number
+from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import warn
 from whalejax.user_code.argument_checks import check_function
 from whalejax.user_code.losses import Job
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from whalejax.elastic.member import Training
     from whalejax.elastic.mesh_sizes import Asked
     from whalejax.elastic.replica_programs import PlannedReplica
-    from whalejax.journals.reduction_choice import Way
+    from whalejax.journals.reduction_choice import GradientReduction, Way
     from whalejax.planner.plan.plan import Plan
+    from whalejax.tables.sparse_optimizers import SparseOptimizer
 
 
 _LONGEST_SECONDS: Final = 10**10
@@ -45,6 +47,8 @@ def train_elastic(
     copy_every: int | None = None,
     mtbf: float = 3600.0,
     noise_scale: bool = False,
+    tables: SparseOptimizer | None = None,
+    replace_every: int | None = None,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Trains a job with the present processes, under ``whalejax launch --processes
     MIN:MAX``.
@@ -94,6 +98,13 @@ def train_elastic(
             gradients of their micro-batches: the metric ``noise_scale``, in samples.
             Below it, a larger batch needs fewer steps in proportion. Each process
             measures its own micro-batches. Needs 2 micro-batches or more.
+        tables: Update rule of embedding tables, from ``wh.sparse_optimizer``: the job
+            is one model over all processes, which have parts of its tables. They are
+            placed again whenever the number of processes changes. A batch must be
+            divisible by the number of devices; a number of processes that does not
+            divide it is not used.
+        replace_every: With ``tables``, number of steps after which they are placed
+            again if the lookups of these steps show a gain; see ``wh.compile_tables``.
 
     Yields:
         The state after each step since this process joined, and its metrics: ``loss``,
@@ -109,23 +120,13 @@ def train_elastic(
     from whalejax.elastic.refusals import reported_refusals
 
     problems = Arguments("wh.train_elastic")
-    if not isinstance(job, Job):
-        problems.refuse("job", job, "a wh.Job")
-    problems.whole("steps", steps, least=1)
-    if save is not None:
-        problems.path("save", save, "the path of a folder, or None")
-    problems.whole("save_every", save_every, least=1)
-    problems.whole("keep", keep, least=1)
+    _check_extent(problems, job, steps, save, save_every, keep, copy_every, mtbf)
     problems.whole("batch", batch, least=1, none=True)
     problems.whole("num_micro_batches", num_micro_batches, least=1, none=True)
     problems.whole("seed", seed)
     _check_mesh(problems, mesh)
-    problems.whole("copy_every", copy_every, least=0, none=True)
-    if not is_number(mtbf) or not 0 < mtbf < _LONGEST_SECONDS:
-        problems.refuse(
-            "mtbf", mtbf, f"seconds, more than 0 and below {_LONGEST_SECONDS}"
-        )
     _check_noise_scale(problems, noise_scale, mesh)
+    _check_tables(problems, tables, replace_every, mesh, num_micro_batches, noise_scale)
     with reported_refusals():
         problems.raise_if_any()
     if noise_scale:
@@ -145,6 +146,10 @@ def train_elastic(
         "seed": seed,
     }
     with reported_refusals():
+        if tables is not None:
+            return TrainingSteps(
+                _train_tables(job, training, settings, mesh, tables, replace_every)
+            )
         return TrainingSteps(_train(job, training, settings, mesh, noise_scale))
 
 
@@ -173,6 +178,31 @@ class TrainingSteps(Iterator[tuple[TrainState, dict[str, Any]]]):
             )
 
 
+def _check_extent(
+    problems: Arguments,
+    job: object,
+    steps: object,
+    save: object,
+    save_every: object,
+    keep: object,
+    copy_every: object,
+    mtbf: Any,
+) -> None:
+    """Refuses values of the job, the extent of its training, and its copies."""
+    if not isinstance(job, Job):
+        problems.refuse("job", job, "a wh.Job")
+    problems.whole("steps", steps, least=1)
+    if save is not None:
+        problems.path("save", save, "the path of a folder, or None")
+    problems.whole("save_every", save_every, least=1)
+    problems.whole("keep", keep, least=1)
+    problems.whole("copy_every", copy_every, least=0, none=True)
+    if not is_number(mtbf) or not 0 < mtbf < _LONGEST_SECONDS:
+        problems.refuse(
+            "mtbf", mtbf, f"seconds, more than 0 and below {_LONGEST_SECONDS}"
+        )
+
+
 def _check_mesh(problems: Arguments, mesh: object) -> None:
     """Refuses a mesh that is neither None, a word, sizes, nor a function of them."""
     from whalejax.elastic.mesh_sizes import refusal
@@ -195,6 +225,78 @@ def _check_noise_scale(problems: Arguments, noise_scale: bool, mesh: object) -> 
         )
 
 
+def _check_tables(
+    problems: Arguments,
+    tables: object,
+    replace_every: object,
+    mesh: object,
+    num_micro_batches: object,
+    noise_scale: object,
+) -> None:
+    """Refuses arguments that exclude tables, or need them."""
+    from whalejax.elastic.mesh_sizes import REPLICAS
+    from whalejax.tables.sparse_optimizers import SparseOptimizer
+
+    expected = 'wh.sparse_optimizer("adagrad", 0.01), or None'
+    problems.of("tables", tables, SparseOptimizer, expected, none=True)
+    problems.whole("replace_every", replace_every, least=1, none=True)
+    if tables is None:
+        if replace_every is not None:
+            problems.add(
+                f"replace_every is {short_repr(replace_every)} without tables, which "
+                "it places again. Give both, or leave it out"
+            )
+        return
+    if isinstance(mesh, str) and mesh == REPLICAS:
+        problems.add(
+            "mesh is 'replicas' with tables, of which each process has a part. Leave "
+            "mesh out, or leave tables out to keep a full model in each process"
+        )
+    if num_micro_batches not in (None, 1):
+        problems.add(
+            f"num_micro_batches is {short_repr(num_micro_batches)} with tables, whose "
+            "dense part is one program with one micro-batch. Leave it out"
+        )
+    if noise_scale is True:
+        problems.add(
+            "noise_scale was given with tables, and only replicas measure it. Leave it "
+            "out"
+        )
+
+
+def _train_tables(
+    job: Job,
+    training: Training,
+    settings: dict[str, Any],
+    mesh: Asked | None,
+    tables: SparseOptimizer,
+    replace_every: int | None,
+) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+    """Returns the steps of a model with tables over all processes."""
+    from whalejax.elastic.mesh_sizes import AUTO
+    from whalejax.elastic.table_programs import TableSpreadPrograms
+    from whalejax.journals.reduction_choice import COLLECTIVES, GradientReduction
+
+    address = os.environ.get(SUPERVISOR)
+    if address is not None:
+        why = "every process has a part of the tables"
+        given = GradientReduction(by=COLLECTIVES, why=why)
+        _agreed(job, given, settings, training, address)
+    settings = {k: v for k, v in settings.items() if k != "micro_batches"}
+    mesh = AUTO if mesh is None else mesh
+    facts = {k: str(settings[k]) for k in ("batch", "precision", "seed")}
+    facts |= {"tables": str(tables), "replace_every": str(replace_every)}
+    made = functools.partial(
+        TableSpreadPrograms,
+        job,
+        mesh=mesh,
+        tables=tables,
+        replace_every=replace_every,
+        **settings,
+    )
+    return _spread(made, mesh, training, facts)
+
+
 def _train(
     job: Job,
     training: Training,
@@ -211,7 +313,8 @@ def _train(
     address, key_file = os.environ.get(SUPERVISOR), os.environ.get(KEY_FILE, "")
     planned: PlannedReplica | None = None
     if address is not None:
-        way, planned = _agreed(job, mesh, settings, training, address, key_file)
+        asked = None if mesh is None else _asked_reduction(mesh)
+        way, planned = _agreed(job, asked, settings, training, address)
         if mesh is None:
             mesh = REPLICAS if way == MESSAGES else AUTO
     if mesh is not None and mesh != REPLICAS:
@@ -224,25 +327,32 @@ def _train(
     return ElasticMember(programs, training, address, key_file).run()
 
 
-def _agreed(
-    job: Job,
-    mesh: Asked | None,
-    settings: dict[str, Any],
-    training: Training,
-    address: str,
-    key_file: str,
-) -> tuple[Way, PlannedReplica | None]:
-    """Returns the run's gradient reduction, and the replica if it was planned."""
-    from whalejax import _compat_processes
-    from whalejax.elastic.gradient_reduction.reduction_agreement import Arbiter, agreed
-    from whalejax.elastic.gradient_reduction.reduction_cost import ReductionProcesses
+def _asked_reduction(mesh: Asked) -> GradientReduction:
+    """Returns the gradient reduction that a given mesh needs."""
     from whalejax.elastic.mesh_sizes import REPLICAS
-    from whalejax.elastic.replica_programs import planned_replica
     from whalejax.journals.reduction_choice import (
         COLLECTIVES,
         MESSAGES,
         GradientReduction,
     )
+
+    said = f"mesh={mesh!r:.200}" if not callable(mesh) else "a function as mesh"
+    by = MESSAGES if mesh == REPLICAS else COLLECTIVES
+    return GradientReduction(by=by, why=f"{said} was given")
+
+
+def _agreed(
+    job: Job,
+    asked: GradientReduction | None,
+    settings: dict[str, Any],
+    training: Training,
+    address: str,
+) -> tuple[Way, PlannedReplica | None]:
+    """Returns the run's gradient reduction, and the replica if it was planned."""
+    from whalejax import _compat_processes
+    from whalejax.elastic.gradient_reduction.reduction_agreement import Arbiter, agreed
+    from whalejax.elastic.gradient_reduction.reduction_cost import ReductionProcesses
+    from whalejax.elastic.replica_programs import planned_replica
     from whalejax.planner.plan_errors import NothingFits
 
     wanted = {k: settings[k] for k in ("batch", "micro_batches", "precision")}
@@ -263,13 +373,8 @@ def _agreed(
             made.append(replica)
         return replica.plan
 
-    asked = None
-    if mesh is not None:
-        said = f"mesh={mesh!r:.200}" if not callable(mesh) else "a function as mesh"
-        by = MESSAGES if mesh == REPLICAS else COLLECTIVES
-        asked = GradientReduction(by=by, why=f"{said} was given")
     found = agreed(
-        Arbiter(address, key_file),
+        Arbiter(address, os.environ.get(KEY_FILE, "")),
         asked,
         replica,
         mtbf=training.mtbf,
@@ -282,20 +387,31 @@ def _train_sharded(
     job: Job, training: Any, settings: dict[str, Any], mesh: Any
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Returns the steps of one model over all processes."""
-    from whalejax.elastic.sharded_member import SpreadMember
     from whalejax.elastic.sharded_programs import SpreadPrograms
 
     facts = {k: str(settings[k]) for k in ("batch", "precision", "seed")}
     facts["asked micro-batches"] = str(settings["micro_batches"])
+    made = functools.partial(SpreadPrograms, job, mesh=mesh, **settings)
+    return _spread(made, mesh, training, facts)
+
+
+def _spread(
+    made: Callable[[], Any], mesh: Asked, training: Training, facts: dict[str, str]
+) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+    """Returns the steps of one model over all processes.
+
+    Args:
+        made: Function that plans and traces the model.
+        mesh: Sizes of mesh axes, or a rule for them.
+        training: Extent of the training.
+        facts: Facts that all processes must share, without the mesh.
+    """
+    from whalejax.elastic.sharded_member import SpreadMember
+
     if isinstance(mesh, Mapping | str):
         facts["mesh"] = str(mesh)
-    member = SpreadMember(
-        lambda: SpreadPrograms(job, mesh=mesh, **settings),
-        training,
-        facts,
-        supervised=SUPERVISOR in os.environ,
-    )
-    return member.run()
+    supervised = SUPERVISOR in os.environ
+    return SpreadMember(made, training, facts, supervised=supervised).run()
 
 
 def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str, Any]]]:

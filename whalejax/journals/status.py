@@ -107,6 +107,7 @@ class RunStatus:
         lost: Members that were given up or failed.
         adding_up: Reduction of gradients; None before it is decided, and for ordinary
             scripts.
+        placed: Newest placement of embedding tables; None if the job has none.
         checkpoint: Path of the newest checkpoint.
         goodput: Committed steps times the median of a step, over the time since the
             first; None if there are too few.
@@ -126,6 +127,7 @@ class RunStatus:
     members: Mapping[str, MemberStatus]
     lost: tuple[LostMember, ...]
     adding_up: GradientReduction | None
+    placed: str | None
     checkpoint: str | None
     goodput: float | None
     seconds: float
@@ -231,6 +233,7 @@ def run_status(run: RunJournal) -> RunStatus:
             if said["event"] == "lost"
         ),
         adding_up=_adding_up(events),
+        placed=_newest_placement(events),
         checkpoint=saved[-1] if saved else None,
         goodput=goodput_of(commits),
         seconds=round(last - began, 1),
@@ -243,6 +246,11 @@ def _adding_up(events: Events) -> GradientReduction | None:
         if said["event"] == "adding_up":
             return GradientReduction(by=said["by"], why=said["why"])
     return None
+
+
+def _newest_placement(events: Events) -> str | None:
+    found = [said for said in events if said["event"] == "tables_placed"]
+    return f"from step {found[-1]['step']}, {found[-1]['why']}" if found else None
 
 
 def _newest_step(events: Events, commits: Events) -> int:
@@ -397,6 +405,8 @@ def _lines(run: RunStatus) -> list[str]:
     if run.adding_up is not None:
         why = printable(run.adding_up.why)[:_LONGEST]
         lines.append(f"reduction   by {run.adding_up.by}: {why}")
+    if run.placed is not None:
+        lines.append(f"tables      {printable(run.placed)}")
     lines.append(f"checkpoint  {run.checkpoint or 'none'}")
     for name, member in run.members.items():
         rank = "" if member.rank is None else f", rank {member.rank}"

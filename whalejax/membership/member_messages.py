@@ -172,7 +172,9 @@ def _report(
         case wire.Recovered(step=step):  # From copies in memory, or a checkpoint.
             _record_report(run, now, name, message)
             run.pace.start_generation(step, now)
-        case wire.NotCopied() | wire.CompiledAhead() | wire.Note():
+        case (
+            wire.NotCopied() | wire.CompiledAhead() | wire.TablesPlaced() | wire.Note()
+        ):
             _record_report(run, now, name, message)
 
 

@@ -83,10 +83,12 @@ def compile_tables(
         _check_sections(problems, plan, replace_every, job, section_run)
     problems.raise_if_any()
     refuse_bad_optimizer(optimizer)
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 and plan.sections is not None:
         raise PlanError(
-            f"{jax.process_count()} processes are running; steps with tables run in "
-            "one process with all devices. Start one process"
+            f"{jax.process_count()} processes are running, and tables in processes of "
+            "their own are served by one process with all devices of the dense part. "
+            "Start one process, or plan without CPUs beside the devices and without "
+            "staleness="
         )
     adapter = adapt(model, loss_fn, trainable=trainable).without_values()
     if adapter.param_paths != plan.model_paths:

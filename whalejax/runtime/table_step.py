@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Self
 
 import jax
@@ -27,19 +28,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax.adapters.base import Adapter, made_model
 from whalejax.capture.batch import aval_of
 from whalejax.distributed.standard_streams import say
+from whalejax.lowering.global_arrays import settle
 from whalejax.lowering.optimizer_state import state_leaf_param
 from whalejax.lowering.train_state import host_copy, typed_key
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, short_repr
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError, warn
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.replace import Replacement, place_again
 from whalejax.runtime.plan_compatibility import devices_of
+from whalejax.runtime.table_processes import TableProcesses, put, rows_here
+from whalejax.state.resume import agreed_checkpoints, restore_newest
 from whalejax.state.table_checkpoint import (
     Sections,
     leaf_names,
     restore_sections,
+    rows_by_process,
     save_sections,
 )
 from whalejax.tables.dense import BATCH_AXES, UNUSED, DensePart, dense_params
@@ -133,6 +138,7 @@ class TableStep:
         self._trains = optimizer is not None
         self._optimizer = optax.identity() if optimizer is None else optimizer
         self.mesh = _mesh(plan, devices)
+        self._processes = TableProcesses(self.mesh)
         program = cut_program(adapter, plan.batch)
         names = tuple(adapter.param_paths[one.param] for one in program.lookups)
         if tuple(adapter.param_paths[n] for n in program.tables) != plan.tables:
@@ -175,6 +181,7 @@ class TableStep:
         self._bounds = jax.jit(self.programs.id_bounds, out_shardings=whole)
         asking = self._asking
         self._room_taken = jax.jit(asking.room_taken, out_shardings=whole)
+        self._ids = jax.jit(self.programs.program.ids, out_shardings=whole)
 
     def _result_shardings(self) -> Any:
         """Returns the shardings of a step's results that are not left to the compiler.
@@ -259,7 +266,7 @@ class TableStep:
 
     @without_mesh
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TablesState:
-        """Returns an initial state; makes one table at a time in host memory.
+        """Returns an initial state; makes one table at a time, by parts on its devices.
 
         Args:
             make_model: Function of a random key, or of nothing, that builds the model.
@@ -289,13 +296,22 @@ class TableStep:
 
         tables = set(self.plan.tables)
         arrays = self.store.empty()
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            key_here = jax.device_put(key, jax.local_devices(backend="cpu")[0])
+        host = jax.local_devices(backend="cpu")[0]
+        with jax.default_device(host):
+            key_here = jax.device_put(key, host)
             params, rest = jax.jit(dense)(key_here)
+        key_there = put(key, NamedSharding(self.mesh, PartitionSpec()))
+        for name in self.plan.tables:
             # Unused outputs are not computed, so this makes one table at a time.
-            for name in self.plan.tables:
-                table = jax.jit(lambda key, name=name: leaves(key)[0][name])(key_here)
-                arrays = self.store.write(arrays, name, np.asarray(table), None)
+            def table(key: Any, name: str = name) -> Any:
+                return leaves(key)[0][name]
+
+            if self.store.makes_on_devices(name):
+                arrays = self.store.create(arrays, name, table, key_there)
+                continue
+            with jax.default_device(host):
+                values = np.asarray(jax.jit(table)(key_here))
+            arrays = self.store.write(arrays, name, values, None)
         key = jax.random.fold_in(key, 0x5EED)
         return self._state(params, rest, arrays, key, None)
 
@@ -341,8 +357,7 @@ class TableStep:
         """
         params = dict(params) or {UNUSED: np.zeros((), np.float32)}
         dense = {
-            path: jax.device_put(host_copy(leaf), self._dense_sharding(path))
-            for path, leaf in params.items()
+            path: put(leaf, self._dense_sharding(path)) for path, leaf in params.items()
         }
         whole = NamedSharding(self.mesh, PartitionSpec())
         if done is None:
@@ -351,11 +366,11 @@ class TableStep:
             opt_state, step = done
         return TablesState(
             params=dense,
-            rest=[jax.device_put(host_copy(leaf), whole) for leaf in rest],
+            rest=[put(leaf, whole) for leaf in rest],
             opt_state=opt_state,
             tables=tables,
-            step=jax.device_put(np.int32(step), whole),
-            rng=jax.device_put(host_copy(key), whole),
+            step=put(np.int32(step), whole),
+            rng=put(key, whole),
         )
 
     def _initial_optimizer(self, params: dict[str, Any]) -> Any:
@@ -395,25 +410,32 @@ class TableStep:
 
         Args:
             state: State after the previous step; its buffers are donated.
-            batch: Global batch.
+            batch: Global batch; with several processes this process's part of it
+                (``batch_rows``), or global ``jax.Array`` leaves.
 
         Returns:
             The new state, and metrics: ``loss`` and the loss function's reported
             values.
 
         Raises:
-            WhaleError: An id is out of range, or the batch has another shape than the
-                plan's.
+            WhaleError: An id is out of range, the batch has another shape than the
+                plan's, or another process is gone.
         """
         if not self._trains:
             raise PlanError(
                 "this step was compiled without an optimizer and can only evaluate. "
                 "Pass optimizer= to wh.compile_tables to train"
             )
+        self._processes.check(
+            self.plan, self.program, self._abstract_params, self._optimizer
+        )
         held, leaves = self._checked(state), self._place_batch(batch)
         if self._replace_every is not None:
             held = self._replaced(held, leaves)
-        new, metrics = self._train(held, leaves, self._is_crowded(leaves))
+        is_crowded = self._is_crowded(leaves)
+        new, metrics = self._processes.run(
+            lambda *given: self._train(*given, is_crowded), held, leaves
+        )
         return new, metrics
 
     @property
@@ -425,7 +447,7 @@ class TableStep:
         """Whether a batch needs more distinct rows than the buffers can hold."""
         if not self._asking.layout.requests:
             return False
-        crowded = float(self._room_taken(leaves)) > 1
+        crowded = float(self._processes.run(self._room_taken, leaves)) > 1
         self.crowded_steps += crowded
         return crowded
 
@@ -433,13 +455,14 @@ class TableStep:
 
     def _replaced(self, state: TablesState, leaves: list[Any]) -> TablesState:
         """Counts lookups; moves tables every ``replace_every`` steps if worth it."""
-        program = self.programs.program
-        self._counts.add(self.programs.names, self.programs.rows, program.ids(leaves))
+        ids = self._processes.run(self._ids, leaves)
+        self._counts.add(self.programs.names, self.programs.rows, ids)
         if self._counts.batches < (self._replace_every or 1):
             return state
-        found = self.replacement()
+        found = self._processes.first_replacement(self.replacement)
         self._counts = LookupCounts()
-        say(f"whalejax: {found}")
+        if jax.process_index() == 0:
+            say(f"whalejax: {found}")
         return self.place(state, found.placement) if found.gain > _WORTH else state
 
     def replacement(self) -> Replacement:
@@ -491,7 +514,7 @@ class TableStep:
         """Copies the tables of another store to this step's store."""
         arrays = self.store.empty()
         for kind in (None, *self.plan.rows.state_names):
-            for name, values in store.collect(tables, kind).items():
+            for name, values in store.each(tables, kind):
                 arrays = self.store.write(arrays, name, values, kind)
         return arrays
 
@@ -510,6 +533,12 @@ class TableStep:
         if not isinstance(step, TableStep):
             raise PlanError(
                 f"step is {short_repr(step)}; expected the step of the state"
+            )
+        if self._processes.are_several:
+            raise PlanError(
+                "adopt copies states within one process, and these devices are of "
+                f"{jax.process_count()}. Save the state, and restore it in the new "
+                "processes; whalejax launch --processes MIN:MAX does so by itself"
             )
         held = step._checked(state)
         own, given = self._abstract_sections(), step._abstract_sections()
@@ -531,10 +560,14 @@ class TableStep:
             state: State to evaluate; it is not donated.
             batch: Global batch, in the same form as for a step.
         """
-        metrics: dict[str, Any] = self._eval(
-            self._checked(state), self._place_batch(batch)
-        )
+        given = self._checked(state), self._place_batch(batch)
+        metrics: dict[str, Any] = self._processes.run(self._eval, *given)
         return metrics
+
+    def batch_rows(self) -> np.ndarray:
+        """Returns this process's samples of a global batch, in order, as indices."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+        return rows_here(sharding, self.program.lookups[0].shape[0])
 
     @without_mesh
     def lower(self, state: TablesState, batch: Any) -> Any:
@@ -657,9 +690,13 @@ class TableStep:
 
     def _place_batch(self, batch: Any) -> list[Any]:
         """Checks a batch and its ids, and places its leaves on the devices."""
-        leaves = self._on_devices(self._matching(batch))
+        if self._processes.are_several:
+            leaves = self._processes.place(batch, self.plan.batch, self._leaf_sharding)
+        else:
+            leaves = self._on_devices(self._matching(batch))
         if not self.programs.clips:
-            self._check_bounds(np.asarray(self._bounds(leaves)))
+            bounds = self._processes.run(self._bounds, leaves)
+            self._check_bounds(np.asarray(bounds))
         return leaves
 
     def _check_bounds(self, bounds: np.ndarray) -> None:
@@ -768,9 +805,31 @@ class TableStep:
         Raises:
             WhaleError: The path exists already, or it cannot be written.
         """
+        self._save(path, state)
+
+    def _save(
+        self,
+        path: str | os.PathLike[str],
+        state: TablesState,
+        before_it_appears: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Implements ``save``.
+
+        Args:
+            path, state: Arguments of ``save``, unchanged.
+            before_it_appears: Function called when everything is written; raises in
+                all processes if the checkpoint must not appear.
+        """
         sections = self._sections(self._checked(state))
-        samples = self.plan.placement.batch_size
-        save_sections(path, sections, self.plan.dense, samples)
+        settle()
+        save_sections(
+            path,
+            sections,
+            self.plan.dense,
+            self.plan.placement.batch_size,
+            wanted=self._abstract_sections(),
+            before_it_appears=before_it_appears,
+        )
 
     @without_mesh
     def restore(self, path: str | os.PathLike[str]) -> TablesState:
@@ -786,7 +845,39 @@ class TableStep:
         found = restore_sections(path, self._abstract_sections())
         return self._restored(found, self.store.empty())
 
-    def _restored(self, found: Sections, arrays: Any) -> TablesState:
+    @without_mesh
+    def restore_or_init(
+        self,
+        folder: str | os.PathLike[str],
+        make_model: Callable[..., Any],
+        *,
+        rng: Any,
+    ) -> TablesState:
+        """Restores the newest undamaged checkpoint in a folder, or else initialises.
+
+        Args:
+            folder: Folder of checkpoints, named such as ``step_000100``; it need not
+                exist. Damaged ones are renamed, with a warning.
+            make_model, rng: Arguments of ``init``, unchanged.
+
+        Raises:
+            WhaleError: A checkpoint is another model's, or all are damaged.
+        """
+        problems = Arguments("step.restore_or_init")
+        problems.path("folder", folder, "the path of a folder of checkpoints")
+        problems.raise_if_any()
+        given: Any = self  # Its states and plan have the form that this needs.
+        newest = restore_newest(given, agreed_checkpoints(Path(folder)))
+        if newest is None:
+            return self.init(make_model, rng=rng)
+        for note in newest.notes:
+            warn(note)
+        state: Any = newest.state
+        return state  # type: ignore[no-any-return]
+
+    def _restored(
+        self, found: Mapping[str, Mapping[str, Any]], arrays: Any
+    ) -> TablesState:
         """Returns the state of a checkpoint.
 
         Args:
@@ -812,24 +903,35 @@ class TableStep:
         return self._state(found["params"], rest, arrays, found["rng"]["rng"], done)
 
     def _sections(self, state: TablesState) -> Sections:
-        """Returns all arrays of a state in host memory, by section and path."""
-        rows = self.row_states(state)
+        """Returns all arrays of a state in host memory, by section and path.
+
+        If processes are several, each has some rows of every table.
+        """
         sections = self._dense_sections(state)
-        sections["tables"] = self.table_values(state)
-        for kind in self.plan.rows.state_names:
-            sections[f"tables.{kind}"] = {name: rows[name][kind] for name in rows}
+        for kind in (None, *self.plan.rows.state_names):
+            section = "tables" if kind is None else f"tables.{kind}"
+            if self._processes.are_several:
+                sections[section] = {
+                    name: rows_by_process(
+                        functools.partial(self.store.gather, state.tables, name, kind),
+                        self.store.shapes[name][0],
+                    )
+                    for name in self.plan.tables
+                }
+            else:
+                sections[section] = self.store.collect(state.tables, kind)
         return sections
 
     def _dense_sections(self, state: TablesState) -> Sections:
         """Returns all arrays of a state except the tables'."""
         opt_names = leaf_names(state.opt_state)
-        opt_leaves = map(np.asarray, jax.tree.leaves(state.opt_state))
+        opt_leaves = jax.tree.leaves(state.opt_state)
         rest = zip(self.adapter.rest_paths, state.rest, strict=True)
         return {
-            "params": {path: np.asarray(x) for path, x in state.params.items()},
+            "params": {path: _saved(x) for path, x in state.params.items()},
             "rest": dict(rest),
-            "opt_state": dict(zip(opt_names, opt_leaves, strict=True)),
-            "step": {"step": np.asarray(state.step)},
+            "opt_state": dict(zip(opt_names, map(_saved, opt_leaves), strict=True)),
+            "step": {"step": _saved(state.step)},
             "rng": {"rng": state.rng},
         }
 
@@ -909,6 +1011,13 @@ class TableStep:
         ]
         parts = trees[0].unflatten(params), trees[1].unflatten(rest)
         return self.adapter.rebuild(*parts)
+
+
+def _saved(leaf: Any) -> Any:
+    """Returns a leaf in host memory, unless other processes have parts of it."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    whole = not is_key and leaf.is_fully_addressable
+    return np.asarray(leaf) if whole else leaf
 
 
 def _shapes(sections: Sections) -> Any:

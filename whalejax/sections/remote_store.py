@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,27 @@ class RemoteStore:
         """
         return self.optimizer.state_width(kind, 2) == 1
 
+    def makes_on_devices(self, name: str) -> bool:
+        """Returns whether ``create`` can make a table: if it is on the devices.
+
+        Args:
+            name: Path of the table.
+        """
+        return self.beside is not None and self.beside.makes_on_devices(name)
+
+    def create(
+        self, tables: RemoteTables, name: str, make: Callable[[Any], Any], key: Any
+    ) -> RemoteTables:
+        """Makes a table on the devices; see ``TableStore.create``.
+
+        Args:
+            tables: All tables.
+            name, make, key: Arguments of ``TableStore.create``, unchanged.
+        """
+        assert self.beside is not None and tables.beside is not None
+        arrays = self.beside.create(tables.beside, name, make, key)
+        return dataclasses.replace(tables, beside=arrays)
+
     def empty(self) -> RemoteTables:
         """Resets rows to zeros and the initial state."""
         self.forget()
@@ -122,6 +143,12 @@ class RemoteStore:
         if self.beside is not None and tables.beside is not None:
             found |= self.beside.collect(tables.beside, kind)
         return found
+
+    def each(
+        self, tables: RemoteTables, kind: str | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the items of ``collect``."""
+        yield from self.collect(tables, kind).items()
 
 
 def begin_message(

@@ -28,7 +28,9 @@ from whalejax.adapters.leaves import is_key
 from whalejax.lowering.global_arrays import impl_of, wrapped
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import WhaleError
+from whalejax.state.adopt_state import to_save
 from whalejax.state.checkpoint import _leaves
+from whalejax.state.checkpoint_record import Leaf
 from whalejax.state.remote_shard_copies import NAME
 
 
@@ -36,6 +38,10 @@ _HEADER_BYTES: Final = 8
 _LONGEST_HEADER: Final = 1 << 28
 
 Box = tuple[tuple[int, int], ...]
+
+Part = tuple[dict[str, Any], np.ndarray]
+"""Values of a part of a leaf, after a description: at least its ``leaf``, the place of
+the leaf in a state. The description is written as JSON."""
 
 
 class BadCopies(WhaleError):
@@ -82,6 +88,146 @@ class CopyFile(Protocol):
         ...
 
 
+class CopiedPart:
+    """A part of a leaf in a file, on this or another machine.
+
+    Attributes:
+        about: Description of the part.
+        name: Name of the leaf, for messages.
+    """
+
+    def __init__(
+        self, about: Mapping[str, Any], place: int, file: CopyFile, name: str
+    ) -> None:
+        """Refers to the part; reads nothing.
+
+        Args:
+            about: Description of the part.
+            place: First byte in the file.
+            file: The file.
+            name: Name of the leaf.
+        """
+        self.about, self.name = about, name
+        self._place, self._file = place, file
+
+    def values(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """Returns the values, after a comparison with their hash.
+
+        Args:
+            shape, dtype: Shape and type of the part.
+
+        Raises:
+            BadCopies: They cannot be read, were changed, or have another type.
+        """
+        size = int(np.prod(shape)) * dtype.itemsize
+        try:
+            # Of a file of this machine it is a view, which takes no memory.
+            raw = np.asarray(self._file[self._place : self._place + size])
+        except OSError as error:
+            raise BadCopies(f"a copy of {self.name} cannot be read: {error}") from error
+        if hashlib.sha256(raw.data).hexdigest() != self.about["sha256"]:
+            raise BadCopies(f"a copy of {self.name} is not as it was written")
+        try:
+            return raw.view(dtype).reshape(shape)
+        except ValueError as error:
+            raise BadCopies(f"a copy of {self.name} is of another type") from error
+
+
+CopiedParts = Mapping[tuple[str, ...], Sequence[CopiedPart]]
+"""All parts of a set, by the place of their leaf."""
+
+
+class CopiedStates(Protocol):
+    """Copies of states of one kind in parts, which other layouts can read."""
+
+    def parts(self, state: Any) -> list[Part]:
+        """Returns this process's part of each leaf, in host memory.
+
+        Each value of the state is in a part of exactly one process.
+
+        Args:
+            state: State to copy, which is not donated.
+        """
+        ...
+
+    def read(self, found: CopiedParts) -> Any:
+        """Returns a state in this process's layout; all processes call this.
+
+        Args:
+            found: Parts of all processes.
+
+        Raises:
+            BadCopies: They belong to another state, or are damaged.
+        """
+        ...
+
+
+class CopiedModelStates:
+    """States of a plan without tables, copied shard by shard."""
+
+    def __init__(self, abstract: Callable[[], TrainState], plan: Any) -> None:
+        """Prepares copies of the states of a step.
+
+        Args:
+            abstract: Function that returns a state of ``jax.ShapeDtypeStruct`` with
+                layouts.
+            plan: Plan of the states.
+        """
+        self._abstract, self._plan = abstract, plan
+
+    def parts(self, state: TrainState) -> list[Part]:
+        """Implements ``CopiedStates``."""
+        whole: Any = to_save(state, self._abstract(), trains=True)
+        return shards_of(_leaves(whole, self._plan))
+
+    def read(self, found: CopiedParts) -> TrainState:
+        """Implements ``CopiedStates``."""
+        abstract = self._abstract()
+        values = arrays_of(found, _leaves(abstract, self._plan))
+        state: TrainState = jax.tree.unflatten(jax.tree.structure(abstract), values)
+        return state
+
+
+def shards_of(leaves: Iterable[tuple[Leaf, Any]]) -> list[Part]:
+    """Returns copies of this process's shards of some arrays.
+
+    Args:
+        leaves: Descriptions of the arrays, and the arrays.
+    """
+    parts: list[Part] = []
+    for leaf, array in leaves:
+        raw = jax.random.key_data(array) if is_key(array) else array
+        for shard in raw.addressable_shards:
+            if shard.replica_id == 0:
+                box = box_of(shard.index, raw.shape)
+                about = {"leaf": [*leaf.place], "form": leaf.form, "box": box}
+                parts.append((about, np.array(shard.data, copy=True)))
+    return parts
+
+
+def arrays_of(found: CopiedParts, leaves: Iterable[tuple[Leaf, Any]]) -> list[Any]:
+    """Returns arrays in this process's layout from their shards.
+
+    Args:
+        found: Parts of all processes.
+        leaves: Descriptions of the arrays, and abstract arrays with layouts.
+
+    Raises:
+        BadCopies: They belong to other arrays, or are damaged.
+    """
+    values = []
+    for leaf, aval in leaves:
+        entry = found.get(leaf.place, [])
+        if any(
+            part.about["form"] != leaf.form
+            or len(part.about["box"]) != _dimensions(aval)
+            for part in entry
+        ):
+            raise BadCopies(f"the copy of {leaf.name} is of another array")
+        values.append(_make_sharded_array(aval, _filler(entry, leaf.name)))
+    return values
+
+
 def whole_sets(names: Iterable[str]) -> list[ShardCopySet]:
     """Returns the complete sets, the newest first.
 
@@ -126,39 +272,31 @@ class Copies:
 
     def begin(
         self,
-        state: TrainState,
-        plan: Any,
+        parts: list[Part],
+        samples: int | None,
         copied: ShardCopySet,
         rank: int,
         send: Callable[[Path], None] | None = None,
     ) -> None:
-        """Copies this process's shards to its host; writes them in parallel with the
-        steps.
+        """Writes parts of a state in parallel with the steps.
 
         Args:
-            state: State to copy, which is not donated.
-            plan: Plan of the state.
+            parts: Parts of this process, from ``CopiedStates.parts``; the list is
+                emptied when they are written.
+            samples: Number of samples of the state's steps, or None.
             copied: Set of the copy.
             rank: Rank of this process.
             send: Function that puts the file on another machine; raises ``OSError`` on
                 failure.
         """
         self.wait()
-        pieces: list[tuple[dict[str, Any], np.ndarray]] = []
-        for leaf, array in _leaves(state, plan):
-            raw = jax.random.key_data(array) if is_key(array) else array
-            for shard in raw.addressable_shards:
-                if shard.replica_id == 0:
-                    box = box_of(shard.index, raw.shape)
-                    about = {"leaf": [*leaf.place], "form": leaf.form, "box": box}
-                    pieces.append((about, np.array(shard.data, copy=True)))
         path = self.folder / copied.names[rank]
 
         def work() -> None:
             began = time.monotonic()
             try:
-                self._write(path, pieces, state.samples)
-                pieces.clear()  # They need as much memory as the file.
+                self._write(path, parts, samples)
+                parts.clear()  # They need as much memory as the file.
                 if send is not None:
                     send(path)
             except OSError as error:
@@ -191,11 +329,11 @@ class Copies:
     def _write(
         self,
         path: Path,
-        pieces: Sequence[tuple[dict[str, Any], np.ndarray]],
+        parts: Sequence[Part],
         samples: int | None,
     ) -> None:
         draft, place, table = path.with_name(f".{path.name}"), 0, []
-        for about, array in pieces:
+        for about, array in parts:
             sha = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
             table.append({**about, "place": place, "sha256": sha})
             place += array.nbytes
@@ -203,7 +341,7 @@ class Copies:
         try:
             with draft.open("wb") as file:
                 file.write(len(header).to_bytes(_HEADER_BYTES, "little") + header)
-                for _, array in pieces:
+                for _, array in parts:
                     file.write(np.ascontiguousarray(array).data)
             draft.replace(path)
         except OSError:
@@ -231,47 +369,37 @@ def copy_file(path: Path) -> CopyFile:
 
 
 def read_copies(
-    opened: Callable[[str], CopyFile],
-    copied: ShardCopySet,
-    abstract: TrainState,
-    plan: Any,
-) -> TrainState:
+    opened: Callable[[str], CopyFile], copied: ShardCopySet, states: CopiedStates
+) -> Any:
     """Returns a state in this process's layout, from the copies of all processes.
 
     Args:
         opened: Function that opens a file by its name, on any machine; raises
             ``OSError`` on failure.
         copied: Complete set.
-        abstract: State of ``jax.ShapeDtypeStruct`` with layouts.
-        plan: Plan of the new state.
+        states: Kind of the state.
 
     Raises:
         BadCopies: They belong to another state, or are damaged.
     """
+    found: dict[tuple[str, ...], list[CopiedPart]] = {}
+    samples = None
     try:
-        files = [_read_header(opened(name), name) for name in copied.names]
+        for name in copied.names:
+            header, end, file = _read_header(opened(name), name)
+            samples = header["samples"]
+            for about in header["pieces"]:
+                leaf, place = tuple(about["leaf"]), about["place"] + end
+                part = CopiedPart(about, place, file, leaf[-1])
+                found.setdefault(leaf, []).append(part)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadCopies(f"copies of step {copied.step} cannot be read: {error}") from (
             error
         )
-    pieces: dict[tuple[str, ...], list[tuple[Mapping[str, Any], CopyFile]]] = {}
-    for header, end, file in files:
-        for piece in header["pieces"]:
-            placed = {**piece, "place": piece["place"] + end}
-            pieces.setdefault(tuple(piece["leaf"]), []).append((placed, file))
-    values = []
-    for leaf, aval in _leaves(abstract, plan):
-        entry = pieces.get(leaf.place, [])
-        if any(
-            piece["form"] != leaf.form or len(piece["box"]) != _dimensions(aval)
-            for piece, _ in entry
-        ):
-            raise BadCopies(f"{leaf.name} of step {copied.step} is another array")
-        values.append(_make_sharded_array(aval, _filler(entry, leaf.name)))
-    state: TrainState = jax.tree.unflatten(jax.tree.structure(abstract), values)
+    state = states.read(found)
     if int(state.step) != copied.step:
         raise BadCopies(f"copies of step {copied.step} hold step {int(state.step)}")
-    return dataclasses.replace(state, samples=files[0][0]["samples"])
+    return state if samples is None else dataclasses.replace(state, samples=samples)
 
 
 def _dimensions(aval: Any) -> int:
@@ -299,32 +427,21 @@ def _relative_slices(
 Filler = Callable[[Box, np.dtype], np.ndarray]
 
 
-def _filler(found: Sequence[tuple[Mapping[str, Any], CopyFile]], name: str) -> Filler:
+def _filler(found: Sequence[CopiedPart], name: str) -> Filler:
     """Returns a function that assembles any part of a leaf from its copied chunks."""
 
     def fill(box: Box, dtype: np.dtype) -> np.ndarray:
         part = np.empty([end - begin for begin, end in box], dtype)
         filled = 0
-        for piece, data in found:
-            theirs = piece["box"]
+        for each in found:
+            theirs = each.about["box"]
             pairs = [
                 (max(a, c), min(b, d))
                 for (a, b), (c, d) in zip(box, theirs, strict=True)
             ]
             if any(begin >= end for begin, end in pairs):
                 continue
-            shape = [end - begin for begin, end in theirs]
-            size = int(np.prod(shape)) * dtype.itemsize
-            try:
-                raw = np.array(data[piece["place"] : piece["place"] + size])
-            except OSError as error:
-                raise BadCopies(f"a copy of {name} cannot be read: {error}") from error
-            if hashlib.sha256(raw.data).hexdigest() != piece["sha256"]:
-                raise BadCopies(f"a copy of {name} is not as it was written")
-            try:
-                values = raw.view(dtype).reshape(shape)
-            except ValueError as error:
-                raise BadCopies(f"a copy of {name} is of another type") from error
+            values = each.values([end - begin for begin, end in theirs], dtype)
             part[_relative_slices(pairs, box)] = values[_relative_slices(pairs, theirs)]
             filled += int(np.prod([y - x for x, y in pairs]))
         if filled != part.size:

@@ -1,17 +1,22 @@
 """Checkpoints of states with tables: full tables, independent of the placement.
 
 Tables and the state of their rows are written in row order, under their paths, so that
-a checkpoint of any placement can be read into any other. Files, hashes and records are
-the same as for other checkpoints.
+a checkpoint of any placement can be read into any other. If several processes write
+it, each has a part of the rows of every table. Files, hashes and records are the same
+as for other checkpoints.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax import _compat
 from whalejax.meshes.errors import WhaleError
@@ -27,30 +32,44 @@ from whalejax.state.checkpoint import (
     write_arrays,
 )
 from whalejax.state.checkpoint_files import being_built, hashed, write_failure_message
-from whalejax.state.checkpoint_record import Leaf, check_same, write_record
+from whalejax.state.checkpoint_record import Leaf, Record, check_same, write_record
 
 
 Sections = dict[str, dict[str, Any]]
 """Arrays of a state by section and by path."""
 
+_GROUP_BYTES: Final = 2**28
+"""Bytes of the arrays that are read from a checkpoint at once."""
+
 
 def save_sections(
-    path: str | os.PathLike[str], sections: Sections, plan: Plan, batch_size: int
+    path: str | os.PathLike[str],
+    sections: Sections,
+    plan: Plan,
+    batch_size: int,
+    *,
+    wanted: Sections | None = None,
+    before_it_appears: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes a checkpoint atomically.
+    """Writes a checkpoint atomically; all processes call this.
 
     Args:
         path: Directory that does not exist yet.
         sections: Arrays by section and path.
         plan: Plan of the dense part, for the record.
         batch_size: Number of samples of a global batch.
+        wanted: Arrays, real or abstract, without the padding of ``rows_by_process``;
+            None if no array is padded.
+        before_it_appears: Function called when everything is written; if it raises,
+            nothing remains.
 
     Raises:
         WhaleError: The path exists already, or it cannot be written.
     """
     target = new_path(path)
+    shapes = sections if wanted is None else wanted
     leaves = [
-        (_leaf(section, name, array), array)
+        (leaf_of(section, name, shapes[section][name]), array)
         for section, arrays in sections.items()
         for name, array in arrays.items()
     ]
@@ -60,16 +79,26 @@ def save_sections(
             write_arrays(building / ARRAYS, arrays)
         except Exception as error:  # Orbax reports a full disk by many classes
             raise WhaleError(write_failure_message(target, error)) from error
-        described = [leaf for leaf, _ in leaves]
-        write_record(building, described, plan, hashed(building), None, batch_size)
+        hashes = hashed(building)
+        if jax.process_index() == 0:
+            described = [leaf for leaf, _ in leaves]
+            write_record(building, described, plan, hashes, None, batch_size)
+        before_it_appears()
 
 
-def restore_sections(path: str | os.PathLike[str], wanted: Sections) -> Sections:
-    """Reads a checkpoint as host arrays, after checking the hashes of its files.
+def restore_sections(
+    path: str | os.PathLike[str], wanted: Sections
+) -> Mapping[str, Mapping[str, Any]]:
+    """Opens a checkpoint, after checking the hashes of its files.
+
+    All processes call this, and read the same arrays in the same order.
 
     Args:
         path: Path of a checkpoint of ``save_sections``.
         wanted: Arrays, real or abstract, with the required shapes and types.
+
+    Returns:
+        Host arrays by section and path, each read when it is asked for.
 
     Raises:
         WhaleError: No checkpoint exists, it is damaged, or it is another model's.
@@ -77,18 +106,104 @@ def restore_sections(path: str | os.PathLike[str], wanted: Sections) -> Sections
     target = existing_path(path)
     record = checked(target)
     leaves = [
-        _leaf(section, name, array)
+        leaf_of(section, name, array)
         for section, arrays in wanted.items()
         for name, array in arrays.items()
     ]
     saved = {leaf.place: leaf for leaf in record.leaves}
     asked = {leaf.place: leaf for leaf in leaves}
     check_same(target, saved, asked, "compile with the optimizers that saved it")
-    values = read_leaves(target, record, [(leaf, None) for leaf in leaves])
-    return nested(list(zip(leaves, values, strict=True)))
+    reader = _Reader(target, record, leaves)
+    found: dict[str, Mapping[str, Any]] = {}
+    for leaf in leaves:
+        if leaf.section not in found:
+            names = tuple(x.name for x in leaves if x.section == leaf.section)
+            found[leaf.section] = _SavedSection(reader, leaf.section, names)
+    return found
 
 
-def _leaf(section: str, name: str, array: Any) -> Leaf:
+class _Reader:
+    """Reads arrays of a checkpoint, some at a time."""
+
+    def __init__(self, target: Path, record: Record, leaves: Sequence[Leaf]) -> None:
+        self._target, self._record = target, record
+        self._groups: list[list[Leaf]] = [[]]
+        held = 0
+        for leaf in leaves:
+            size = math.prod(leaf.shape) * (
+                8 if leaf.key_impl else np.dtype(leaf.dtype).itemsize
+            )
+            if held and held + size > _GROUP_BYTES:
+                self._groups.append([])
+                held = 0
+            self._groups[-1].append(leaf)
+            held += size
+        self._read: dict[tuple[str, ...], Any] = {}
+
+    def value(self, place: tuple[str, ...]) -> Any:
+        """Returns an array; keeps those that were read with it, until others are."""
+        if place not in self._read:
+            group = next(g for g in self._groups if any(x.place == place for x in g))
+            self._read = {}
+            entries = [(leaf, None) for leaf in group]
+            values = read_leaves(self._target, self._record, entries)
+            self._read = {
+                leaf.place: value if leaf.key_impl else _unpadded(value, leaf.shape)
+                for leaf, value in zip(group, values, strict=True)
+            }
+        return self._read[place]
+
+
+class _SavedSection(Mapping[str, Any]):
+    """Arrays of a section of a checkpoint by path, read when they are asked for."""
+
+    def __init__(self, reader: _Reader, section: str, names: tuple[str, ...]) -> None:
+        self._reader, self._section, self._names = reader, section, names
+
+    def __getitem__(self, name: str) -> Any:
+        return self._reader.value((self._section, name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _unpadded(value: Any, shape: tuple[int, ...]) -> Any:
+    return value[: shape[0]] if shape and value.shape != shape else value
+
+
+def rows_by_process(gather: Callable[[range], np.ndarray], rows: int) -> Any:
+    """Returns an array of which each process has an equal number of rows, to save it.
+
+    It is in host memory, and padded to a multiple of the number of processes.
+
+    Args:
+        gather: Function that returns some rows, which all processes call at once.
+        rows: Number of rows of the array.
+    """
+    hosts: dict[int, Any] = {}
+    for device in jax.devices("cpu"):
+        hosts.setdefault(device.process_index, device)
+    mesh = Mesh(np.array([hosts[n] for n in range(jax.process_count())]), ("process",))
+    each = -(-rows // jax.process_count())
+    first = each * jax.process_index()
+    own = gather(range(min(first, rows), min(first + each, rows)))
+    own = np.pad(own, ((0, each - len(own)), (0, 0)))
+    sharding = NamedSharding(mesh, PartitionSpec("process"))
+    return jax.make_array_from_process_local_data(
+        sharding, own, (each * jax.process_count(), own.shape[1])
+    )
+
+
+def leaf_of(section: str, name: str, array: Any) -> Leaf:
+    """Returns the description of an array, real or abstract, in a checkpoint.
+
+    Args:
+        section, name: Section and path of the array.
+        array: The array.
+    """
     is_key = _compat.is_key_dtype(array.dtype)
     return Leaf(
         section=section,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from whalejax.lowering.global_arrays import put_global, run_alone
 from whalejax.tables.exchange import update_rows
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 
@@ -29,7 +30,7 @@ def wrong_sums(mesh: Mesh) -> tuple[int, int]:
     """Returns the number of wrong elements in the results, and of all elements.
 
     Args:
-        mesh: Devices of this process; a mesh is tested once.
+        mesh: Devices of the step, some of this process; a mesh is tested once.
     """
     rows, samples = _ROWS_EACH * mesh.size, _SAMPLES_EACH * mesh.size
     random = np.random.default_rng(0)
@@ -40,13 +41,16 @@ def wrong_sums(mesh: Mesh) -> tuple[int, int]:
     np.add.at(expected, ids, gradients)
     by_rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     by_samples = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names))
-    table = jax.device_put(np.zeros_like(expected), by_rows)
-    given = jax.device_put((ids, gradients), by_samples)
+    table = put_global(np.zeros_like(expected), by_rows)
+    given = table, *(put_global(x, by_samples) for x in (ids, gradients))
     single = jax.device_put(
-        (np.zeros_like(expected), ids, gradients), mesh.devices.flat[0]
+        (np.zeros_like(expected), ids, gradients), mesh.local_devices[0]
     )
+    whole = NamedSharding(mesh, PartitionSpec())
+    sharded = functools.partial(_accumulate, by_rows)
+    program = jax.jit(sharded, out_shardings=whole)
     found = [
-        jax.jit(functools.partial(_accumulate, by_rows))(table, *given),
+        run_alone(lambda arrays: program(*arrays), given, mesh),
         jax.jit(_update)(*single),
     ]
     wrong = sum(int((np.asarray(each) != expected).sum()) for each in found)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number
+from whalejax.meshes.errors import WhaleError
 
 
 Kind: TypeAlias = Literal["sgd", "adagrad", "row_adagrad", "lazy_adam"]
@@ -130,6 +131,29 @@ class SparseOptimizer:
         variance = nu / (1 - self.b2**count)
         new = rows - rate * mean / (jnp.sqrt(variance) + self.epsilon)
         return new, {"mu": mu, "nu": nu}
+
+
+def optimizer_named(text: str) -> SparseOptimizer:
+    """Returns the optimizer of rows that a text names.
+
+    Args:
+        text: Kind and learning rate.
+
+    Raises:
+        WhaleError: The text names no optimizer.
+
+    >>> optimizer_named("row_adagrad:0.05").learning_rate
+    0.05
+    """
+    kind, _, rate = text.partition(":")
+    try:
+        value = float(rate)
+    except ValueError:
+        raise WhaleError(
+            "expected a kind and a learning rate, such as adagrad:0.02"
+        ) from None
+    named: Any = kind
+    return sparse_optimizer(named, value)
 
 
 @names_arguments("wh.sparse_optimizer")

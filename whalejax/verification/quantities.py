@@ -35,6 +35,7 @@ class VerificationData:
         unplanned: Traffic that the plan does not predict.
         failure: Reason why there is no program, in the compiler's words, or empty.
         better: The next plan that is expected to fit, if this one does not.
+        left_out: Part of the plan that was not compiled, with the reason, or empty.
     """
 
     plan_hash: str
@@ -54,6 +55,7 @@ class VerificationData:
     unplanned: tuple[Finding, ...] = ()
     failure: str = ""
     better: Plan | None = None
+    left_out: str = ""
 
     @property
     def peak(self) -> Quantity:

@@ -47,6 +47,7 @@ def document(found: VerificationData) -> dict[str, Any]:
         "rematerializations": [dataclasses.asdict(f) for f in found.rematerializations],
         "unplanned": [dataclasses.asdict(f) for f in found.unplanned],
         "failure": found.failure,
+        "left_out": found.left_out,
         "better": None if found.better is None else layout_text(found.better),
     }
 
@@ -134,6 +135,8 @@ def _percent(q: Quantity) -> str:
 
 def _words(found: VerificationData) -> Iterator[RenderableType]:
     yield ""
+    if found.left_out:
+        yield Text(f"not compiled: {found.left_out}")
     capacity = gigabytes(found.capacity_bytes) if found.capacity_bytes else ""
     if found.fits:
         of = f"a device has {capacity}" if capacity else "its capacity is not known"

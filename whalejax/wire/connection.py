@@ -41,7 +41,7 @@ from whalejax.wire.messages import (
 )
 
 
-PROTOCOL: Final = "whalejax 5"
+PROTOCOL: Final = "whalejax 6"
 """Name and version of the protocol; both sides must have the same."""
 
 UNENCRYPTED: Final = f"{PROTOCOL} without a key\n".encode()

@@ -152,6 +152,11 @@ class NotCopied(Report):
     why: Text
 
 
+class TablesPlaced(Report):
+    step: Whole
+    why: Text
+
+
 class Note(Report):
     why: Text
 
@@ -180,6 +185,7 @@ OfMember: TypeAlias = (
     | Unfit
     | CompiledAhead
     | NotCopied
+    | TablesPlaced
     | Note
     | Recovered
 )

@@ -69,7 +69,7 @@ def opens(folder: Path) -> Callable[[str], CopyFile]:
 def copied(folder: Path, made: SpreadPrograms, state: Any, step: int) -> ShardCopySet:
     one = ShardCopySet(step=step, generation=3, count=1)
     there = Copies(folder)
-    there.begin(state, made.plan, one, 0)
+    there.begin(made.copied_states().parts(state), state.samples, one, 0)
     there.wait()
     assert not there.problem()
     return one
@@ -85,9 +85,7 @@ def test_other_layouts_read_copies_to_the_bit(
     assert whole_sets(names_in(tmp_path / "c")) == [one]
     for mesh, count in (({"data": 2, "tensor": 4}, 1), ({"stage": 2, "data": 4}, 4)):
         other = programs(mesh, count)
-        back = read_copies(
-            opens(tmp_path / "c"), one, other.step.abstract_state(), other.plan
-        )
+        back = read_copies(opens(tmp_path / "c"), one, other.copied_states())
         leaves = jax.tree.leaves((back.params, back.opt_state))
         for x, y in zip(known, leaves, strict=True):
             np.testing.assert_array_equal(x, y)
@@ -101,16 +99,16 @@ def test_copies_that_were_changed_or_are_not_whole_are_not_used(
     state = made.restore_or_init(None)
     folder = tmp_path / "c"
     one = copied(folder, made, state, 0)
-    given = made.step.abstract_state(), made.plan
+    states = made.copied_states()
     (path,) = [folder / name for name in one.names]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(BadCopies, match="is not as it was written"):
-        read_copies(opens(folder), one, *given)
+        read_copies(opens(folder), one, states)
     path.write_bytes(b"short")
     with pytest.raises(BadCopies, match="copies of step 0 cannot be read"):
-        read_copies(opens(folder), one, *given)
+        read_copies(opens(folder), one, states)
     path.rename(folder / "0-3-0of2")  # One of two processes did not write its own.
     assert whole_sets(names_in(folder)) == []
     folder.chmod(0o755)
@@ -126,7 +124,7 @@ def test_the_newest_set_is_taken_and_older_ones_go(
 
     def makes_of(generation: int) -> ShardCopyManager:
         return ShardCopyManager(
-            made.step,
+            made.copied_states(),
             tmp_path,
             generation,
             every=None,
@@ -211,8 +209,9 @@ def test_a_machine_that_is_lost_leaves_its_copies_on_another(
     state, _ = made.step(state, made.batch(0))
     one = ShardCopySet(step=1, generation=3, count=1)
     there = Copies(tmp_path / "a")
+    given = made.copied_states().parts, state.samples, one, 0
     there.begin(
-        state, made.plan, one, 0, send=lambda path: first.send(path, holder(second))
+        given[0](state), *given[1:], lambda path: first.send(path, holder(second))
     )
     there.wait()
     assert not there.problem()
@@ -220,8 +219,8 @@ def test_a_machine_that_is_lost_leaves_its_copies_on_another(
     assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
     (tmp_path / "a" / name).unlink()
     other = programs({"data": 2, "tensor": 4}, 1)
-    given = other.step.abstract_state(), other.plan
-    back = read_copies(lambda name: first.file(name, holder(second)), one, *given)
+    states = other.copied_states()
+    back = read_copies(lambda name: first.file(name, holder(second)), one, states)
     for x, y in zip(
         jax.tree.leaves((state.params, state.opt_state)),
         jax.tree.leaves((back.params, back.opt_state)),
@@ -230,9 +229,10 @@ def test_a_machine_that_is_lost_leaves_its_copies_on_another(
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
     second.close()
     with pytest.raises(BadCopies, match="copies of step 1 cannot be read"):
-        read_copies(lambda name: first.file(name, holder(second)), one, *given)
+        read_copies(lambda name: first.file(name, holder(second)), one, states)
+    given = made.copied_states().parts, state.samples, one, 0
     there.begin(
-        state, made.plan, one, 0, send=lambda path: first.send(path, holder(second))
+        given[0](state), *given[1:], lambda path: first.send(path, holder(second))
     )
     there.wait()
     assert "did not take copies of this machine" in there.problem()

@@ -178,7 +178,9 @@ def reference(steps: int, *, batch: int, micro_batches: int = 1) -> list[float]:
 
 
 class SpreadRun(Run):
-    """A run of ``spread_script``."""
+    """A run of ``spread_script``, or of another script with its options."""
+
+    module = "tests.whalejax.elastic.spread_script"
 
     def __init__(self, folder: Path, mesh: str, *, seats: int, **options: Any) -> None:
         self.folder, self.out = folder, folder / "out"
@@ -186,9 +188,8 @@ class SpreadRun(Run):
         self.seats(seats)
         given = {"mesh": mesh, "out": str(self.out), "save": str(folder / "save")}
         words = json.dumps({**given, "pause": 0.1, "save_every": 2, **options})
-        module = "tests.whalejax.elastic.spread_script"
         self.given = {
-            "command": [sys.executable, "-m", module, words],
+            "command": [sys.executable, "-m", self.module, words],
             "folder": str(folder),
             "settings": {
                 "least": 1,

@@ -464,7 +464,7 @@ def test_of_a_stranger_nothing_is_read_as_a_message() -> None:
         assert not found.came and not found.channels
         refused = found.acceptor.take_refused(1.0)
         assert refused is not None and refused.count == 3
-        assert "does not speak 'whalejax 5'" in refused.why
+        assert "does not speak 'whalejax 6'" in refused.why
 
 
 # Certificates.
@@ -546,10 +546,10 @@ def test_a_revoked_certificate_is_refused_and_its_connections_end(
 
 def test_another_version_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with listener() as found:
-        monkeypatch.setattr(acceptors, "PROTOCOL", "whalejax 6")
+        monkeypatch.setattr(acceptors, "PROTOCOL", "whalejax 7")
         with pytest.raises(
             OtherProtocol,
-            match="speaks 'whalejax 6', and this process 'whalejax 5'. Install the",
+            match="speaks 'whalejax 7', and this process 'whalejax 6'. Install the",
         ):
             dial(found.address, KEY)
 
@@ -564,7 +564,7 @@ def test_who_signs_and_does_not_encrypt_is_told(
             said = b""
             while some := old.recv(1 << 12):
                 said += some
-        assert b"speaks 'whalejax 5'." in said and len(said) > 51
+        assert b"speaks 'whalejax 6'." in said and len(said) > 51
         assert not said.startswith(b"WHALEJAX-ELASTIC-2\n")
         assert "said nothing" in why_refused(found)
     with listen() as listening:

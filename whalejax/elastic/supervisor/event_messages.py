@@ -11,7 +11,9 @@ from whalejax.membership.elastic_run import process_count_text
 from whalejax.membership.exit_status import Ending
 
 
-_PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "recovered", "saved"})
+_PROGRESS: Final = frozenset(
+    {"adding_up", "begun", "leaving", "tables_placed", "recovered", "saved"}
+)
 """Events of a run without failures."""
 
 
@@ -66,6 +68,8 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
             return f"checkpoint {fields['path']}"
         case "not_saved":
             return f"no checkpoint after step {fields['step']}: {fields['why']}"
+        case "tables_placed":
+            return f"from step {fields['step']}, {fields['why']}"
         case "not_copied":
             return f"no copies in memory, and the run goes on: {fields['why']}"
         case "unfit":
