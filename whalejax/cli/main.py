@@ -424,6 +424,7 @@ def _plan(command: PlanCommand) -> None:
                 *(job, model, batch, command.cluster),
                 tables=row_optimizer(command.tables),
                 staleness=command.staleness,
+                margin=command.margin,
                 source=source,
                 **settings,
             )
