@@ -42,7 +42,6 @@ def _plan_arguments(world: World) -> dict[str, Any]:
         "staleness": 0,
         "times": None,
         "in_processes": None,
-        "remat": None,
         "precision": "f32",
     }
 
@@ -108,7 +107,6 @@ RECOMMENDERS: Final[Mapping[str, Entry]] = {
             "staleness": ("zero", "no lookup lacks an update"),
             "times": NONE,
             "in_processes": NONE,
-            "remat": ("none dict text?", "the planner chooses; or a policy's name"),
             "precision": ("dict?", "no TaskGraph is named"),
         },
         stops=PLANNING,

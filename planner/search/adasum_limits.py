@@ -62,7 +62,7 @@ def check_combine(
         *_of_storage(request),
         *(
             request.refused_by_stages().values()
-            if "stage" in (request.mesh or {})
+            if (request.mesh or {}).get("stage", 1) > 1
             else ()
         ),
         *_of_parameters(graph),

@@ -411,8 +411,8 @@ def _full(
     )
     return NothingFits(
         text,
-        lacks_bytes=int(max(0, short)),
-        of_bytes=int(room),
+        lacks_bytes=-int(-max(0, short) // ranks.count),
+        of_bytes=int(room // ranks.count),
         nearest="tables over ranks",
     )
 

@@ -64,7 +64,7 @@ def test_a_batch_without_room_is_refused_by_what_can_be_changed() -> None:
         lambda x: jax.ShapeDtypeStruct((8192, *x.shape[1:]), x.dtype),
         job.batch_at(0, 2),
     )
-    words = r"one micro-batch of 8,192 samples.*Use a smaller batch or more devices"
+    words = r"batch of 8,192 samples; a smaller batch leaves more"
     with pytest.raises(wh.WhaleError, match=words):
         wh.plan_tables(
             *(job.loss_fn, model, batch),

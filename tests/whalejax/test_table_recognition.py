@@ -14,8 +14,8 @@ from flax import nnx
 import whalejax as wh
 from whalejax.adapters.base import adapt
 from whalejax.models import dlrm
+from whalejax.tables.loss_cut import cut_program
 from whalejax.tables.recognize import NO_ID, TableProgram, check_divisible
-from whalejax.tables.tables_plan import cut_program
 
 
 NET = {

@@ -73,7 +73,7 @@ def test_the_step_is_compiled_with_the_options(
     step.eval(state, BATCH)
     step(state, BATCH)
     written = {path.name.split(".")[1] for path in tmp_path.glob("module_*.txt")}
-    assert {"jit__advance", "jit__evaluate"} <= written
+    assert {"jit__advance", "jit_traced_evaluation"} <= written
 
 
 def test_a_plan_takes_the_options_of_another() -> None:

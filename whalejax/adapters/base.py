@@ -76,6 +76,8 @@ class Adapter:
         takes_rng: Whether the loss function takes a random key.
         compute_dtype: Type to which float32 weights, trained or not, and batches are
             cast before the loss sees them; None leaves the model's own types.
+        batch_gradients: Numbers of the flat batch leaves whose gradients a step
+            returns; by default none.
     """
 
     kind: ModelKind
@@ -94,6 +96,7 @@ class Adapter:
     _form: Form
     _loss_fn: Callable[..., Any]
     compute_dtype: Any = None
+    batch_gradients: tuple[int, ...] = ()
 
     def loss(self, params: Any, rest: Any, batch: Any, rng: Any = None) -> LossResult:
         """Evaluates the user's loss.

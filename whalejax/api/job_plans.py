@@ -91,12 +91,15 @@ def make_table_plan(
         source: Name and options of the job on the command line, saved in the plan.
         settings: Other arguments of ``wh.plan`` that plans with tables take.
     """
+    own = ("mesh", "precision")
+    settings = {**split_settings(job), **settings}
     request = TablesRequest(
         rows=tables,
         optimizer=job.optimizer,
         cluster=cluster,
         staleness=staleness,
-        **settings,
+        **{name: settings.pop(name) for name in own if name in settings},
+        dense=settings,
     )
     plan = plan_with_tables(request, job.loss_fn, model, batch)
     return dataclasses.replace(plan, source=source)

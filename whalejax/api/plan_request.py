@@ -379,6 +379,12 @@ class PlanQuestion:
         return self.request.num_micro_batches
 
     @property
+    def margin(self) -> float:
+        """The fraction of the predicted memory that plans leave free."""
+        given, least = self.request.margin, self.least_margin
+        return self._margin(self.programs()) if given is None else max(given, least)
+
+    @property
     def precision(self) -> str:
         """The precision of the whole model; ``"f32"`` if TaskGraphs differ."""
         given = self.request.precision
@@ -469,7 +475,7 @@ class PlanQuestion:
             shares=request.shares,
             others=space_problems(
                 request.mesh or {},
-                stages=STAGE in (request.mesh or {}),
+                stages=(request.mesh or {}).get(STAGE, 1) > 1,
                 uneven=request.shares is not None,
             ),
         )

@@ -40,7 +40,7 @@ def find_maker(model: str, settings: Mapping[str, Any], batch_size: int) -> Batc
     from whalejax.adapters.abstract_models import abstract_model
     from whalejax.adapters.base import adapt
     from whalejax.api.named_jobs import find_job
-    from whalejax.tables.tables_plan import cut_program
+    from whalejax.tables.loss_cut import cut_program
 
     job = find_job(model, settings)
     adapter = adapt(abstract_model(job), job.loss_fn).without_values()

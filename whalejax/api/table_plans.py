@@ -17,9 +17,10 @@ from whalejax.meshes.checks import is_array, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.tables.sections import SectionTimes
+from whalejax.tables.loss_cut import cut_program
 from whalejax.tables.recognize import NO_ID, TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
-from whalejax.tables.tables_plan import TablesPlan, cut_program
+from whalejax.tables.tables_plan import TablesPlan
 from whalejax.tables.wide_ids import check_32_bits
 
 
@@ -37,19 +38,18 @@ def plan_tables(
     pins: Mapping[str, int | str] | None = None,
     counts: Mapping[str, Any] | None = None,
     mesh: Mapping[str, int] | None = None,
-    remat: str | Mapping[str, str] | None = None,
-    precision: str = "f32",
+    precision: str | Mapping[str, str] = "f32",
     trainable: Any = None,
     staleness: int = 0,
     times: SectionTimes | None = None,
     in_processes: Collection[str] | None = None,
+    **dense: Any,
 ) -> TablesPlan:
     """Finds the embedding tables of a model and decides where they are stored.
 
     A table is a trained parameter of two dimensions that the loss only looks up, as
     ``table[ids]``, ``jnp.take`` and ``nnx.Embed`` do, with integer ids that depend on
-    the batch alone. Everything else is planned as by ``wh.plan``, over the axes
-    ``data``, ``fsdp`` and ``tensor``.
+    the batch alone. Everything else, the dense part, is planned as by ``wh.plan``.
 
     Args:
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
@@ -71,12 +71,11 @@ def plan_tables(
             splits. ``"cached:0.25"`` sets the fraction of its rows on the device.
         counts: Number of lookups of each row, by the path of a table:
             ``wh.count_lookups`` counts them.
-        mesh: Fixed sizes of ``data``, ``fsdp`` and ``tensor``. Tensor parallelism of
-            the dense part is used only if its size is fixed here.
-        remat: Policy for the backward pass of the dense part, in the form of
-            ``wh.plan``. None takes ``"dots"`` or ``"full"`` where memory is short.
-        precision: Type in which the products of the dense part compute: ``"f32"`` or
-            ``"bf16"``. Tables, other parameters and gradients stay as they are.
+        mesh: Fixed sizes of mesh axes of the dense part. Axes other than ``data`` and
+            ``fsdp`` are used only if their size is fixed here.
+        precision: Type in which the products of the dense part compute: ``"f32"``,
+            ``"bf16"`` or ``"f16"``, or one for each TaskGraph. Tables, other parameters
+            and gradients stay as they are.
         trainable: Selection of trained parameters, in the form of ``wh.plan``.
         staleness: Number of newest updates that a lookup may lack with two sections, so
             that both work at once; with 0 every row has all updates.
@@ -84,6 +83,8 @@ def plan_tables(
             predicts them.
         in_processes: Fixed paths of the tables in processes; the others are then on the
             devices. None lets the planner choose.
+        dense: Further settings of the dense part, as for ``wh.plan``, such as
+            ``num_micro_batches`` or ``zero``; by default the planner chooses.
 
     Returns:
         The plan; ``print`` shows it, ``why(path)`` explains it.
@@ -111,12 +112,12 @@ def plan_tables(
         pins=pins,
         counts=counts,
         mesh=mesh,
-        remat=remat,
         precision=precision,
         trainable=trainable,
         staleness=staleness,
         times=times,
         in_processes=in_processes,
+        dense=dense,
     )
     return request.plan(loss_fn, model, batch)
 

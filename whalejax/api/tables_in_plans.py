@@ -7,7 +7,6 @@ plan of a model that is mostly tables has a note on the savings.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,19 +14,19 @@ from typing import Any, Final
 
 import jax
 
-from whalejax.adapters.base import Adapter, adapt
+from whalejax.adapters.base import adapt
 from whalejax.api.plan_request import PlanRequest
-from whalejax.api.tables_request import TablesRequest
+from whalejax.api.plan_settings import changeable
+from whalejax.api.tables_request import TablesRequest, is_given
 from whalejax.capture.batch import aval_of
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.cost_terms import ALL
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.parameter_layout import are_most, looked_up_tables
-from whalejax.tables.dense import dense_batch, dense_loss, dense_model
+from whalejax.tables.dense import dense_adapter, dense_batch
+from whalejax.tables.loss_cut import cut_program
 from whalejax.tables.table_plan_record import tables_plan, whole_plan
-from whalejax.tables.tables_plan import cut_program
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.losses import Job
 
@@ -38,8 +37,11 @@ TABLE_SETTINGS: Final = (
 )
 """Arguments of ``wh.plan`` that apply only to tables."""
 
-_SHARED: Final = ("optimizer", "cluster", "mesh", "remat", "precision", "trainable")
-_CHANGED: Final = ("cluster", "mesh", "remat", "precision")
+_SHARED: Final = ("optimizer", "cluster", "mesh", "precision", "trainable")
+_FIXED: Final = frozenset(("rows", "optimizer", "trainable", "dense"))
+"""Fields of a request that ``what_if`` cannot change."""
+
+_SIZES: Final = ("batch", "sequence")
 _FEWEST_PARAMS: Final = 100_000
 
 
@@ -66,21 +68,25 @@ class TablesQuestion:
         """Returns the plan with other settings.
 
         Args:
-            changes: Settings of tables, ``cluster``, ``mesh``, ``remat`` and
-                ``precision``.
+            changes: Settings of tables, and settings of ``wh.plan`` that plans with
+                tables take.
         """
-        known = [f.name for f in dataclasses.fields(self.request)]
-        named = {"tables": "rows"}
+        own = {f.name for f in dataclasses.fields(self.request)} - _FIXED
+        dense = [name for name in changeable() if name not in _SIZES]
+        known = [*TABLE_SETTINGS, *(name for name in dense if name not in own)]
+        known += ["cluster", "mesh", "precision"]
         problems = Arguments("what_if", PlanError)
         for name in changes:
-            if named.get(name, name) not in known or name in ("rows", "optimizer"):
+            if name not in known:
                 problems.add(
                     f"{name!r} cannot be changed of a plan with tables; expected some "
-                    f"of {', '.join([*TABLE_SETTINGS, *_CHANGED])}"
+                    f"of {', '.join(known)}"
                 )
         problems.raise_if_any()
-        values = {named.get(name, name): value for name, value in changes.items()}
-        request = dataclasses.replace(self.request, **values)
+        values = {"rows" if n == "tables" else n: x for n, x in changes.items()}
+        changed = {name: values.pop(name) for name in changes if name in {*dense} - own}
+        settings = {**self.request.dense, **changed}
+        request = dataclasses.replace(self.request, **values, dense=settings)
         return plan_with_tables(request, *self.given)
 
     def verify(
@@ -99,15 +105,9 @@ class TablesQuestion:
         own = tables_plan(plan, batch)
         if own.sections is not None:
             program = cut_program(adapter, batch)
-            run = _dense_loss_with_key if adapter.takes_rng else _dense_loss
-            dense = adapt(
-                dense_model(adapter, program),
-                functools.partial(run, adapter, jax.tree.map(aval_of, batch)),
-                trainable="dense.*",
-            )
             found = check(
                 own.dense,
-                dense.without_values(),
+                dense_adapter(adapter, program, batch),
                 dense_batch(program, batch),
                 optimizer=request.optimizer,
                 batch_axes=0,
@@ -118,9 +118,6 @@ class TablesQuestion:
             text = _left_out([table.name for table in own.all_tables])
             return dataclasses.replace(found, plan_hash=plan.hash, left_out=text)
 
-        def plan_again(cluster: Any, **_: Any) -> Plan:
-            return self.replan(cluster=cluster, mesh=None)
-
         return check(
             plan,
             adapter,
@@ -129,26 +126,8 @@ class TablesQuestion:
             batch_axes=0,
             topology=topology,
             timeout_seconds=timeout_seconds,
-            again=plan_again,
+            again=self.replan,
         )
-
-
-def _dense_loss(adapter: Adapter, whole: Any, model: Any, batch: Any) -> Any:
-    """Computes the loss of the dense part, which another process can trace again.
-
-    Args:
-        adapter: The complete model, without values.
-        whole: Complete batch, abstract.
-        model, batch: Arguments of the dense part's loss.
-    """
-    return dense_loss(adapter, cut_program(adapter, whole))(model, batch)
-
-
-def _dense_loss_with_key(
-    adapter: Adapter, whole: Any, model: Any, batch: Any, rng: Any
-) -> Any:
-    """Computes the loss of the dense part with a random key; see ``_dense_loss``."""
-    return dense_loss(adapter, cut_program(adapter, whole))(model, batch, rng)
 
 
 def _left_out(names: list[str]) -> str:
@@ -174,7 +153,7 @@ def tables_question(plan: Plan, job: Job, model: Any, batch: Any) -> TablesQuest
         rows=own.rows,
         optimizer=job.optimizer,
         cluster=plan.cluster,
-        precision=dict(plan.precisions).get(ALL, "f32"),
+        precision=plan.asked_precision,
     )
     given = job.loss_fn, model, jax.tree.map(aval_of, batch)
     return TablesQuestion(request, given, request.dense_question(*given))
@@ -205,25 +184,14 @@ def table_request(settings: Mapping[str, Any]) -> TablesRequest:
         WhaleError: An argument is invalid or not supported with tables.
     """
     defaults = {f.name: f.default for f in dataclasses.fields(PlanRequest)}
-    problems = Arguments("wh.plan", PlanError)
-    for name, default in defaults.items():
-        if name not in _SHARED and _is_given(settings[name], default):
-            problems.add(
-                f"{name} was given with tables, whose dense part is one program with "
-                "one micro-batch; leave it out"
-            )
-    problems.raise_if_any()
     own = {name: settings[name] for name in TABLE_SETTINGS if name != "tables"}
     shared = {name: settings[name] for name in _SHARED}
-    return TablesRequest(rows=settings["tables"], **shared, **own)
-
-
-def _is_given(value: Any, default: Any) -> bool:
-    """Whether an argument is not its default."""
-    if value is default:
-        return False
-    plain = isinstance(default, bool | int | float | str)
-    return not (plain and type(value) is type(default) and value == default)
+    dense = {
+        name: settings[name]
+        for name, default in defaults.items()
+        if name not in _SHARED and is_given(settings[name], default)
+    }
+    return TablesRequest(rows=settings["tables"], **shared, **own, dense=dense)
 
 
 def refuse_table_settings(settings: Mapping[str, Any]) -> None:
@@ -235,7 +203,7 @@ def refuse_table_settings(settings: Mapping[str, Any]) -> None:
     defaults = {f.name: f.default for f in dataclasses.fields(TablesRequest)}
     problems = Arguments("wh.plan", PlanError)
     for name in TABLE_SETTINGS[1:]:
-        if _is_given(settings[name], defaults[name]):
+        if is_given(settings[name], defaults[name]):
             problems.add(
                 f"{name} was given without tables. Give "
                 'tables=wh.sparse_optimizer("adagrad", 0.01), or leave it out'

@@ -7,11 +7,10 @@ looked-up vectors as a part of its batch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import jax
@@ -19,9 +18,11 @@ import numpy as np
 import optax
 
 from whalejax.adapters.base import Adapter, adapt
-from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
-from whalejax.api.plan_settings import parsed_cluster
+from whalejax.api.memory_margin import with_devices, without_margin
+from whalejax.api.plan_request import PlanQuestion, PlanRequest
+from whalejax.api.plan_settings import PlanSettings, parsed_cluster
 from whalejax.capture.batch import aval_of, check_batch
+from whalejax.meshes.arguments.near_names import near_hint
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, WhaleError
@@ -29,7 +30,7 @@ from whalejax.meshes.units import gigabytes
 from whalejax.planner.cost_terms import ALL
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.tables.place import place_tables
+from whalejax.planner.tables.place import HOST_SPLITS, place_tables
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.sections import SectionTimes
@@ -40,29 +41,44 @@ from whalejax.planner.tables.two_sections import (
     TwoSections,
     place_in_sections,
 )
-from whalejax.tables.dense import ALL_AXES, dense_batch, dense_loss, dense_model
+from whalejax.tables.dense import dense_adapter, dense_batch
 from whalejax.tables.device_use import DeviceUse, predict_device_use
+from whalejax.tables.loss_cut import cut_program
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SPARSE_FORMS, SparseOptimizer
 from whalejax.tables.table_plan_record import program_hash
-from whalejax.tables.tables_plan import TablesPlan, cut_program
+from whalejax.tables.tables_plan import TablesPlan
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import check_optimizer
 
 
 _CPU_KINDS: Final = ("cpu",)
 
-_REMAT: Final = ("none", "dots", "full")
-"""Remat policies of the dense part, fastest first: each is tried until one fits."""
+_SEARCHED_AXES: Final = ("expert", "context", "tensor", "stage")
+"""Mesh axes of the dense part that have size 1 unless the user fixes it."""
 
-_PRECISIONS: Final[Mapping[str, Any]] = {"f32": "f32", "bf16": {ALL: "bf16"}}
-"""Precision of each product of the dense part, by the argument's value. The dense part
-is already traced, so its parameters and batch cannot be cast."""
+_REFUSED: Final[Mapping[str, str]] = {
+    "allow_idle": "all devices hold tables",
+    "runnable": "a plan with tables is one that runs",
+    "verified": "plan.verify() compiles a plan with tables",
+    "swarm": "peers of a swarm hold no tables",
+    "bandwidth": "peers of a swarm hold no tables",
+    "wire": "peers of a swarm hold no tables",
+    "sum_wire": "peers of a swarm hold no tables",
+    "batch_axes": "batches have samples along dimension 0",
+}
+"""Arguments of ``wh.plan`` that exclude tables, and why."""
+
+_MEMORY_NOTE: Final = "memory: "
+"""Beginning of notes on the memory of the dense part alone."""
 
 _MOST_ROWS: Final = 2**31 - 1
 
 _PLACEMENTS: Final = 4
 """Maximum number of placements to try, each with more room for exchanges."""
+
+_DENSE_PLANS: Final = 6
+"""Maximum number of plans of the dense part to try, each in less memory."""
 
 USUAL_SPLITS: Final = ("whole", "rows", "columns", "node_rows", "replicate")
 """Ways of storing a table that every backend supports."""
@@ -73,9 +89,9 @@ class TablesRequest:
     """Checked arguments of ``wh.plan_tables``, without loss, model and batch.
 
     Attributes:
-        rows, optimizer, cluster, splits, together, pins, counts, mesh, remat,
-            precision, trainable, staleness, times, in_processes: As for
-            ``wh.plan_tables``.
+        rows, optimizer, cluster, splits, together, pins, counts, mesh, precision,
+            trainable, staleness, times, in_processes: As for ``wh.plan_tables``.
+        dense: Further settings of the dense part's plan, by name, as for ``wh.plan``.
     """
 
     rows: SparseOptimizer
@@ -86,12 +102,12 @@ class TablesRequest:
     pins: Mapping[str, int | str] | None = None
     counts: Mapping[str, Any] | None = None
     mesh: Mapping[str, int] | None = None
-    remat: str | Mapping[str, str] | None = None
-    precision: str = "f32"
+    precision: str | Mapping[str, str] = "f32"
     trainable: Any = None
     staleness: int = 0
     times: SectionTimes | None = None
     in_processes: Collection[str] | None = None
+    dense: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -115,7 +131,11 @@ class TablesRequest:
         program = cut_program(adapter, batch)
         check_tables(adapter, program, self.counts)
         _check_lengths(batch, program)
-        known = parsed_cluster(dense_cluster)
+        question = self._dense_question(
+            adapter, program, batch, parsed_cluster(dense_cluster)
+        )
+        margin = question.margin
+        known = without_margin(question.cluster, margin)
         tables = self._tables(adapter, program)
         names = [adapter.param_paths[one.param] for one in program.lookups]
         size = max(one.shape[0] for one in program.lookups)
@@ -129,8 +149,8 @@ class TablesRequest:
                 *(tables, sparse, dense, known, size), use_of
             )
 
-        question = self._dense_question(adapter, program, batch, known)
-        dense, found, use = self._fit(question, place)
+        least = 0 if sparse else self._least_bytes(tables) // known.num_devices
+        dense, found, use = _fit(question, known.memory_bytes, least, place)
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
         refused |= {
             f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
@@ -151,28 +171,12 @@ class TablesRequest:
             use=use,
         )
 
-    def _fit(
-        self,
-        question: PlanQuestion,
-        place: Callable[[Plan], tuple[TwoSections, DeviceUse]],
-    ) -> tuple[Plan, TwoSections, DeviceUse]:
-        """Returns the dense part's plan and the placement of tables, with the least
-        recomputation that fits in memory.
-
-        Args:
-            question: Question of the dense part's plan.
-            place: Function that places the tables for a plan of the dense part.
-
-        Raises:
-            NothingFits: Nothing fits under any policy.
-        """
-        *others, last = _REMAT if self.remat is None else (self.remat,)
-        for policy in others:
-            with contextlib.suppress(NothingFits):
-                dense = _plan_dense(_with_remat(question, policy))
-                return dense, *place(dense)
-        dense = _plan_dense(_with_remat(question, last))
-        return dense, *place(dense)
+    def _least_bytes(self, tables: Sequence[Table]) -> int:
+        """Returns bytes that tables take on all devices together, at least."""
+        pins = [pin[0] for pin in map(read_pin, (self.pins or {}).values()) if pin]
+        if {*self.splits, *pins} & {*HOST_SPLITS}:
+            return 0
+        return sum(table.nbytes for table in tables)
 
     def _place_within_memory(
         self,
@@ -208,9 +212,10 @@ class TablesRequest:
                 return found, use
             reserved += over
         raise NothingFits(
-            f"tables take {gigabytes(memory.tables_bytes)} on every device, and the "
-            f"rest of a step {gigabytes(memory.total_bytes - memory.tables_bytes)}; a "
-            f"device has {gigabytes(cluster.memory_bytes)}, {gigabytes(over)} too few. "
+            f"with a batch of {size:,} samples, tables take "
+            f"{gigabytes(memory.tables_bytes)} on every device, and the rest of a step "
+            f"{gigabytes(memory.total_bytes - memory.tables_bytes)}; a device "
+            f"has {gigabytes(cluster.memory_bytes)}, {gigabytes(over)} too few. "
             'Use more devices, a smaller batch, or splits=[..., "host", "cached"]',
             lacks_bytes=over,
             of_bytes=cluster.memory_bytes,
@@ -289,23 +294,28 @@ class TablesRequest:
         self, adapter: Adapter, program: TableProgram, batch: Any, cluster: Any
     ) -> PlanQuestion:
         """Returns the question of the loss without its lookups."""
-        request = PlanRequest(
-            optimizer=self.optimizer,
-            cluster=cluster,
-            mesh={"expert": 1, "context": 1, "tensor": 1, **(self.mesh or {})},
-            num_micro_batches=1,
-            zero=0,
-            offload="none",
-            remat="none" if self.remat is None else self.remat,
-            precision=_PRECISIONS[self.precision],
-            shares="even",
-            trainable="dense.*",
+        own = dense_adapter(adapter, program, batch)
+        precision = self.precision
+        if isinstance(precision, str) and precision != "f32":
+            # Tables and vectors stay as they are, so that only products are cast.
+            precision = {ALL: precision}
+        return PlanQuestion(
+            adapter=own,
+            batch=jax.tree.map(aval_of, dense_batch(program, batch)),
+            cluster=parsed_cluster(cluster),
+            request=dataclasses.replace(
+                self.dense_request,
+                mesh={**dict.fromkeys(_SEARCHED_AXES, 1), **(self.mesh or {})},
+                precision=precision,
+            ),
         )
-        return question_about(
-            request,
-            dense_loss(adapter, program),
-            dense_model(adapter, program),
-            dense_batch(program, batch),
+
+    @property
+    def dense_request(self) -> PlanRequest:
+        """Request of the dense part's plan, as far as it depends on no model."""
+        given = {"shares": "even", **self.dense}
+        return PlanRequest(
+            optimizer=self.optimizer, mesh=self.mesh, precision=self.precision, **given
         )
 
     def _tables(self, adapter: Adapter, program: TableProgram) -> list[Table]:
@@ -335,31 +345,81 @@ class TablesRequest:
         return found
 
 
-def _with_remat(question: PlanQuestion, policy: Any) -> PlanQuestion:
-    request = dataclasses.replace(question.request, remat=policy)
-    return dataclasses.replace(question, request=request)
+def _fit(
+    question: PlanQuestion,
+    room: int,
+    least: int,
+    place: Callable[[Plan], tuple[TwoSections, DeviceUse]],
+) -> tuple[Plan, TwoSections, DeviceUse]:
+    """Returns the fastest plan of the dense part that leaves room for the tables, and
+    their placement.
+
+    Args:
+        question: Question of the dense part's plan.
+        room: Bytes of a device that plans may fill.
+        least: Bytes that tables take on the fullest device, at least.
+        place: Function that places the tables for a plan of the dense part.
+
+    Raises:
+        NothingFits: Nothing fits.
+    """
+    whole, room = room, room - least if least < room else room
+    refused: NothingFits | None = None
+    for _ in range(_DENSE_PLANS):
+        try:
+            dense = _plan_dense(question, room)
+        except NothingFits as error:
+            if refused is not None or room == whole:
+                raise refused or error from error
+            dense = _plan_dense(question, whole)  # The tables may be at fault.
+        try:
+            return dense, *place(dense)
+        except NothingFits as error:
+            took = dense.memory.total_bytes
+            refused = error.with_sentence(
+                f"The dense part takes {gigabytes(took)} of each device, with a batch "
+                f"of {_samples(question):,} samples; a smaller batch leaves more"
+            )
+            room = min(room, took) - max(error.lacks_bytes, 1)
+            whole = room
+    assert refused is not None
+    raise refused
 
 
-def _plan_dense(question: PlanQuestion) -> Plan:
+def _samples(question: PlanQuestion) -> int:
+    """Returns the number of samples of a global batch."""
+    leaves = jax.tree.leaves(question.batch)
+    return max(int(leaf.shape[0]) for leaf in leaves if leaf.shape)
+
+
+def _plan_dense(question: PlanQuestion, room: int) -> Plan:
     """Returns the plan of the dense part.
+
+    Args:
+        question: Its question.
+        room: Bytes of a device that the plan may fill by prediction.
 
     Raises:
         NothingFits: No layout fits in memory; names what a user can change.
     """
+    devices, margin = question.cluster, question.margin
+    short = devices.with_memory(max(1, int(room * (1 + margin)) + 1))
+    request = dataclasses.replace(question.request, margin=margin)
+    asked = dataclasses.replace(question, cluster=short, request=request)
     try:
-        return question.plan()
+        plan = with_devices(asked.plan(), devices)
     except NothingFits as error:
-        leaves = jax.tree.leaves(question.batch)
-        samples = max(leaf.shape[0] for leaf in leaves if leaf.shape)
         raise NothingFits(
-            "the part of the loss beside the tables runs with one micro-batch of "
-            f"{samples:,} samples: it lacks {gigabytes(error.lacks_bytes)} of "
+            "the part of the loss beside the tables, with a batch of "
+            f"{_samples(question):,} samples, lacks {gigabytes(error.lacks_bytes)} of "
             f"{gigabytes(error.of_bytes)} per device ({error.nearest}). Use a smaller "
             "batch or more devices",
             lacks_bytes=error.lacks_bytes,
             of_bytes=error.of_bytes,
             nearest=error.nearest,
         ) from error
+    notes = tuple(note for note in plan.notes if not note.startswith(_MEMORY_NOTE))
+    return dataclasses.replace(plan, notes=notes, question=question)
 
 
 def split_sections(
@@ -402,7 +462,7 @@ def _check_sections(
 
 def _check(request: TablesRequest) -> None:
     problems = Arguments("wh.plan_tables")
-    rows, splits, mesh = request.rows, request.splits, request.mesh
+    rows, splits = request.rows, request.splits
     together: Any = request.together
     pins, times = request.pins, request.times
     problems.whole("staleness", request.staleness)
@@ -430,12 +490,45 @@ def _check(request: TablesRequest) -> None:
         if not isinstance(name, str) or not known:
             expected = f"by the path of a table a device, or {PIN_WORDS}; or None"
             problems.refuse("pins", pins, expected)
-    if mesh is not None and (
-        not isinstance(mesh, Mapping) or not set(mesh) <= {*ALL_AXES}
-    ):
-        problems.refuse("mesh", mesh, "sizes of data, fsdp and tensor, or None")
-    problems.choice("precision", request.precision, tuple(_PRECISIONS))
+    _check_dense(problems, request.dense)
+    if isinstance(request.mesh, Mapping) and request.mesh.get("stage", 1) != 1:
+        problems.refuse("mesh", request.mesh, "no stages with tables")
     problems.raise_if_any()
+    request.dense_request  # noqa: B018  Checks the settings of the dense part.
+
+
+def _check_dense(problems: Arguments, dense: Mapping[str, Any]) -> None:
+    """Refuses settings that do not exist, or that exclude tables."""
+    known = {f.name: f.default for f in dataclasses.fields(PlanSettings)}
+    own = {f.name for f in dataclasses.fields(TablesRequest)}
+    for name, value in dense.items():
+        if name not in known or name in own:
+            problems.add(
+                f"there is no {name!r} to set{near_hint(name, known)}. Leave it out"
+            )
+        elif name in _REFUSED and is_given(value, known[name]):
+            problems.add(
+                f"{name} was given with tables: {_REFUSED[name]}. Leave it out"
+            )
+    shares = dense.get("shares")
+    if not (shares is None or isinstance(shares, str)):
+        problems.add(
+            f"shares is {short_repr(shares)} with tables, which every device looks up "
+            'for as many samples. Leave it out, or give "even"'
+        )
+
+
+def is_given(value: Any, default: Any) -> bool:
+    """Returns whether an argument is not its default.
+
+    Args:
+        value: The argument.
+        default: Its default.
+    """
+    if value is default:
+        return False
+    plain = isinstance(default, bool | int | float | str)
+    return not (plain and type(value) is type(default) and value == default)
 
 
 def _are_names(value: Any) -> bool:

@@ -87,6 +87,8 @@ def name_inputs(
     trained = len(adapter.param_paths)
     for tensor in walk.tensors[:trained]:
         tensor.trained = True
+    for number in adapter.batch_gradients:
+        walk.tensors[trained + len(adapter.rest_paths) + number].trained = True
     for number in _frozen_weights(walk, adapter, still):
         walk.tensors[trained + number].kind = "param"
     names = (*adapter.names, *adapter.rest_names)

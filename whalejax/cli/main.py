@@ -425,6 +425,7 @@ def _plan(command: PlanCommand) -> None:
                 *(job, model, batch, command.cluster),
                 tables=optimizer_named(command.tables),
                 staleness=command.staleness,
+                margin=command.margin,
                 source=source,
                 **settings,
             )

@@ -21,7 +21,6 @@ from whalejax.cli.options import (
     ProfileCommand,
     TrainCommand,
     VerifyCommand,
-    given_plan_options,
 )
 from whalejax.meshes.arguments.near_names import OPTION_SYNONYMS, near_names
 from whalejax.meshes.checks import (
@@ -309,12 +308,9 @@ def _problem(name: str, value: Any) -> str:
     return ""
 
 
-_OBEYED: Final = ("--cluster", "--batch", "--mesh", "--remat", "--precision")
-
 _WITHOUT_TABLES: Final = (
     *("plan", "check", "replay"),
-    *("margin", "verify", "allow_idle", "estimate", "swarm", "bandwidth", "wire"),
-    "sum_wire",
+    *("verify", "allow_idle", "estimate", "swarm", "bandwidth", "wire", "sum_wire"),
 )
 """Options that exclude ``--tables``: those of training, and those of planning."""
 
@@ -346,12 +342,6 @@ def check_table_options(
         optimizer_named(options.tables)
     except WhaleError as error:
         problems.add(f"--tables {options.tables}: {error}")
-    for name, words in given_plan_options(options):
-        if name not in _OBEYED:
-            problems.add(
-                f"{name} {words} was given with --tables, whose dense part is one "
-                "program with one micro-batch. Leave it out"
-            )
     usual = {field.name: field.default for field in dataclasses.fields(options)}
     for name in _WITHOUT_TABLES:
         if name in usual and getattr(options, name) != usual[name]:

@@ -86,6 +86,19 @@ class MicroBatchRows:
         parts = jnp.moveaxis(leaf.reshape(self._cut(leaf.shape, axis)), axis + 1, 0)
         return parts.reshape(self.count, *self._part(leaf.shape, axis))
 
+    def unstack(self, parts: Any, axis: int) -> Any:
+        """Returns a global array from its micro-batches: the inverse of ``stack``.
+
+        Args:
+            parts: Micro-batches along the first dimension.
+            axis: Batch dimension of the array.
+        """
+        shape = list(parts.shape[1:])
+        shape[axis] *= self.count
+        cut = self._cut(shape, axis)
+        each = parts.reshape(self.count, *cut[: axis + 1], *cut[axis + 2 :])
+        return jnp.moveaxis(each, 0, axis + 1).reshape(shape)
+
     def place(self, part: Any, axis: int, number: Any) -> Any:
         """Returns a global array with one micro-batch, and zeros elsewhere.
 

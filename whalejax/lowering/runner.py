@@ -128,7 +128,7 @@ class OneProgram(StepRunner):
             compiler_options=options,
         )
         self._loss = jax.jit(
-            self._evaluate,
+            self.traced_evaluation,
             in_shardings=(bare(self.shardings), batch),
             out_shardings=whole,
             compiler_options=options,
@@ -156,7 +156,17 @@ class OneProgram(StepRunner):
         return jax.tree.leaves(metrics)  # The next step donates the state.
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
-        return self._step.lower(state, list(batch))
+        if not self.program.adapter.batch_gradients:
+            return self._step.lower(state, list(batch))
+        given = self.shardings, list(self.batch_shardings)
+        # The compiler would remove gradients by the batch that nothing reads.
+        step = jax.jit(
+            self.traced_step,
+            in_shardings=given,
+            out_shardings=(self.shardings, None, None),
+            donate_argnums=0,
+        )
+        return step.lower(state, list(batch))
 
     def _shardings(self) -> TrainState:
         program, leaves, mesh = self.program, self.program.plan.trained, self.mesh
@@ -180,6 +190,22 @@ class OneProgram(StepRunner):
     def _advance(
         self, state: TrainState, batch: list[Any]
     ) -> tuple[TrainState, Metrics]:
+        new, metrics, _ = self.traced_step(state, batch)
+        return new, metrics
+
+    def traced_step(
+        self, state: TrainState, batch: list[Any]
+    ) -> tuple[TrainState, Metrics, list[Any]]:
+        """Runs one step inside a larger program.
+
+        Args:
+            state: State after the previous step.
+            batch: Flat leaves of the global batch, in their planned layout.
+
+        Returns:
+            The new state, metrics, and gradients of the mean loss by the adapter's
+            ``batch_gradients``.
+        """
         program = self.program
         scaling = state.loss_scale
         sums, rest = gradients_of(
@@ -193,9 +219,16 @@ class OneProgram(StepRunner):
         )
         delta = program.plan.combine == per_rank.DELTA
         end = per_rank.update if delta else update
-        return finished(program, state, sums, rest, end=end)
+        new, metrics = finished(program, state, sums, rest, end=end)
+        return new, metrics, batch_means(program, sums, batch)
 
-    def _evaluate(self, state: TrainState, batch: list[Any]) -> Evaluation:
+    def traced_evaluation(self, state: TrainState, batch: list[Any]) -> Evaluation:
+        """Evaluates a batch inside a larger program.
+
+        Args:
+            state: State without its exported model, from ``train_state.bare``.
+            batch: Flat leaves of the global batch, in their planned layout.
+        """
         program = self.program
         rng = state.rng if program.adapter.takes_rng else None
         params = jax.tree.leaves(state.params)
@@ -338,7 +371,8 @@ def finished(
         for g, p in zip(map(wide, sums.gradients), params, strict=True)
     ]
     loss = sums.total / sums.weight
-    finite = None if scaling is None else all_finite(gradients)
+    every = [*gradients, *sums.batch_gradients]
+    finite = None if scaling is None else all_finite(every)
     fresh, opt_state = end(program, params, state.opt_state, gradients, loss, finite)
     metrics = metrics_of(program, sums)
     here = [out_of_host(p) for p in params]
@@ -359,6 +393,21 @@ def finished(
         origin=state.origin,
     )
     return new, metrics
+
+
+def batch_means(program: Program, sums: Sums, batch: Sequence[Any]) -> list[Any]:
+    """Returns gradients of the mean loss by the adapter's ``batch_gradients``.
+
+    Args:
+        program: Loss, optimizer and plan to run.
+        sums: Sums over all micro-batches.
+        batch: Flat leaves of the global batch, whose types the gradients get.
+    """
+    pairs = zip(program.adapter.batch_gradients, sums.batch_gradients, strict=True)
+    return [
+        (wide(g) / sums.weight.astype(wide(g).dtype)).astype(batch[place].dtype)
+        for place, g in pairs
+    ]
 
 
 def _if_finite(program: Program, finite: Any, after: Any, before: Any) -> Any:

@@ -232,11 +232,7 @@ def _check_shapes(plan: TablesPlan, adapter: Adapter) -> None:
     planned: dict[str, tuple[int, ...]] = {
         table.name: (table.rows, table.width) for table in plan.all_tables
     }
-    planned |= {
-        leaf.path.removeprefix("dense."): tuple(leaf.shape)
-        for leaf in plan.dense.leaves
-        if leaf.path.startswith("dense.")
-    }
+    planned |= {leaf.path: tuple(leaf.shape) for leaf in plan.dense.trained}
     for path, shape in planned.items():
         found = tuple(leaves[path].shape) if path in leaves else shape
         if found != shape:

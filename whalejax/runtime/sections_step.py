@@ -96,8 +96,8 @@ class PipelineState:
         return self._owner.settled(self).params
 
     @property
-    def rest(self) -> list[Any]:
-        """Leaves that are not trained."""
+    def rest(self) -> dict[str, Any]:
+        """Leaves that are not trained, by path."""
         return self._owner.settled(self).rest
 
     @property
@@ -541,7 +541,7 @@ class SectionsStep(TableStep):
     ) -> tuple[TablesState, dict[str, Any], Any]:
         beside = self._plain_beside if is_crowded else self.beside
         vectors, (ids, taken) = self._vectors(beside, state, batch, received)
-        loss, dense, by_vector = self._gradients(state, batch, vectors)
+        new, metrics, by_vector = self._dense_step(state, batch, vectors)
         own = [by_vector[n] for n in self._numbers(self.plan.placement)]
         packed = pack_gradients(self.programs.layout, own, received.dtype)
         if beside is not None and self.plan.beside is not None:
@@ -549,17 +549,14 @@ class SectionsStep(TableStep):
             own = [beside.shared_out(by_vector[n]) for n in numbers]
             given = state.tables.beside, ids, taken, own, state.step
             tables = dataclasses.replace(state.tables, beside=beside.update(*given))
-            state = dataclasses.replace(state, tables=tables)
-        new, metrics = self._updated(state, loss, dense)
+            new = dataclasses.replace(new, tables=tables)
         return new, metrics, packed
 
     def _evaluate_dense(
         self, state: TablesState, batch: list[Any], received: Any
     ) -> dict[str, Any]:
         vectors, _ = self._vectors(self._plain_beside, state, batch, received)
-        vectors = self._dense.gather(vectors)
-        value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
-        return {"loss": value, **metrics}
+        return self._dense_metrics(state, batch, vectors)
 
     def place(self, state: Any, placement: Any) -> TablesState:
         """Refuses to move tables: those in processes stay where they are.

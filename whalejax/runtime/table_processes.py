@@ -8,7 +8,7 @@ beside.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,23 +98,24 @@ class TableProcesses:
         return result
 
     def place(
-        self, batch: Any, planned: Any, sharding_of: Callable[[Any], NamedSharding]
+        self, batch: Any, planned: Any, shardings: Sequence[NamedSharding]
     ) -> list[Any]:
         """Returns the leaves of a global batch, from this process's part of each.
 
         Args:
             batch: Samples of this process, or global arrays.
             planned: Abstract global batch.
-            sharding_of: Function from a leaf to its sharding.
+            shardings: Sharding of each leaf; further ones are not read.
 
         Raises:
             PlanError: A leaf has another structure, shape or type than planned.
         """
         check_32_bits(batch)
+        leaves = batch_leaves(planned)
         layout = BatchLayout(
             structure=jax.tree.structure(planned),
-            leaves=batch_leaves(planned),
-            shardings=tuple(map(sharding_of, jax.tree.leaves(planned))),
+            leaves=leaves,
+            shardings=tuple(shardings[: len(leaves)]),
         )
         return layout.place(batch)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,17 +25,19 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.adapters.base import Adapter, made_model
+from whalejax.adapters.leaves import is_key
 from whalejax.capture.batch import aval_of
 from whalejax.distributed.standard_streams import say
 from whalejax.lowering.global_arrays import settle
-from whalejax.lowering.optimizer_state import state_leaf_param
-from whalejax.lowering.train_state import host_copy, typed_key
+from whalejax.lowering.runner import abstract_state
+from whalejax.lowering.train_state import TrainState, bare, host_copy, typed_key
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, short_repr
 from whalejax.meshes.errors import Problems, WhaleError, warn
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.replace import Replacement, place_again
+from whalejax.runtime.dense_runner import dense_runner
 from whalejax.runtime.plan_compatibility import devices_of
 from whalejax.runtime.table_processes import TableProcesses, put, rows_here
 from whalejax.state.resume import agreed_checkpoints, restore_newest
@@ -47,14 +48,15 @@ from whalejax.state.table_checkpoint import (
     rows_by_process,
     save_sections,
 )
-from whalejax.tables.dense import BATCH_AXES, UNUSED, DensePart, dense_params
+from whalejax.tables.dense import UNUSED, by_path
 from whalejax.tables.device_use import predict_device_use
 from whalejax.tables.layout import TableLayout, make_layout, without_requests
 from whalejax.tables.lookup_counts import LookupCounts
+from whalejax.tables.loss_cut import cut_program
 from whalejax.tables.programs import TablePrograms
 from whalejax.tables.recognize import Lookup, TableProgram, check_divisible
 from whalejax.tables.store import TableStore
-from whalejax.tables.tables_plan import TablesPlan, cut_program
+from whalejax.tables.tables_plan import TablesPlan
 from whalejax.tables.wide_ids import check_32_bits
 from whalejax.user_code.ambient_mesh import without_mesh
 
@@ -65,7 +67,9 @@ _WORTH: Final = 0.05
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "rest", "opt_state", "tables", "step", "rng"],
+    data_fields=[
+        *("params", "rest", "opt_state", "tables", "step", "rng", "loss_scale"),
+    ],
     meta_fields=[],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,29 +80,26 @@ class TablesState:
 
     Attributes:
         params: Trained leaves that are not tables, by path.
-        rest: Leaves that are not trained.
+        rest: Leaves that are not trained, by path.
         opt_state: State of the dense optimizer.
         tables: Tables and the state of their rows: ``TableArrays``, or a reference if
             they are in other processes.
         step: Number of finished steps, an int32 scalar.
         rng: The run's random key.
+        loss_scale: Scale of float16 losses, or None.
     """
 
     params: dict[str, Any]
-    rest: list[Any]
+    rest: dict[str, Any]
     opt_state: Any
     tables: Any
     step: Any
     rng: Any
+    loss_scale: Any = None
 
     @property
     def samples(self) -> None:
         """None: samples are not counted, as each step takes a full batch."""
-        return None
-
-    @property
-    def loss_scale(self) -> None:
-        """None: losses are not scaled."""
         return None
 
 
@@ -109,7 +110,8 @@ class TableStep:
     Attributes:
         plan: Plan of the step.
         program: Loss, divided at its lookups.
-        mesh: Devices, with the axes ``data``, ``fsdp`` and ``tensor``.
+        runner: Executor of the dense part.
+        mesh: Devices, with the axes that divide lookups.
         programs: Sections of the step, and the layout of the tables.
         dtype: Element type of all tables.
         store: Store that moves tables to the devices and back.
@@ -137,8 +139,7 @@ class TableStep:
         self._counts, self.crowded_steps = LookupCounts(), 0
         self._trains = optimizer is not None
         self._optimizer = optax.identity() if optimizer is None else optimizer
-        self.mesh = _mesh(plan, devices)
-        self._processes = TableProcesses(self.mesh)
+        chosen = devices_of(plan.dense, devices)
         program = cut_program(adapter, plan.batch)
         names = tuple(adapter.param_paths[one.param] for one in program.lookups)
         if tuple(adapter.param_paths[n] for n in program.tables) != plan.tables:
@@ -146,9 +147,10 @@ class TableStep:
                 f"this plan has the tables {', '.join(plan.tables)}, and the loss "
                 f"looks up {', '.join(dict.fromkeys(names))}. Plan again for this loss"
             )
-        check_divisible(program.lookups, self.mesh.size)
-        given = plan.dense, adapter, program, plan.batch, self.mesh
-        self._dense = DensePart(*given)
+        check_divisible(program.lookups, len(chosen))
+        self.runner = dense_runner(plan.dense, adapter, program, optimizer, chosen)
+        self.mesh = _lookup_mesh(plan, self.runner)
+        self._processes = TableProcesses(self.mesh)
         self._use(plan, program, names, clips=out_of_range == "clip")
 
     def _use(
@@ -184,13 +186,9 @@ class TableStep:
         self._ids = jax.jit(self.programs.program.ids, out_shardings=whole)
 
     def _result_shardings(self) -> Any:
-        """Returns the shardings of a step's results that are not left to the compiler.
-
-        Without them, a table in host memory would be copied there in every step.
-        """
+        """Returns the shardings of a step's results."""
         tables = jax.tree.map(lambda x: x.sharding, self.store.abstract_arrays())
-        left: Any = dict.fromkeys(("params", "rest", "opt_state", "step", "rng"))
-        return TablesState(tables=tables, **left), None
+        return _with_tables(self.runner.shardings, tables), None
 
     def _numbers(self, placement: TablePlacement) -> list[int]:
         """Returns the indices of the lookups of a placement's tables."""
@@ -313,7 +311,8 @@ class TableStep:
                 values = np.asarray(jax.jit(table)(key_here))
             arrays = self.store.write(arrays, name, values, None)
         key = jax.random.fold_in(key, 0x5EED)
-        return self._state(params, rest, arrays, key, None)
+        others = by_path(self.adapter.rest_paths, rest)
+        return self._state(params, others, arrays, key, None)
 
     @without_mesh
     def init_from(self, model: Any, *, rng: Any = None) -> TablesState:
@@ -336,69 +335,38 @@ class TableStep:
         arrays = self.store.empty()
         for name in self.plan.tables:
             arrays = self.store.write(arrays, name, host_copy(values.pop(name)), None)
-        return self._state(values, jax.tree.leaves(rest), arrays, key, None)
+        others = by_path(self.adapter.rest_paths, rest)
+        return self._state(values, others, arrays, key, None)
 
     def _state(
         self,
         params: Mapping[str, Any],
-        rest: list[Any],
+        rest: Mapping[str, Any],
         tables: Any,
         key: Any,
-        done: tuple[Any, int] | None,
+        done: Mapping[str, Any] | None,
     ) -> TablesState:
         """Returns a state from its parts.
 
         Args:
             params: Trained leaves that are not tables, by path.
-            rest: Other leaves.
+            rest: Other leaves, by path.
             tables: Tables and the state of their rows.
             key: Random key of the run.
-            done: State of the optimizer and number of steps; None initialises both.
+            done: Other fields of a ``TrainState``; None initialises them.
         """
         params = dict(params) or {UNUSED: np.zeros((), np.float32)}
-        dense = {
-            path: put(leaf, self._dense_sharding(path)) for path, leaf in params.items()
-        }
         whole = NamedSharding(self.mesh, PartitionSpec())
-        if done is None:
-            opt_state, step = jax.jit(self._initial_optimizer)(dense), 0
-        else:
-            opt_state, step = done
-        return TablesState(
-            params=dense,
-            rest=[put(leaf, whole) for leaf in rest],
-            opt_state=opt_state,
-            tables=tables,
-            step=put(np.int32(step), whole),
-            rng=put(key, whole),
+        values = jax.tree.map(
+            lambda leaf: put(leaf, whole) if is_key(leaf) else host_copy(leaf),
+            (params, dict(rest), key),
         )
-
-    def _initial_optimizer(self, params: dict[str, Any]) -> Any:
-        return self._shared_like_params(self._optimizer.init(params))
-
-    def _shared_like_params(self, opt_state: Any) -> Any:
-        """Returns the dense optimizer's state, sharded like the parameters."""
-        shardings = self._optimizer_shardings(opt_state)
-        return jax.tree.map(jax.lax.with_sharding_constraint, opt_state, shardings)
-
-    def _optimizer_shardings(self, opt_state: Any) -> Any:
-        """Returns the sharding of each leaf: that of its parameter, if their shapes are
-        equal.
-        """
-        names = dense_params(self.adapter, self.program, self.adapter.params)
-        shapes = {path: tuple(np.shape(leaf)) for path, leaf in names.items()}
-
-        def sharding(path: Any, leaf: Any) -> NamedSharding:
-            name = state_leaf_param(path, tuple(leaf.shape), shapes)
-            if name is None:
-                return NamedSharding(self.mesh, PartitionSpec())
-            return self._dense_sharding(name)
-
-        return jax.tree_util.tree_map_with_path(sharding, opt_state)
-
-    def _dense_sharding(self, path: str) -> NamedSharding:
-        specs = self.plan.dense.partition_specs()
-        return NamedSharding(self.mesh, specs.get(f"dense.{path}", PartitionSpec()))
+        dense = self.runner.init_state(lambda *given: given, *values)
+        if done is not None:
+            known = {name: x for name, x in done.items() if x is not None}
+            dense = dataclasses.replace(dense, **known)
+            dense = jax.tree.map(put, dense, self.runner.shardings)
+        return _with_tables(dense, tables)
 
     # Running.
 
@@ -427,7 +395,10 @@ class TableStep:
                 "Pass optimizer= to wh.compile_tables to train"
             )
         self._processes.check(
-            self.plan, self.program, self._abstract_params, self._optimizer
+            self.plan,
+            self.program,
+            lambda: self._abstract_dense().params,
+            self._optimizer,
         )
         held, leaves = self._checked(state), self._place_batch(batch)
         if self._replace_every is not None:
@@ -548,8 +519,10 @@ class TableStep:
                 "step with those that made it"
             )
         tables = self._taken_over(held.tables, step.store)
-        opt_state = jax.tree.map(np.asarray, held.opt_state)
-        done = jax.jit(self._shared_like_params)(opt_state), int(held.step)
+        opt_state, step = jax.tree.map(np.asarray, (held.opt_state, held.step))
+        done = {"opt_state": opt_state, "step": step}
+        if held.loss_scale is not None and self.runner.shardings.loss_scale is not None:
+            done["loss_scale"] = jax.tree.map(np.asarray, held.loss_scale)
         return self._state(held.params, held.rest, tables, held.rng, done)
 
     @without_mesh
@@ -566,8 +539,12 @@ class TableStep:
 
     def batch_rows(self) -> np.ndarray:
         """Returns this process's samples of a global batch, in order, as indices."""
-        sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
-        return rows_here(sharding, self.program.lookups[0].shape[0])
+        samples = self.program.lookups[0].shape[0]
+        leaves = jax.tree.leaves(self.plan.batch)
+        first = [n for n, x in enumerate(leaves) if x.shape and x.shape[0] == samples]
+        given = self.runner.batch_shardings[first[0]]
+        sharding = NamedSharding(given.mesh, PartitionSpec(*given.spec[:1]))
+        return rows_here(sharding, samples)
 
     @without_mesh
     def lower(self, state: TablesState, batch: Any) -> Any:
@@ -586,27 +563,21 @@ class TableStep:
 
     def _abstract_state(self) -> TablesState:
         """Returns the shapes and shardings of a state."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        params = self._abstract_params()
-        shardings = {path: self._dense_sharding(path) for path in params}
-        opt_state = self._abstract_optimizer()
-        opt_state = jax.tree.map(
-            _shaped, opt_state, self._optimizer_shardings(opt_state)
-        )
-        return TablesState(
-            params={path: _shaped(x, shardings[path]) for path, x in params.items()},
-            rest=[_shaped(x, whole) for x in jax.tree.leaves(self.adapter.rest)],
-            opt_state=opt_state,
-            tables=self.store.abstract_arrays(),
-            step=jax.ShapeDtypeStruct((), np.int32, sharding=whole),
-            rng=_shaped(jax.eval_shape(lambda: jax.random.key(0)), whole),
-        )
+        shapes, shardings = self._abstract_dense(), self.runner.shardings
+        dense = jax.tree.map(_shaped, shapes, shardings)
+        return _with_tables(dense, self.store.abstract_arrays())
+
+    def _abstract_dense(self) -> TrainState:
+        """Returns the shapes of the state without tables."""
+        origin = self.runner.shardings.origin
+        return abstract_state(self.runner.program, origin)
 
     def _abstract_batch(self) -> list[Any]:
         """Returns the shapes and shardings of a batch's leaves."""
+        leaves = jax.tree.leaves(self.plan.batch)
         return [
-            _shaped(leaf, self._leaf_sharding(leaf))
-            for leaf in jax.tree.leaves(self.plan.batch)
+            _shaped(leaf, sharding)
+            for leaf, sharding in zip(leaves, self.runner.batch_shardings, strict=False)
         ]
 
     def report(self) -> Any:
@@ -681,17 +652,15 @@ class TableStep:
 
     def _on_devices(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves of a batch, sharded over the devices."""
-        return [jax.device_put(leaf, self._leaf_sharding(leaf)) for leaf in leaves]
-
-    def _leaf_sharding(self, leaf: Any) -> NamedSharding:
-        ranks = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-        spec = PartitionSpec(BATCH_AXES) if _divides(leaf, ranks) else PartitionSpec()
-        return NamedSharding(self.mesh, spec)
+        shardings = self.runner.batch_shardings
+        return [jax.device_put(*pair) for pair in zip(leaves, shardings, strict=False)]
 
     def _place_batch(self, batch: Any) -> list[Any]:
         """Checks a batch and its ids, and places its leaves on the devices."""
         if self._processes.are_several:
-            leaves = self._processes.place(batch, self.plan.batch, self._leaf_sharding)
+            leaves = self._processes.place(
+                batch, self.plan.batch, self.runner.batch_shardings
+            )
         else:
             leaves = self._on_devices(self._matching(batch))
         if not self.programs.clips:
@@ -718,79 +687,56 @@ class TableStep:
                 )
         problems.raise_if_any()
 
-    def _loss(
-        self, state: TablesState, batch: list[Any]
-    ) -> Callable[[Any, Any], tuple[Any, Any]]:
-        adapter = self.adapter
-        tree: Any = jax.tree.structure(adapter.rest)
-        rest = adapter.fold_rest(tree.unflatten(state.rest), state.step)
-        rest = adapter.fold_rest(rest, 0)  # like micro-batch 0 of any plan
-        key = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), 0)
-
-        def loss(params: Any, vectors: Any) -> tuple[Any, Any]:
-            total, weight, metrics, changed = self._dense(
-                params, jax.tree.leaves(rest), batch, vectors, key
-            )
-            value = total / jax.lax.stop_gradient(weight)
-            kept = adapter.restore_keys(
-                tree.unflatten(changed), tree.unflatten(state.rest)
-            )
-            return value, (
-                self.program.metrics.unflatten(metrics),
-                jax.tree.leaves(kept),
-            )
-
-        return loss
-
     def _advance(
         self, state: TablesState, batch: list[Any], is_crowded: bool
     ) -> tuple[TablesState, dict[str, Any]]:
         programs = self.programs.plain if is_crowded else self.programs
         ids = programs.shared_out(programs.all_ids(batch))
         vectors, taken = programs.look_up(state.tables, ids)
-        loss, dense, by_vector = self._gradients(state, batch, vectors)
+        new, metrics, by_vector = self._dense_step(state, batch, vectors)
         by_vector = [programs.shared_out(one) for one in by_vector]
-        tables = programs.update(state.tables, ids, taken, by_vector, state.step)
-        return self._updated(dataclasses.replace(state, tables=tables), loss, dense)
+        applies = _applies(state, new)
+        tables = programs.update(
+            state.tables, ids, taken, by_vector, state.step, applies
+        )
+        return dataclasses.replace(new, tables=tables), metrics
 
-    def _gradients(
+    def _dense_step(
         self, state: TablesState, batch: list[Any], vectors: list[Any]
-    ) -> tuple[Any, dict[str, Any], list[Any]]:
-        """Returns (loss with auxiliary values, gradients of parameters, of vectors)."""
-        loss, (dense, by_vector) = jax.value_and_grad(
-            self._loss(state, batch), argnums=(0, 1), has_aux=True
-        )(state.params, self._dense.gather(vectors))
-        return loss, dense, self._dense.scatter(by_vector)
+    ) -> tuple[TablesState, dict[str, Any], list[Any]]:
+        """Returns the next state, with the tables of ``state``, metrics, and the
+        gradients of vectors.
+        """
+        given = self._dense_state(state), self._dense_leaves(batch, vectors)
+        new, metrics, gradients = self.runner.traced_step(*given)
+        return _with_tables(new, state.tables), metrics, gradients
 
-    def _updated(
-        self, state: TablesState, loss: Any, gradients: dict[str, Any]
-    ) -> tuple[TablesState, dict[str, Any]]:
-        """Returns the next state, with the tables of ``state``, and metrics."""
-        value, (metrics, rest) = loss
-        updates, opt_state = self._optimizer.update(
-            gradients, state.opt_state, state.params
-        )
-        params = optax.apply_updates(state.params, updates)
-        params = {
-            path: jax.lax.with_sharding_constraint(leaf, self._dense_sharding(path))
-            for path, leaf in params.items()
-        }
-        new = dataclasses.replace(
-            state,
-            params=params,
-            rest=rest,
-            opt_state=self._shared_like_params(opt_state),
-            step=state.step + 1,
-        )
-        return new, {"loss": value, **metrics}
+    def _dense_metrics(
+        self, state: TablesState, batch: list[Any], vectors: list[Any]
+    ) -> dict[str, Any]:
+        """Returns the loss and metrics of a batch."""
+        given = self._dense_state(state), self._dense_leaves(batch, vectors)
+        metrics: dict[str, Any]
+        metrics, _ = self.runner.traced_evaluation(bare(given[0]), given[1])
+        return metrics
+
+    def _dense_state(self, state: TablesState) -> TrainState:
+        """Returns the state of the dense part's executor."""
+        origin = self.runner.shardings.origin
+        fields = {name: getattr(state, name) for name in _DENSE_FIELDS}
+        return TrainState(origin=origin, **fields)
+
+    def _dense_leaves(self, batch: list[Any], vectors: list[Any]) -> list[Any]:
+        """Returns the batch of the dense part in its layout."""
+        specs = [leaf.spec for leaf in self.plan.dense.batch]
+        leaves: list[Any] = self.runner.program.constrain([*batch, *vectors], specs)
+        return leaves
 
     def _evaluate(self, state: TablesState, batch: list[Any]) -> dict[str, Any]:
         programs = self.programs.plain
         ids = programs.shared_out(programs.all_ids(batch))
         vectors, _ = programs.look_up(state.tables, ids)
-        vectors = self._dense.gather(vectors)
-        value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
-        return {"loss": value, **metrics}
+        return self._dense_metrics(state, batch, vectors)
 
     # Checkpoints.
 
@@ -884,22 +830,18 @@ class TableStep:
             found: Arrays of the checkpoint by section and path.
             arrays: All tables; those in the checkpoint are overwritten.
         """
-        names = {
-            "opt_state": leaf_names(self._abstract_optimizer()),
-            "rest": list(self.adapter.rest_paths),
-        }
-        flat = {
-            section: [found.get(section, {})[name] for name in listed]
-            for section, listed in names.items()
-        }
-        structure: Any = jax.tree.structure(self._abstract_optimizer())
-        opt_state = structure.unflatten(flat["opt_state"])
+        dense = self._abstract_dense()
+        done: dict[str, Any] = {"step": found["step"]["step"]}
+        for name in ("opt_state", "loss_scale"):
+            tree, section = getattr(dense, name), found.get(name, {})
+            leaves = [section[path] for path in leaf_names(tree)]
+            structure: Any = jax.tree.structure(tree)
+            done[name] = structure.unflatten(leaves)
         for kind in (None, *self.plan.rows.state_names):
             section = found.get("tables" if kind is None else f"tables.{kind}", {})
             for name, values in section.items():
                 arrays = self.store.write(arrays, name, np.asarray(values), kind)
-        done = jax.jit(self._shared_like_params)(opt_state), int(found["step"]["step"])
-        rest = flat["rest"]
+        rest = found.get("rest", {})
         return self._state(found["params"], rest, arrays, found["rng"]["rng"], done)
 
     def _sections(self, state: TablesState) -> Sections:
@@ -922,25 +864,20 @@ class TableStep:
                 sections[section] = self.store.collect(state.tables, kind)
         return sections
 
-    def _dense_sections(self, state: TablesState) -> Sections:
-        """Returns all arrays of a state except the tables'."""
-        opt_names = leaf_names(state.opt_state)
-        opt_leaves = jax.tree.leaves(state.opt_state)
-        rest = zip(self.adapter.rest_paths, state.rest, strict=True)
-        return {
-            "params": {path: _saved(x) for path, x in state.params.items()},
-            "rest": dict(rest),
-            "opt_state": dict(zip(opt_names, map(_saved, opt_leaves), strict=True)),
-            "step": {"step": _saved(state.step)},
+    def _dense_sections(self, state: Any) -> Sections:
+        """Returns all arrays of a state except the tables', or their shapes."""
+        sections: Sections = {
+            "params": dict(state.params),
+            "rest": dict(state.rest),
+            "step": {"step": state.step},
             "rng": {"rng": state.rng},
         }
-
-    def _abstract_optimizer(self) -> Any:
-        return jax.eval_shape(self._optimizer.init, self._abstract_params())
-
-    def _abstract_params(self) -> dict[str, Any]:
-        own = dense_params(self.adapter, self.program, self.adapter.params)
-        return {path: aval_of(leaf) for path, leaf in own.items()}
+        for name in ("opt_state", "loss_scale"):
+            tree = getattr(state, name)
+            leaves = jax.tree.leaves(tree)
+            sections[name] = dict(zip(leaf_names(tree), leaves, strict=True))
+        saved: Sections = jax.tree.map(_as_saved, sections)
+        return saved
 
     def _abstract_sections(self) -> Sections:
         """Returns the shapes and types of ``_sections``."""
@@ -948,18 +885,7 @@ class TableStep:
             self.adapter.param_paths, jax.tree.leaves(self.adapter.params), strict=True
         )
         tables = {p: aval_of(x) for p, x in leaves if p in self.plan.tables}
-        rest = jax.tree.map(aval_of, jax.tree.leaves(self.adapter.rest))
-        optimizer = self._abstract_optimizer()
-        sections: Sections = {
-            "params": self._abstract_params(),
-            "rest": dict(zip(self.adapter.rest_paths, rest, strict=True)),
-            "opt_state": dict(
-                zip(leaf_names(optimizer), jax.tree.leaves(optimizer), strict=True)
-            ),
-            "tables": tables,
-            "step": {"step": jax.ShapeDtypeStruct((), np.int32)},
-            "rng": {"rng": jax.eval_shape(lambda: jax.random.key(0))},
-        }
+        sections = {**self._dense_sections(self._abstract_dense()), "tables": tables}
         for kind in self.plan.rows.state_names:
             sections[f"tables.{kind}"] = {
                 name: jax.ShapeDtypeStruct(
@@ -1004,7 +930,10 @@ class TableStep:
         params = [
             jnp.asarray(host_copy(values[path])) for path in self.adapter.param_paths
         ]
-        rest = [jax.device_put(host_copy(leaf)) for leaf in state.rest]
+        rest = [
+            jax.device_put(host_copy(state.rest[path]))
+            for path in self.adapter.rest_paths
+        ]
         trees: list[Any] = [
             jax.tree.structure(self.adapter.params),
             jax.tree.structure(self.adapter.rest),
@@ -1013,17 +942,35 @@ class TableStep:
         return self.adapter.rebuild(*parts)
 
 
-def _saved(leaf: Any) -> Any:
-    """Returns a leaf in host memory, unless other processes have parts of it."""
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    whole = not is_key and leaf.is_fully_addressable
-    return np.asarray(leaf) if whole else leaf
+_DENSE_FIELDS: Final = ("params", "rest", "opt_state", "step", "rng", "loss_scale")
+
+
+def _with_tables(dense: TrainState, tables: Any) -> TablesState:
+    """Returns a state from that of the dense part and the tables."""
+    fields = {name: getattr(dense, name) for name in _DENSE_FIELDS}
+    return TablesState(tables=tables, **fields)
+
+
+def _applies(before: TablesState, after: TablesState) -> Any:
+    """Returns whether a step's gradients were finite; None without a loss scale."""
+    if before.loss_scale is None:
+        return None
+    return before.loss_scale.skipped_steps == after.loss_scale.skipped_steps
+
+
+def _as_saved(leaf: Any) -> Any:
+    """Returns a leaf in host memory; keys, shapes, and leaves of which other processes
+    have parts stay as they are.
+    """
+    is_array = isinstance(leaf, jax.Array) and not is_key(leaf)
+    return np.asarray(leaf) if is_array and leaf.is_fully_addressable else leaf
 
 
 def _shapes(sections: Sections) -> Any:
     return {
         section: {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
         for section, arrays in sections.items()
+        if section != "loss_scale"  # A new one starts where the other has none.
     }
 
 
@@ -1041,14 +988,10 @@ def _negative_id(value: int, rows: int) -> str:
     return f"the id {value - rows} ({value} if the loss counts none from the end)"
 
 
-def _divides(leaf: Any, ranks: int) -> bool:
-    shape = np.shape(leaf)
-    return bool(shape) and shape[0] % ranks == 0
-
-
-def _mesh(plan: TablesPlan, devices: Any) -> Mesh:
-    """Returns the mesh of the plan's axes, in the plan's device order."""
-    found = devices_of(plan.dense, devices)
-    order = plan.dense.device_order or range(len(found))
-    ordered = np.array([found[number] for number in order], dtype=object)
-    return Mesh(ordered.reshape(tuple(plan.axes.values())), tuple(plan.axes))
+def _lookup_mesh(plan: TablesPlan, runner: Any) -> Mesh:
+    """Returns the devices of the executor with the axes that divide lookups."""
+    sizes = plan.axes
+    mesh: Mesh = runner.mesh
+    if set(mesh.axis_names) == set(sizes):
+        return mesh
+    return Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes))

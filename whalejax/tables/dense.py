@@ -1,49 +1,50 @@
-"""The loss without its lookups, as a separate loss.
+"""The loss without its lookups, as a separate loss and model.
 
-Its model has the parameters that are not tables, by their paths, and all non-trained
-leaves; its batch has the looked-up vectors in addition to the user's batch.
+Its trained leaves are the parameters that are not tables, by their paths; its batch has
+the looked-up vectors in addition to the user's batch, and a step returns their
+gradients. So executors run it like any other loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
-from whalejax.adapters.base import Adapter, adapt
-from whalejax.adapters.leaves import is_key
-from whalejax.capture import capture
-from whalejax.capture.loss_options import as_planned
-from whalejax.lowering.spmd.constraints import constraints_of
-from whalejax.lowering.spmd.evaluate import evaluate, named_sharding
+from whalejax.adapters.base import Adapter
+from whalejax.capture.batch import aval_of
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.spmd_search import analysed_for
+from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.tables.loss_cut import cut_program
 from whalejax.tables.recognize import TableProgram
 from whalejax.user_code.losses import Aux, WeightedLoss
 
 
-TENSOR: Final = "tensor"
-
-BATCH_AXES: Final = ("data", "fsdp")
-"""Mesh axes that divide the samples of the dense part."""
-
-ALL_AXES: Final = (*BATCH_AXES, TENSOR)
-"""Mesh axes that divide the samples of lookups, and the tables."""
+STAGE: Final = "stage"
 
 UNUSED: Final = "unused"
 """Name of the placeholder parameter of a model that has only tables."""
 
+OLD_PREFIXES: Final = ("dense.", "rest.")
+"""Prefixes of paths of the dense part in older plans."""
 
-def dense_paths(adapter: Adapter, program: TableProgram) -> list[str]:
-    """Returns the paths of the trained leaves that are not tables, in order."""
-    return [
-        path
-        for number, path in enumerate(adapter.param_paths)
-        if number not in program.tables
-    ]
+
+def lookup_axes(plan: Plan) -> dict[str, int]:
+    """Returns the mesh axes that divide lookups and tables, with their sizes.
+
+    These are all axes; that of pipeline stages comes last.
+
+    Args:
+        plan: Plan of the dense part.
+    """
+    sizes = {name: plan.axis_sizes.get(name, 1) for name in MESH_AXES}
+    stages = sizes.pop(STAGE)
+    found = {name: size for name, size in {**sizes, STAGE: stages}.items() if size > 1}
+    return found or {"data": 1}
 
 
 def dense_params(
@@ -57,51 +58,19 @@ def dense_params(
         params: Trained leaves, in the structure of ``adapter.params``.
     """
     leaves = zip(adapter.param_paths, jax.tree.leaves(params), strict=True)
-    kept = set(dense_paths(adapter, program))
-    found = {path: leaf for path, leaf in leaves if path in kept}
+    tables = {adapter.param_paths[number] for number in program.tables}
+    found = {path: leaf for path, leaf in leaves if path not in tables}
     return found or {UNUSED: np.zeros((), np.float32)}
 
 
-def dense_model(adapter: Adapter, program: TableProgram) -> dict[str, Any]:
-    """Returns the abstract model of the dense part.
+def by_path(paths: Sequence[str], tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by their dotted paths.
 
     Args:
-        adapter: The model, without values.
-        program: Loss of the model.
+        paths: Path of each leaf, in flatten order.
+        tree: The tree.
     """
-    rest = jax.tree.leaves(adapter.rest)
-    return {
-        "dense": dense_params(adapter, program, adapter.params),
-        "rest": dict(zip(adapter.rest_paths, rest, strict=True)),
-    }
-
-
-def dense_outputs(
-    adapter: Adapter,
-    program: TableProgram,
-    params: Mapping[str, Any],
-    rest: Sequence[Any],
-    batch: Sequence[Any],
-    vectors: Sequence[Any],
-    key: Any,
-) -> tuple[Any, Any, Any, Any]:
-    """Returns (total, weight, metrics, rest) of the loss.
-
-    Args:
-        adapter: The model.
-        program: Loss of the model, cut at the lookups.
-        params: Trained leaves that are not tables, by their paths.
-        rest, batch: Leaves of the non-trained state, and of the batch.
-        vectors: Vectors of each lookup.
-        key: Random key of a loss that takes one, or None.
-    """
-    ordered = [params[path] for path in dense_paths(adapter, program)]
-    others = [*rest, *batch, *([key] if adapter.takes_rng else [])]
-    outputs = program.loss(ordered, others, vectors)
-    count = len(jax.tree.leaves(adapter.rest))
-    total, weight = outputs[:2]
-    metrics = outputs[2 : len(outputs) - count]
-    return total, weight, metrics, outputs[len(outputs) - count :]
+    return dict(zip(paths, jax.tree.leaves(tree), strict=True))
 
 
 def dense_batch(program: TableProgram, batch: Any) -> dict[str, Any]:
@@ -117,142 +86,140 @@ def dense_batch(program: TableProgram, batch: Any) -> dict[str, Any]:
     return {"batch": batch, "vectors": vectors}
 
 
-def dense_loss(adapter: Adapter, program: TableProgram) -> Callable[..., Any]:
-    """Returns the loss of ``dense_model`` and a batch with vectors.
-
-    It reports the metrics of the complete loss, followed by the new non-trained leaves
-    except random keys.
+def dense_adapter(adapter: Adapter, program: TableProgram, batch: Any) -> Adapter:
+    """Returns the dense part as a model with a loss.
 
     Args:
-        adapter: The model, without values.
-        program: Loss of the model, cut at the lookups.
-    """
-
-    def run(model: Any, batch: Any, key: Any) -> Any:
-        rest = [model["rest"][path] for path in adapter.rest_paths]
-        leaves = jax.tree.leaves(batch["batch"])
-        total, weight, metrics, changed = dense_outputs(
-            adapter, program, model["dense"], rest, leaves, batch["vectors"], key
-        )
-        if UNUSED in model["dense"]:
-            total = total + 0 * model["dense"][UNUSED].astype(total.dtype)
-        numbers = [leaf for leaf in changed if not is_key(leaf)]
-        reported = {f"{n:05}": x for n, x in enumerate([*metrics, *numbers])}
-        return WeightedLoss(total, weight), Aux(metrics=reported)
-
-    if adapter.takes_rng:
-        return lambda model, batch, rng: run(model, batch, rng)
-    return lambda model, batch: run(model, batch, None)
-
-
-class DensePart:
-    """The loss without its lookups, as planned: with remat, precision and layout.
-
-    Args:
-        plan: Plan of the dense part.
         adapter: The model, without values.
         program: Loss of the model, cut at the lookups.
         batch: Global batch, abstract.
-        mesh: Devices of the plan.
+    """
+    params = dense_params(adapter, program, adapter.params)
+    rest = by_path(adapter.rest_paths, adapter.rest)
+    paths, others = tuple(sorted(params)), tuple(sorted(rest))
+    first = len(jax.tree.leaves(batch))
+
+    def of_params(values: Sequence[tuple[str | None, ...]]) -> Any:
+        known = dict(zip(adapter.param_paths, values, strict=True))
+        return tuple(known.get(path, ()) for path in paths)
+
+    def of_rest(values: Sequence[tuple[str | None, ...]]) -> Any:
+        known = dict(zip(adapter.rest_paths, values, strict=True))
+        return tuple(known[path] for path in others)
+
+    form: Any = DenseForm(adapter)
+    return dataclasses.replace(
+        adapter,
+        kind="pytree",
+        params={path: aval_of(params[path]) for path in paths},
+        rest=jax.tree.map(aval_of, rest),
+        param_paths=paths,
+        rest_paths=others,
+        names=of_params(adapter.names),
+        pinned=of_params(adapter.pinned),
+        called=of_params(adapter.called),
+        rest_names=of_rest(adapter.rest_names),
+        rest_pinned=of_rest(adapter.rest_pinned),
+        rest_called=of_rest(adapter.rest_called),
+        short={path: n for path, n in adapter.short.items() if path in paths},
+        batch_gradients=tuple(range(first, first + len(program.lookups))),
+        _form=form,
+        _loss_fn=DenseLoss(adapter, program),
+    )
+
+
+class DenseForm:
+    """Form of the dense part: parameters and other leaves by their paths.
+
+    Attributes:
+        frozen: Paths of the model's weights that are not trained.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        adapter: Adapter,
-        program: TableProgram,
-        batch: Any,
-        mesh: Mesh,
-    ) -> None:
-        model, loss = dense_model(adapter, program), dense_loss(adapter, program)
-        own = adapt(model, loss, trainable="dense.*").without_values()
-        captured = as_planned(capture(own, dense_batch(program, batch)), plan)
-        analysed = analysed_for(plan, captured.graph)
-        self._constraints = constraints_of(plan, analysed, captured)
-        self._jaxpr, self._mesh, self._adapter = captured.jaxpr, mesh, adapter
-        self._specs = [leaf.spec for leaf in plan.batch]
-        self._num_metrics = program.metrics.num_leaves
-        self._is_tensor_parallel = dict(mesh.shape)[TENSOR] > 1
+    def __init__(self, adapter: Adapter) -> None:
+        pairs = zip(adapter.rest_paths, adapter.frozen, strict=True)
+        self.frozen = frozenset(path for path, is_frozen in pairs if is_frozen)
 
-    def __call__(
-        self,
-        params: Mapping[str, Any],
-        rest: Sequence[Any],
-        batch: Sequence[Any],
-        vectors: Sequence[Any],
-        key: Any,
-    ) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Returns (total, weight, metrics, rest) of the loss.
+    def take_apart(self, model: Any) -> tuple[Any, Any]:
+        return model["params"], model["rest"]
 
-        Args:
-            params: Trained leaves that are not tables, by their paths.
-            rest, batch: Leaves of the non-trained state, and of the batch.
-            vectors: Vectors of each lookup.
-            key: Random key; read only if the loss takes one.
-        """
-        model = dict(zip(self._adapter.rest_paths, rest, strict=True))
-        batch = [*batch, *vectors]
-        shared = [
-            jax.lax.with_sharding_constraint(leaf, named_sharding(spec, self._mesh))
-            for leaf, spec in zip(batch, self._specs, strict=True)
-        ]
-        keys = [key] if self._adapter.takes_rng else []
-        given = [*jax.tree.leaves(params), *jax.tree.leaves(model), *shared, *keys]
-        total, weight, *others = evaluate(
-            self._jaxpr, given, self._constraints, self._mesh
-        )
-        metrics, others = others[: self._num_metrics], others[self._num_metrics :]
-        changed = iter(others)
-        kept = [leaf if is_key(leaf) else next(changed) for leaf in rest]
-        return total, weight, metrics, kept
+    def join(self, params: Any, rest: Any) -> Any:
+        return {"params": params, "rest": rest}
 
-    def gather(self, vectors: Sequence[Any]) -> list[Any]:
-        """Returns looked-up vectors as the dense part reads them.
+    def changed_rest(self, model: Any, rest: Any, variables: Mapping[str, Any]) -> Any:
+        del model, rest
+        return dict(variables)
 
-        Devices of one tensor-parallel group look up vectors of different samples, and
-        each needs the vectors of all.
+    def rebuild(self, params: Any, rest: Any) -> Any:
+        return self.join(params, rest)
 
-        Args:
-            vectors: Vectors of each lookup, divided over all devices.
-        """
-        return self._between(
-            vectors,
-            lambda x: jax.lax.all_gather(x, TENSOR, tiled=True),
-            (ALL_AXES, BATCH_AXES),
+    def evaluating(self) -> None:
+        return None
+
+    def without_values(self) -> DenseForm:
+        return self
+
+
+class DenseLoss:
+    """The loss of the dense part, for batches of any number of samples.
+
+    The user's loss is traced and cut at its lookups once for each shape.
+    """
+
+    def __init__(self, adapter: Adapter, program: TableProgram) -> None:
+        self._adapter, self._program = adapter, program
+        self._cut: dict[str, TableProgram] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the model without programs, which hold variables of JAX."""
+        return _dense_loss, (self._adapter, self._program.batch)
+
+    def __call__(self, model: Any, batch: Any, key: Any = None) -> Any:
+        adapter, program = self._adapter, self._program_for(batch["batch"])
+        ordered = [model["params"][path] for path in self._paths(program)]
+        leaves = [model["rest"][path] for path in adapter.rest_paths]
+        leaves += jax.tree.leaves(batch["batch"])
+        leaves += [key] if adapter.takes_rng else []
+        outputs = program.loss(ordered, leaves, batch["vectors"])
+        count = len(jax.tree.leaves(adapter.rest))
+        total, weight = outputs[:2]
+        if UNUSED in model["params"]:
+            total = total + 0 * model["params"][UNUSED].astype(total.dtype)
+        last = len(outputs) - count
+        return (
+            WeightedLoss(total, weight) if program.weighted else total,
+            Aux(
+                metrics=program.metrics.unflatten(outputs[2:last]),
+                variables=by_path(adapter.rest_paths, outputs[last:]),
+            ),
         )
 
-    def scatter(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns gradients of vectors, divided over all devices: inverse of
-        ``gather``.
+    def _paths(self, program: TableProgram) -> list[str]:
+        """Returns the paths of the trained leaves that are not tables, in order."""
+        paths = enumerate(self._adapter.param_paths)
+        return [path for number, path in paths if number not in program.tables]
 
-        Args:
-            gradients: Gradients of each lookup's vectors, complete.
-        """
-        count = self._mesh.shape[TENSOR]
+    def _program_for(self, batch: Any) -> TableProgram:
+        """Returns the loss, cut at its lookups, for a batch of some samples."""
+        avals = jax.tree.map(aval_of, batch)
+        text = str(jax.tree.leaves(avals))
+        if text not in self._cut:
+            found = cut_program(self._adapter, avals)
+            if _lookup_forms(found) != _lookup_forms(self._program):
+                raise PlanError(
+                    "the loss looks up other tables, or other numbers of rows for a "
+                    "sample, with another number of samples. Look the same rows up for "
+                    "each sample, or plan with num_micro_batches=1"
+                )
+            self._cut[text] = found
+        return self._cut[text]
 
-        def own_samples(x: Any) -> Any:
-            size = len(x) // count
-            first = jax.lax.axis_index(TENSOR) * size
-            return jax.lax.dynamic_slice_in_dim(x, first, size)
 
-        return self._between(gradients, own_samples, (BATCH_AXES, ALL_AXES))
+def _lookup_forms(program: TableProgram) -> list[tuple[Any, ...]]:
+    return [
+        (one.param, one.shape[1:], one.pooled, one.vectors_shape[1:])
+        for one in program.lookups
+    ]
 
-    def _between(
-        self,
-        arrays: Sequence[Any],
-        run: Callable[[Any], Any],
-        axes: tuple[tuple[str, ...], tuple[str, ...]],
-    ) -> list[Any]:
-        """Runs a function on each device's samples under tensor parallelism."""
-        if not self._is_tensor_parallel:
-            return [*arrays]
-        given, result = map(PartitionSpec, axes)
-        mapped: Any = jax.shard_map(
-            lambda own: [run(x) for x in own],
-            mesh=self._mesh,
-            in_specs=(given,),
-            out_specs=result,
-            check_vma=False,
-        )
-        found: list[Any] = mapped([*arrays])
-        return found
+
+def _dense_loss(adapter: Adapter, batch: Any) -> DenseLoss:
+    return DenseLoss(adapter, cut_program(adapter, batch))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import jax.numpy as jnp
 
 from whalejax.planner.cost_terms import MemoryTerms
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import Collective, CollectiveKind
 from whalejax.planner.tables.placement import TablePlacement
-from whalejax.tables.dense import ALL_AXES
 from whalejax.tables.layout import BufferKey, TableLayout, make_layout
 from whalejax.tables.recognize import Lookup
 from whalejax.tables.sparse_optimizers import SparseOptimizer
@@ -108,9 +111,8 @@ def predict_device_use(
         optimizer: Update rule of rows.
         dense: Plan of the dense part, whose mesh divides the lookups.
     """
-    axes = {name: dense.axis_sizes.get(name, 1) for name in ALL_AXES}
     tables = {table.name: table for table in placement.tables}
-    held = [n for n, name in enumerate(names) if name in tables]
+    every, held = lookups, [n for n, name in enumerate(names) if name in tables]
     lookups, names = [lookups[n] for n in held], [names[n] for n in held]
     samples = lookups[0].shape[0]
     layout = make_layout(placement, lookups, names, samples // placement.ranks.count)
@@ -121,9 +123,8 @@ def predict_device_use(
         row += optimizer.state_bytes_per_row(key.width, element_bytes)
         stored[key.memory] += each.rows * row
     whole = [(tables[name].rows, tables[name].width) for name in layout.replicated]
-    vectors = _own_vectors(layout, lookups) * element_bytes
-    together = axes.get("tensor", 1)
-    divided = tuple(name for name, size in axes.items() if size > 1)
+    read = [_read_vectors(dense, n - len(every)) for n in held]
+    divided = tuple(name for name in dense.axis_sizes if dense.axis_sizes[name] > 1)
     copies = sum(
         rows
         * (width * element_bytes + optimizer.state_bytes_per_row(width, element_bytes))
@@ -132,32 +133,46 @@ def predict_device_use(
     return DeviceUse(
         stored_bytes=stored["device"] + stored["node"] + copies,
         host_bytes=stored["host"],
-        vectors_bytes=vectors * together,
+        vectors_bytes=sum(nbytes for nbytes, _ in read),
         exchange_bytes=_peak_elements(layout, lookups, optimizer) * element_bytes,
         collectives=(
             *_collectives(layout, samples, whole, element_bytes, divided),
-            *_gathers(vectors * together, len(lookups), together),
+            *_gathers(read),
         ),
     )
 
 
-def _gathers(vectors_bytes: int, count: int, devices: int) -> Iterator[Collective]:
-    """Yields the gathers of vectors among devices that compute products together.
+def _read_vectors(dense: Plan, number: int) -> tuple[int, tuple[str, ...]]:
+    """Returns the bytes of a lookup's vectors that a device of the dense part reads,
+    and the axes whose devices read the same ones.
 
     Args:
-        vectors_bytes: Bytes of the gathered vectors on a device.
-        count: Number of lookups.
-        devices: Number of these devices.
+        dense: Plan of the dense part.
+        number: Index of the vectors in its batch.
     """
-    if devices > 1:
-        yield Collective(
-            kind="all-gather",
-            axes=("tensor",),
-            phase="forward",
-            what="rows",
-            payload_bytes=vectors_bytes // count,
-            count=count,
-        )
+    leaf, sizes = dense.batch[number], dense.axis_sizes
+    divided = {axis for axes in leaf.spec for axis in axes}
+    size = math.prod(leaf.shape) // math.prod(sizes.get(a, 1) for a in divided)
+    same = tuple(axis for axis, n in sizes.items() if n > 1 and axis not in divided)
+    return size * jnp.dtype(leaf.dtype).itemsize, same
+
+
+def _gathers(read: Sequence[tuple[int, tuple[str, ...]]]) -> Iterator[Collective]:
+    """Yields the gathers of vectors among devices that read the same ones.
+
+    Args:
+        read: Results of ``_read_vectors`` for each lookup.
+    """
+    for (nbytes, axes), count in Counter(read).items():
+        if axes:
+            yield Collective(
+                kind="all-gather",
+                axes=axes,
+                phase="forward",
+                what="rows",
+                payload_bytes=nbytes,
+                count=count,
+            )
 
 
 def _own_vectors(layout: TableLayout, lookups: Sequence[Lookup]) -> int:

@@ -301,6 +301,7 @@ class TablePrograms:
         taken: TakenIds,
         gradients: Any,
         step: Any,
+        applies: Any = None,
     ) -> TableArrays:
         """Returns the tables with the looked-up rows updated.
 
@@ -309,7 +310,11 @@ class TablePrograms:
             ids, taken: Results of ``all_ids`` and ``look_up``.
             gradients: Gradient of each lookup's vectors.
             step: Number of steps before this one.
+            applies: Boolean scalar: False changes nothing; None means True.
         """
+        if applies is not None:
+            ids = jnp.where(applies, ids, NO_ID)
+            taken = self._none_taken(taken, applies)
 
         def run(
             tables: TableArrays,
@@ -338,6 +343,18 @@ class TablePrograms:
         mapped = self._mapped(run, given, specs)
         found: TableArrays = mapped(tables, ids, taken, gradients, step)
         return found
+
+    def _none_taken(self, taken: TakenIds, applies: Any) -> TakenIds:
+        """Returns the ids of a step, or none unless ``applies``."""
+        rows = {key: each.rows for key, each in self.layout.widths.items()}
+        return dataclasses.replace(
+            taken,
+            taken=jnp.where(applies, taken.taken, NO_ID),
+            asked={
+                key: jnp.where(applies, asked, rows[key])
+                for key, asked in taken.asked.items()
+            },
+        )
 
     def _update_buffers(
         self, tables: TableArrays, ids: Any, taken: TakenIds, gradients: Any, step: Any

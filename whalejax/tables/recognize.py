@@ -84,6 +84,8 @@ class TableProgram:
         inputs: Number of leaves: trained, other, and of the batch.
         unread: Paths of leaves of the batch that no equation reads.
         metrics: Structure of the reported metrics.
+        weighted: Whether the loss has a weight of its own.
+        batch: The batch that the loss was traced for, abstract.
     """
 
     lookups: tuple[Lookup, ...]
@@ -93,6 +95,8 @@ class TableProgram:
     _closed: Any
     unread: tuple[str, ...] = ()
     metrics: Any = None
+    weighted: bool = False
+    batch: Any = None
 
     @property
     def traced(self) -> Any:

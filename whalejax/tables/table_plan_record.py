@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -17,12 +17,19 @@ from whalejax.capture.batch import aval_of
 from whalejax.lowering.batch_record import batch_leaves, batch_of, batch_tree
 from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan_entries import BatchLeaf, ModelWork
+from whalejax.planner.plan_entries import (
+    BatchLeaf,
+    LeafPlan,
+    ModelWork,
+    RegionTable,
+    RoleInfo,
+)
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.cpu_or_device import TableCost
 from whalejax.planner.tables.placement_record import placement_data, placement_of
 from whalejax.planner.tables.sections import Sections
 from whalejax.planner.tables_data import TablesData
+from whalejax.tables.dense import OLD_PREFIXES
 from whalejax.tables.device_use import DeviceUse
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
@@ -111,7 +118,9 @@ def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
     known: Any = record  # It has the batch in the form of a plan.
     return TablesPlan(
         placement=placement,
-        dense=record.use.taken_from(dataclasses.replace(plan, tables=None)),
+        dense=record.use.taken_from(
+            _without_prefixes(dataclasses.replace(plan, tables=None))
+        ),
         rows=record.rows,
         refused=dict(record.refused),
         model_paths=record.model_paths,
@@ -122,6 +131,34 @@ def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
         cut=record.cut,
         use=record.use,
     )
+
+
+def _without_prefixes(plan: Plan) -> Plan:
+    """Returns a plan of the dense part whose paths are those of the model.
+
+    In older plans they have prefixes.
+    """
+    prefixed = any(leaf.path.startswith(OLD_PREFIXES) for leaf in plan.leaves)
+    return _renamed(plan) if prefixed else plan
+
+
+_NAMED: Final = frozenset("leaves roles compute storage path axes name aliases".split())
+"""Fields of plans and their entries that have names of parameters."""
+
+
+def _renamed(value: Any) -> Any:
+    """Returns a value whose names of parameters have no prefix."""
+    if isinstance(value, str):
+        for prefix in OLD_PREFIXES:
+            value = value.removeprefix(prefix)
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_renamed, value))
+    if isinstance(value, Plan | LeafPlan | RoleInfo | RegionTable):
+        names = _NAMED.intersection(f.name for f in dataclasses.fields(value))
+        renamed = {name: _renamed(getattr(value, name)) for name in names}
+        return dataclasses.replace(value, **renamed)
+    return value
 
 
 def program_hash(program: TableProgram) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.adapters.base import Adapter
 from whalejax.meshes.checks import short_repr
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import LeafPlan
@@ -16,9 +14,8 @@ from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.section_text import placed_text, placed_why
 from whalejax.planner.tables.sections import Sections
 from whalejax.planner.tables.table import Table
-from whalejax.tables.dense import ALL_AXES
+from whalejax.tables.dense import lookup_axes
 from whalejax.tables.device_use import DeviceUse
-from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 
 
@@ -73,8 +70,7 @@ class TablesPlan:
     @property
     def axes(self) -> dict[str, int]:
         """Mesh axes over which lookups and tables are divided, with their sizes."""
-        sizes = dict(self.dense.axes)
-        return {name: sizes.get(name, 1) for name in ALL_AXES}
+        return lookup_axes(self.dense)
 
     @property
     def trained(self) -> tuple[LeafPlan, ...]:
@@ -106,9 +102,7 @@ class TablesPlan:
         for name in others:
             if name == path or name.startswith(f"{path}."):
                 beside = self.refused.get(name)
-                return self.dense.why(f"dense.{name}") + (
-                    f"\n{beside}" if beside else ""
-                )
+                return self.dense.why(name) + (f"\n{beside}" if beside else "")
         raise PlanError(
             f"no parameter has the path {short_repr(path)}; there are "
             f"{', '.join(self.model_paths[:8])}"
@@ -118,39 +112,3 @@ class TablesPlan:
         refused = "".join(f"\nno table: {text}" for text in self.refused.values())
         placed = placed_text(self.sections, self.placement, self.beside, self.cut)
         return f"{placed}{refused}\n\n{self.dense}"
-
-
-def cut_program(adapter: Adapter, batch: Any) -> TableProgram:
-    """Returns the loss of an adapted model, cut at its lookups.
-
-    Args:
-        adapter: The model, without values.
-        batch: A global batch, abstract or real.
-    """
-    import jax
-
-    from whalejax.capture.batch import aval_of
-    from whalejax.tables.recognize import split_loss
-
-    trees: list[Any] = [adapter.params, adapter.rest, jax.tree.map(aval_of, batch)]
-    flat = [jax.tree.leaves(tree) for tree in trees]
-    structures: list[Any] = [jax.tree.structure(tree) for tree in trees]
-
-    metrics: list[Any] = []
-
-    def loss(params: Any, rest: Any, batch: Any, *key: Any) -> list[Any]:
-        given = zip(structures, (params, rest, batch), strict=True)
-        result = adapter.loss(*(tree.unflatten(leaves) for tree, leaves in given), *key)
-        metrics.append(jax.tree.structure(result.metrics))
-        return jax.tree.leaves(
-            (result.total, result.weight, result.metrics, result.rest)
-        )
-
-    paths = [
-        jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, _ in jax.tree_util.tree_flatten_with_path(batch)[0]
-    ]
-    key = [jax.eval_shape(lambda: jax.random.key(0))] if adapter.takes_rng else []
-    paths_of = {"paths": adapter.param_paths, "batch_paths": paths}
-    program = split_loss(loss, *flat, *key, **paths_of)
-    return dataclasses.replace(program, metrics=metrics[-1])

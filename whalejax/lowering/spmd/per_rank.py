@@ -88,9 +88,24 @@ def gradients_of(
     else:
         means = _adasum(program, gradients, sums.weight, specs)
     result = dataclasses.replace(
-        _summed(program, sums), gradients=tuple(means), means=True
+        _summed(program, sums),
+        gradients=tuple(means),
+        batch_gradients=_from_ranks(program, sums.batch_gradients),
+        means=True,
     )
     return result, _rest(program, rest, moved)
+
+
+def _from_ranks(program: Program, stacked: Sequence[Any]) -> tuple[Any, ...]:
+    """Joins gradients of batch leaves of all ranks along the samples."""
+    wanted, joined = program.adapter.batch_gradients, []
+    for place, ranks in zip(wanted, stacked, strict=True):
+        axis = program.batch_axes[place] or 0
+        each = jnp.moveaxis(ranks, 0, axis)
+        shape = (*each.shape[:axis], -1, *each.shape[axis + 2 :])
+        joined.append(each.reshape(shape))
+    specs = [program.plan.batch[place].spec for place in wanted]
+    return tuple(program.constrain(joined, specs))
 
 
 def losses_of(

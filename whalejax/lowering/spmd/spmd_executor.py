@@ -59,18 +59,23 @@ class Sums:
         weight: Sum of the losses' weights.
         metrics: Sum of each metric.
         gradients: Sum of the gradients of the totals, in flat order.
-        means: Whether gradients are already those of the mean loss.
+        batch_gradients: Gradients of the totals by the adapter's
+            ``batch_gradients``, one row for each sample.
+        means: Whether ``gradients`` are already those of the mean loss.
     """
 
     total: Any
     weight: Any
     metrics: Any
     gradients: tuple[Any, ...]
+    batch_gradients: tuple[Any, ...] = ()
     means: bool = False
 
 
 jax.tree_util.register_dataclass(
-    Sums, data_fields=["total", "weight", "metrics", "gradients"], meta_fields=["means"]
+    Sums,
+    data_fields=["total", "weight", "metrics", "gradients", "batch_gradients"],
+    meta_fields=["means"],
 )
 
 
@@ -275,12 +280,19 @@ def differentiator(
         for p, spec, away in zip(params, stored, hosted, strict=True)
     ]
 
-    def loss(given: Sequence[Any], *others: Any) -> tuple[Any, tuple[Any, Any]]:
-        triples = zip(params, given, hosted, strict=True)
+    wanted = adapter.batch_gradients
+    layouts = [program.plan.batch[place].spec for place in wanted]
+
+    def loss(
+        given: tuple[Sequence[Any], ...], rest: Any, batch: Sequence[Any], key: Any
+    ) -> tuple[Any, tuple[Any, Any]]:
+        triples = zip(params, given[0], hosted, strict=True)
         leaves = [
             HostParameter(host=p, seed=x) if away else x for p, x, away in triples
         ]
-        total, others = program.loss(leaves, *others)
+        by_place = dict(zip(wanted, given[1], strict=True))
+        read = [by_place.get(place, leaf) for place, leaf in enumerate(batch)]
+        total, others = program.loss(leaves, rest, read, key)
         return total if scale is None else total * scale, (total, others)
 
     differentiate = jax.value_and_grad(loss, has_aux=True)
@@ -289,15 +301,18 @@ def differentiator(
         drawn = index + first
         folded = adapter.fold_rest(adapter.restore_keys(rest, at_step), drawn)
         key = None if rng is None else jax.random.fold_in(rng, drawn)
-        (_, (total, (weight, metrics, fresh))), gradients = differentiate(
-            differentiated, folded, batch, key
+        read = [batch[place] for place in wanted]
+        (_, (total, (weight, metrics, fresh))), (gradients, by_leaf) = differentiate(
+            (differentiated, read), folded, batch, key
         )
         if scale is not None:
             gradients = [wide(g) / scale for g in gradients]
+            by_leaf = [wide(g) / scale for g in by_leaf]
         fresh = adapter.restore_keys(fresh, rest)
         gradients = program.constrain(program.constrain(gradients, stored), specs)
+        by_leaf = program.constrain(by_leaf, layouts)
         sums = sums_of(program, total, weight, metrics, tuple(gradients), index)
-        return sums, fresh
+        return replace(sums, batch_gradients=tuple(by_leaf)), fresh
 
     return one
 
@@ -422,16 +437,35 @@ def _accumulate(
         pairs = enumerate(leaves)
         return tree.unflatten([x if i in frozen else next(given) for i, x in pairs])
 
-    def body(carry: Any, step: Any) -> tuple[Any, None]:
+    def body(carry: Any, step: Any) -> tuple[Any, tuple[Any, ...]]:
         sums, some = carry
         index, part = step
         added, after = one(filled(some), whole(part), index)
+        by_leaf, added = added.batch_gradients, replace(added, batch_gradients=())
         after = jax.tree.leaves(after)
-        return (jax.tree.map(jnp.add, sums, added), [after[i] for i in moving]), None
+        carry = jax.tree.map(jnp.add, sums, added), [after[i] for i in moving]
+        return carry, by_leaf
 
     carry = zeros, [leaves[i] for i in moving]
-    (sums, some), _ = jax.lax.scan(body, carry, (jnp.arange(count), parts))
-    return sums, filled(some)
+    (sums, some), by_leaf = jax.lax.scan(body, carry, (jnp.arange(count), parts))
+    by_leaf = unstacked(program, by_leaf)
+    return replace(sums, batch_gradients=by_leaf), filled(some)
+
+
+def unstacked(program: Program, stacked: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns gradients of batch leaves of the global batch.
+
+    Args:
+        program: Loss, optimizer and plan to run.
+        stacked: Gradients of every micro-batch along a leading dimension, by the
+            adapter's ``batch_gradients``.
+    """
+    rows, wanted = MicroBatchRows.of(program.plan), program.adapter.batch_gradients
+    specs = [program.plan.batch[place].spec for place in wanted]
+    stacked = program.constrain(stacked, [((), *spec) for spec in specs])
+    axes = [program.batch_axes[place] or 0 for place in wanted]
+    pairs = zip(stacked, axes, strict=True)
+    return tuple(program.constrain([rows.unstack(x, axis) for x, axis in pairs], specs))
 
 
 def update(

@@ -1,0 +1,198 @@
+"""The dense part of steps with tables in layouts of ordinary plans, one program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+from tests.equality import build
+from tests.whalejax import recommender_net as deep
+from tests.whalejax.test_table_dense_part import (
+    OPTIMIZER,
+    check_equal,
+    check_exchanges,
+    loss,
+    make_batch,
+    make_net,
+    make_step,
+)
+from whalejax import models
+
+
+SGD = wh.sparse_optimizer("sgd", 0.1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_micro_batches(ranks: int, parts: int) -> None:
+    """Rows are looked up once for all of them."""
+    plan, step = make_step(f"cpu:{ranks}", num_micro_batches=parts)
+    assert plan.num_micro_batches == parts
+    check_equal(step, 2e-6)
+    if ranks > 1:
+        check_exchanges(step)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"zero": 1}),
+        (4, {"zero": 2, "num_micro_batches": 2}),
+        (8, {"zero": 2, "mesh": {"data": 4, "fsdp": 2}, "num_micro_batches": 2}),
+        (4, {"mesh": {"fsdp": 4}, "num_micro_batches": 4, "remat": "dots"}),
+        (8, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "num_micro_batches": 2}),
+        (2, {"offload": "optimizer"}),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else None,
+)
+def test_states_and_axes(ranks: int, options: dict[str, Any]) -> None:
+    plan, step = make_step(f"cpu:{ranks}", **options)
+    assert plan.zero == options.get("zero", plan.zero)
+    check_equal(step, 2e-6)
+    check_exchanges(step)
+
+
+def test_float16_with_a_scaled_loss() -> None:
+    """Steps that overflow change neither the dense part nor rows."""
+    for ranks in (1, 4):
+        _, step = make_step(f"cpu:{ranks}", precision="f16", num_micro_batches=2)
+        precision = {"*": "f16"}
+        check_equal(step, 2e-2, precision=precision, num_micro_batches=2)
+    state = step.init_from(make_net())
+    batch = make_batch(0)
+    batch["label"] = np.full_like(batch["label"], 1e30)
+    before = jax.tree.map(np.asarray, (step.table_values(state), state.params))
+    squares = step.row_states(state)
+    state, metrics = step(state, batch)
+    assert int(metrics["skipped_steps"]) == 1
+    after = jax.tree.map(np.asarray, (step.table_values(state), state.params))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    jax.tree.map(np.testing.assert_array_equal, squares, step.row_states(state))
+    for _ in range(4):  # The scale halves until nothing overflows.
+        state, metrics = step(state, make_batch(0))
+    assert int(metrics["skipped_steps"]) < 5
+    assert not np.array_equal(step.table_values(state)["user"], before[0]["user"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {"num_micro_batches": 2}),
+        (2, {"num_micro_batches": 4, "zero": 1}),
+        (4, {"offload": ("optimizer", "params"), "num_micro_batches": 2}),
+        (2, {"offload": "activations", "remat": "full"}),
+        (4, {"mesh": {"data": 2, "tensor": 2}, "sequence_parallel": True}),
+        (8, {"mesh": {"data": 2, "context": 4}, "num_micro_batches": 2}),
+        (4, {"mesh": {"context": 4}, "attention": "ring"}),
+        (8, {"mesh": {"fsdp": 2, "context": 2, "tensor": 2}}),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else None,
+)
+def test_layers_with_attention(ranks: int, options: dict[str, Any]) -> None:
+    _, step = deep.make_step(f"cpu:{ranks}", **options)
+    deep.check_equal(step, 3e-6)
+
+
+@pytest.mark.relaxed_promotion  # Flax promotes in its norms
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "expert": 2}, {"context": 2, "expert": 2}]
+)
+def test_layers_of_experts(mesh: dict[str, int]) -> None:
+    job = models.job("moe-test", annotated=False, batch_size=16, layers=1)
+    model, optimizer = build(job), optax.sgd(0.1)
+    given: dict[str, Any] = {"optimizer": optimizer, "tables": SGD, "mesh": mesh}
+    plan = wh.plan(job.loss_fn, model, job.batch_at(0), cluster="cpu:4", **given)
+    del given["tables"], given["mesh"]
+    one = wh.plan(job.loss_fn, model, job.batch_at(0), cluster="cpu:1", **given)
+    losses = []
+    for each in (plan, one):
+        devices = jax.devices()[: each.num_devices]
+        step: Any = wh.compile(each, job.loss_fn, model, **given, devices=devices)
+        state, values = step.init_from(model), []
+        for number in range(3):
+            state, metrics = step(state, job.batch_at(number))
+            values.append(float(metrics["loss"]))
+        losses.append(values)
+    np.testing.assert_allclose(*losses, rtol=2e-6)
+
+
+@pytest.mark.parametrize("combine", ["adasum", "adasum_updates"])
+def test_gradients_combined_by_adasum(combine: str) -> None:
+    """The dense part as without tables; rows by the gradient of the mean loss."""
+    mesh = {"data": 4}
+    _, step = make_step("cpu:4", combine=combine, mesh=mesh)
+    net, batch = make_net(), make_batch(0)
+    plan = wh.plan(
+        *(loss, net, batch),
+        optimizer=OPTIMIZER,
+        cluster="cpu:4",
+        combine=combine,
+        mesh=mesh,
+    )
+    given: dict[str, Any] = {"optimizer": OPTIMIZER, "devices": jax.devices()[:4]}
+    other = wh.compile(plan, loss, net, **given)
+    whole, _ = other(other.init_from(net), batch)
+    state, _ = step(step.init_from(net), batch)
+    for name, value in state.params.items():
+        np.testing.assert_allclose(value, whole.model[name], rtol=0, atol=2e-6)
+    gradients = jax.grad(loss)({k: jnp.asarray(x) for k, x in net.items()}, batch)
+    for name, rows in step.table_values(state).items():
+        moved = 0.05 * gradients[name] / jnp.sqrt(gradients[name] ** 2 + 0.1 + 1e-7)
+        np.testing.assert_allclose(rows, net[name] - moved, rtol=0, atol=2e-6)
+
+
+def test_a_step_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+    _, step = make_step("cpu:4", num_micro_batches=2, zero=1)
+    state, _ = step(step.init_from(make_net()), make_batch(0))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for number in range(3):
+            state, _ = step(state, make_batch(number))
+    assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
+
+
+def test_optimizers_of_the_dense_part_see_its_paths() -> None:
+    """A mask by name; the planned state is that of the step."""
+
+    def is_out(tree: Any) -> Any:
+        return {name: name == "out" for name in tree}
+
+    dense = optax.chain(optax.masked(optax.trace(0.9), is_out), optax.scale(-0.01))
+    plan, step = make_step("cpu:2", dense, zero=1, num_micro_batches=2)
+    assert plan.optimizer_bytes == 16 * 4
+    state, _ = step(step.init_from(make_net()), make_batch(0))
+    traces = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert [x.shape for x in traces] == [(16,)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_micro_batches": 5}, r"num_micro_batches"),
+        ({"shares": [1, 1]}, "every device looks up for as many samples"),
+        ({"swarm": True, "bandwidth": "1Gb/s"}, "swarm was given with tables: peers"),
+        ({"runnable": False}, "runnable was given with tables"),
+        ({"batch_axes": 1}, "samples along dimension 0"),
+        ({"zero": 3}, "zero"),
+        ({"mesh": {"tensr": 2}}, "Did you mean 'tensor'"),
+        ({"margin": 2}, "margin"),
+        ({"mesh": {"data": 3}}, "uses 3 of 4 devices"),
+    ],
+)
+def test_what_cannot_run_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(wh.WhaleError, match=words):
+        make_step("cpu:4", **options)
+
+
+def test_a_setting_that_does_not_exist_is_named() -> None:
+    with pytest.raises(wh.WhaleError, match=r"zeroo.*Did you mean 'zero'"):
+        wh.plan_tables(
+            *(lambda net, batch: 0.0, make_net(), make_batch(0)),
+            rows=wh.sparse_optimizer("sgd", 0.1),
+            zeroo=1,
+        )
