@@ -148,6 +148,9 @@ def trained(
     }
     if run is not None:
         told = document([run])
-        names = ("state", "why", "generations", "members", "lost", "goodput")
-        result |= {name: told[name] for name in (*names, "adding_up", "checkpoint")}
+        names = (
+            *("state", "why", "generations", "members", "lost", "goodput"),
+            *("adding_up", "tables_placed", "checkpoint"),
+        )
+        result |= {name: told[name] for name in names}
     return result

@@ -330,7 +330,9 @@ def check_table_options(
                 f"--staleness is {options.staleness} without --tables, whose rows may "
                 "lack updates. Give both, or leave it out"
             )
-        if getattr(options, "replace_every", None) is not None:
+        # A plan from a file may have tables.
+        is_planned = getattr(options, "plan", None) is not None
+        if getattr(options, "replace_every", None) is not None and not is_planned:
             problems.add(
                 "--replace-every was given without --tables, which it places again. "
                 "Give both, or leave it out"

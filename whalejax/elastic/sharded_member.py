@@ -95,7 +95,7 @@ class SpreadMember:
         self._changed = threading.Condition()
         self._asked = -1
         self._leaves = self._told_leaving = self._stopped = False
-        self._over = False
+        self._over = self._has_committed = False
         self._times: list[float] = []
         self._status: int | None = None
 
@@ -278,6 +278,7 @@ class SpreadMember:
         if self._control is None:
             return
         self._control.step = done
+        self._has_committed = True
         if jax.process_index() == 0:
             committed = Committed(
                 generation=self._control.generation,
@@ -316,7 +317,8 @@ class SpreadMember:
         due = self._copying is not None and self._copying.is_due(done)
         busy = self._copying is not None and self._copying.busy
         mine = _COPIES if due else _BUSY if busy else ""
-        if self._asked >= 0 or self._leaves:
+        # Before its first step the supervisor asks no generation to stop.
+        if self._asked >= 0 or (self._leaves and self._has_committed):
             mine = _STOPS
         said = told_by_all(mine, "whether to stop")
         if _STOPS in said:

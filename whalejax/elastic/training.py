@@ -109,7 +109,8 @@ def train_elastic(
     Yields:
         The state after each step since this process joined, and its metrics: ``loss``,
         the values that the loss reports, ``generation`` and ``goodput``. The next step
-        donates the state.
+        donates the state. With ``tables`` it is a ``TablesState``, of which each
+        process has its devices' part.
 
     Raises:
         WhaleError: An argument is invalid, no supervisor answers, this process differs

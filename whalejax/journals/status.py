@@ -107,7 +107,7 @@ class RunStatus:
         lost: Members that were given up or failed.
         adding_up: Reduction of gradients; None before it is decided, and for ordinary
             scripts.
-        placed: Newest placement of embedding tables; None if the job has none.
+        tables_placed: Newest placement of embedding tables; None if the job has none.
         checkpoint: Path of the newest checkpoint.
         goodput: Committed steps times the median of a step, over the time since the
             first; None if there are too few.
@@ -127,7 +127,7 @@ class RunStatus:
     members: Mapping[str, MemberStatus]
     lost: tuple[LostMember, ...]
     adding_up: GradientReduction | None
-    placed: str | None
+    tables_placed: str | None
     checkpoint: str | None
     goodput: float | None
     seconds: float
@@ -233,7 +233,7 @@ def run_status(run: RunJournal) -> RunStatus:
             if said["event"] == "lost"
         ),
         adding_up=_adding_up(events),
-        placed=_newest_placement(events),
+        tables_placed=_newest_placement(events),
         checkpoint=saved[-1] if saved else None,
         goodput=goodput_of(commits),
         seconds=round(last - began, 1),
@@ -405,8 +405,8 @@ def _lines(run: RunStatus) -> list[str]:
     if run.adding_up is not None:
         why = printable(run.adding_up.why)[:_LONGEST]
         lines.append(f"reduction   by {run.adding_up.by}: {why}")
-    if run.placed is not None:
-        lines.append(f"tables      {printable(run.placed)}")
+    if run.tables_placed is not None:
+        lines.append(f"tables      {printable(run.tables_placed)}")
     lines.append(f"checkpoint  {run.checkpoint or 'none'}")
     for name, member in run.members.items():
         rank = "" if member.rank is None else f", rank {member.rank}"

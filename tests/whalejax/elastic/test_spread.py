@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.runs import Run
 from tests.whalejax.elastic.test_restarting import Scripts
 from tests.whalejax.messages import received
+from whalejax.elastic import sharded_member
 from whalejax.elastic.member import Training
 from whalejax.elastic.mesh_sizes import mesh_of
 from whalejax.elastic.sharded_member import SpreadMember
@@ -357,6 +359,28 @@ def test_a_notice_loses_no_step(tmp_path: Path) -> None:
 
     _, events = within(tmp_path, "fsdp", work, seats=2, steps=60, micro_batches=None)
     assert not [e for e in events if e["event"] == "lost"]
+
+
+def test_a_notice_before_the_first_step_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A supervisor lets a generation do a step before it asks it to stop."""
+    posted: list[Report] = []
+    stopped: list[int] = []
+    control = SimpleNamespace(post=posted.append, step=0, generation=1, name="m1")
+    training = Training(steps=9, save=None, save_every=1, keep=1)
+    member = SpreadMember(lambda: None, training, {}, supervised=True)  # type: ignore[arg-type,return-value]
+    member._control = control  # type: ignore[assignment]
+    member._programs = SimpleNamespace(count=1)  # type: ignore[assignment]
+    monkeypatch.setattr(sharded_member, "told_by_all", lambda mine, what: [mine])
+    monkeypatch.setattr(member, "_stop", lambda state, done: stopped.append(done))
+    member._leave()
+    member._agree(None, 4)  # type: ignore[arg-type]
+    assert [type(report).__name__ for report in posted] == ["Leaving"]
+    assert not stopped
+    member._committed(5, 1.0)
+    member._agree(None, 5)  # type: ignore[arg-type]
+    assert stopped == [5]
 
 
 def test_a_job_that_has_no_plan_from_the_first_step_on_is_refused() -> None:

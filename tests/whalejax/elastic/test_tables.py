@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 import whalejax as wh
 from tests.whalejax.elastic.table_script import make_job
 from tests.whalejax.elastic.test_spread import SpreadRun, in_order
+from whalejax.cli.main import main
 from whalejax.elastic.table_programs import TableSpreadPrograms
 from whalejax.journals.status import status_of
 from whalejax.planner.plan_errors import PlanError
@@ -127,7 +129,7 @@ def test_tables_go_from_four_ranks_to_two_and_back(tmp_path: Path) -> None:
     sources = [event["source"] for event in run.events("recovered")]
     assert "copies in memory" in sources[1]
     (status,) = status_of(tmp_path)
-    assert status.placed is not None and "4 tables in" in status.placed
+    assert status.tables_placed and "4 tables in" in status.tables_placed
 
 
 @pytest.mark.full
@@ -297,3 +299,21 @@ def test_one_process_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         ):
             found[int(state.step)] = float(metrics["loss"])
     np.testing.assert_allclose([found[n] for n in (1, 2, 3, 4)], known, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_the_command_line_trains_tables_in_two_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "train dlrm-test --tables adagrad:0.02 --processes 2:2 --steps 6 --quiet"
+    words += f" --json --replace-every 2 --save {tmp_path}"
+    assert main(words.split()) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["steps"] == 6 and report["state"] == "complete"
+    assert "5 tables in" in report["tables_placed"]
+    assert main(["status", str(tmp_path)]) == 0
+    assert "ranks, the most loaded with" in capsys.readouterr().out
+    # One process goes on from it.
+    alone = words.replace("--processes 2:2", "--resume --cluster cpu:8")
+    assert main(alone.replace("--steps 6", "--steps 8").split()) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 2
