@@ -173,6 +173,8 @@ class LayoutMemory:
             result["gradients"] = np.zeros(number)
         result["state"] = np.full(number, float(self.hosting.request.state_bytes))
         result["batch"] = self._batch_bytes(one.tables, s) + np.zeros(number)
+        by_leaf = self._batch_bytes(one.tables, s, only_gradients=True)
+        result["gradients"] = result["gradients"] + one.accumulates * by_leaf
         return MemoryColumns(terms=result, host=host)
 
     def least(self, cuts: Sequence[LeafShardCounts], offload: tuple[str, ...]) -> Any:
@@ -226,13 +228,29 @@ class LayoutMemory:
             self._found[course] = moments(self.graph, self.facts, course)
         return self._found[course]
 
-    def _batch_bytes(self, tables: Mapping[int, Table], s: CostSetting) -> Any:
+    def _batch_bytes(
+        self,
+        tables: Mapping[int, Table],
+        s: CostSetting,
+        *,
+        only_gradients: bool = False,
+    ) -> Any:
+        """Returns the bytes of a device's part of the batch.
+
+        Args:
+            tables: Layout of each TaskGraph.
+            s: Mesh and number of micro-batches.
+            only_gradients: Whether to count only leaves whose gradients a step returns;
+                with several micro-batches these are as large.
+        """
         given = self.hosting.request.batch_bytes
         if not given:
             return 0
         first = next(iter(tables))
         batch_bytes: Any = 0
         for nbytes, (tensor, home) in zip(given, self.homes, strict=True):
+            if only_gradients and not self.graph.tensors[tensor].differentiable:
+                continue
             table = tables[first if home is None else home]
             cut = s.shard_counts(
                 self.dims.layouts[tensor], self.dims.sizes[tensor], table

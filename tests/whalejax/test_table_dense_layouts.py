@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,36 @@ from tests.whalejax.test_table_dense_part import (
     make_net,
     make_step,
 )
+from tests.whalejax.test_table_step import collectives
 from whalejax import models
 
 
-SGD = wh.sparse_optimizer("sgd", 0.1)
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "kept"),
+    [
+        (2, {"stage": 2}, "residuals"),
+        (4, {"stage": 4}, "inputs"),
+        (4, {"stage": 2, "data": 2}, "residuals"),
+        (8, {"stage": 2, "data": 2, "tensor": 2}, "residuals"),
+        (8, {"stage": 4, "fsdp": 2}, "inputs"),
+    ],
+)
+def test_stages_in_lockstep(ranks: int, mesh: dict[str, int], kept: str) -> None:
+    """Vectors enter at the first stage, those of users after the last one's layers."""
+    plan, _ = deep.make_step(f"cpu:{ranks}", mesh=mesh, num_micro_batches=4)
+    stages: Any = plan.stages
+    assert stages.schedule == "1f1b-lockstep"
+    plan = dataclasses.replace(plan, stages=dataclasses.replace(stages, stash=kept))
+    given: dict[str, Any] = {"optimizer": deep.OPTIMIZER}
+    given["devices"] = jax.devices()[:ranks]
+    step: Any = wh.compile(plan, deep.loss, deep.make_net(), **given)
+    deep.check_equal(step, 3e-6)
+    state = step.init_from(deep.make_net())
+    text = step.lower(state, deep.make_batch(0)).compile().as_text()
+    assert len(collectives(text)["all-to-all"]) == 3
+
+
+SGD: Final = wh.sparse_optimizer("sgd", 0.1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -182,6 +209,7 @@ def test_optimizers_of_the_dense_part_see_its_paths() -> None:
         ({"mesh": {"tensr": 2}}, "Did you mean 'tensor'"),
         ({"margin": 2}, "margin"),
         ({"mesh": {"data": 3}}, "uses 3 of 4 devices"),
+        ({"mesh": {"stage": 2}, "num_micro_batches": 2}, "These would have programs"),
     ],
 )
 def test_what_cannot_run_is_refused(options: dict[str, Any], words: str) -> None:

@@ -418,6 +418,12 @@ def _plan_dense(question: PlanQuestion, room: int) -> Plan:
             of_bytes=error.of_bytes,
             nearest=error.nearest,
         ) from error
+    if plan.stage_plans or plan.pipelines:
+        raise PlanError(
+            "with tables, stages run in one program: their layers are equal and in one "
+            "scan (jax.lax.scan, nnx.scan), on devices of one kind. These would have "
+            "programs of their own. Put the layers into a scan, or leave stages out"
+        )
     notes = tuple(note for note in plan.notes if not note.startswith(_MEMORY_NOTE))
     return dataclasses.replace(plan, notes=notes, question=question)
 
@@ -491,8 +497,6 @@ def _check(request: TablesRequest) -> None:
             expected = f"by the path of a table a device, or {PIN_WORDS}; or None"
             problems.refuse("pins", pins, expected)
     _check_dense(problems, request.dense)
-    if isinstance(request.mesh, Mapping) and request.mesh.get("stage", 1) != 1:
-        problems.refuse("mesh", request.mesh, "no stages with tables")
     problems.raise_if_any()
     request.dense_request  # noqa: B018  Checks the settings of the dense part.
 

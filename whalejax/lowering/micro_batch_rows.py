@@ -99,6 +99,22 @@ class MicroBatchRows:
         each = parts.reshape(self.count, *cut[: axis + 1], *cut[axis + 2 :])
         return jnp.moveaxis(each, 0, axis + 1).reshape(shape)
 
+    def put(self, leaf: Any, part: Any, axis: int, number: Any) -> Any:
+        """Returns a global array with one micro-batch replaced.
+
+        Args:
+            leaf: Global array.
+            part: Array of the micro-batch.
+            axis: Batch dimension of the array.
+            number: Index of the micro-batch; may be traced.
+        """
+        cut = self._cut(leaf.shape, axis)
+        each = part.reshape(*cut[: axis + 1], *cut[axis + 2 :])
+        whole = jax.lax.dynamic_update_index_in_dim(
+            leaf.reshape(cut), each, number, axis=axis + 1
+        )
+        return whole.reshape(leaf.shape)
+
     def place(self, part: Any, axis: int, number: Any) -> Any:
         """Returns a global array with one micro-batch, and zeros elsewhere.
 
@@ -109,11 +125,7 @@ class MicroBatchRows:
         """
         shape = list(part.shape)
         shape[axis] *= self.count
-        cut = self._cut(shape, axis)
-        each = part.reshape(*cut[: axis + 1], *cut[axis + 2 :])
-        whole = jnp.zeros(cut, part.dtype)
-        whole = jax.lax.dynamic_update_index_in_dim(whole, each, number, axis=axis + 1)
-        return whole.reshape(shape)
+        return self.put(jnp.zeros(shape, part.dtype), part, axis, number)
 
     def _cut(self, shape: Sequence[int], axis: int) -> tuple[int, ...]:
         """Returns the shape, ``axis`` as (groups, micro-batches, group samples)."""

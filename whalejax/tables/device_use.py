@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +19,9 @@ from whalejax.tables.layout import BufferKey, TableLayout, make_layout
 from whalejax.tables.recognize import Lookup
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 
+
+_ONCE: Final = "update"
+"""Phase of collectives that a step executes once, for all its micro-batches."""
 
 TABLE_CONTENTS: Final = ("ids", "rows", "row gradients")
 """Contents of the collectives of tables."""
@@ -79,12 +82,13 @@ class DeviceUse:
     def memory_with(self, dense: MemoryTerms) -> MemoryTerms:
         """Returns the memory of a step, from that of the dense part.
 
-        Vectors are in the dense part's batch, but each step computes them.
+        Vectors are in the dense part's batch, but each step computes them; updates
+        need only their gradients.
 
         Args:
             dense: Memory of the dense part.
         """
-        more = self.exchange_bytes - dense.temporary_bytes
+        more = self.exchange_bytes - dense.temporary_bytes - self.vectors_bytes
         return dataclasses.replace(
             dense,
             batch_bytes=dense.batch_bytes - self.vectors_bytes,
@@ -124,7 +128,7 @@ def predict_device_use(
         stored[key.memory] += each.rows * row
     whole = [(tables[name].rows, tables[name].width) for name in layout.replicated]
     read = [_read_vectors(dense, n - len(every)) for n in held]
-    divided = tuple(name for name in dense.axis_sizes if dense.axis_sizes[name] > 1)
+    mesh = {name: size for name, size in dense.axis_sizes.items() if size > 1}
     copies = sum(
         rows
         * (width * element_bytes + optimizer.state_bytes_per_row(width, element_bytes))
@@ -136,7 +140,7 @@ def predict_device_use(
         vectors_bytes=sum(nbytes for nbytes, _ in read),
         exchange_bytes=_peak_elements(layout, lookups, optimizer) * element_bytes,
         collectives=(
-            *_collectives(layout, samples, whole, element_bytes, divided),
+            *_collectives(layout, samples, whole, element_bytes, mesh),
             *_gathers(read),
         ),
     )
@@ -168,7 +172,7 @@ def _gathers(read: Sequence[tuple[int, tuple[str, ...]]]) -> Iterator[Collective
             yield Collective(
                 kind="all-gather",
                 axes=axes,
-                phase="forward",
+                phase=_ONCE,
                 what="rows",
                 payload_bytes=nbytes,
                 count=count,
@@ -193,11 +197,13 @@ def _peak_elements(
     own = samples // layout.ranks
     exchanged = samples * layout.vector_elements
     exchanged += layout.ranks * (layout.block_elements(1) + layout.request_elements)
+    # Within a node, vectors of all its samples; between nodes, the sums.
+    exchanged += (samples + samples // layout.per_node) * layout.node_elements
     by_id = sum(own * one.num_ids * one.width for one in lookups)
     looked_up = 2 * exchanged + sum(
         samples * each.num_ids * key.width for key, each in layout.widths.items()
     )
-    returned = 2 * exchanged + (2 * by_id if layout.requests else 0)
+    returned = 2 * exchanged + (by_id if layout.requests else 0)
     updated = exchanged
     for key, count in _rows_updated(layout, samples).items():
         widths = (optimizer.state_width(n, key.width) for n in optimizer.state_names)
@@ -220,29 +226,58 @@ def _collectives(
     samples: int,
     whole: Sequence[tuple[int, int]],
     element_bytes: int,
-    axes: tuple[str, ...],
+    mesh: Mapping[str, int],
 ) -> Iterator[Collective]:
-    """Yields the collectives over all ranks; not those of rows that a node holds."""
+    """Yields the collectives of a step that exchange ids, rows and gradients.
+
+    Args:
+        layout: Buffers and columns.
+        samples: Number of samples of a global batch.
+        whole: Rows and columns of each replicated table.
+        element_bytes: Bytes of an element.
+        mesh: Mesh axes with their sizes, outermost first.
+    """
     if layout.ranks == 1:
         return
+    axes = tuple(mesh)
     others = layout.ranks - 1
     ids = layout.id_bytes(samples) // others
     sent = layout.exchanged_bytes(samples, element_bytes) // others
     back = layout.exchanged_bytes(samples, element_bytes, backward=True) // others
     sums = sum(rows * (width + 1) for rows, width in whole) * element_bytes
-    moved: tuple[tuple[CollectiveKind, str, str, int], ...] = (
-        ("all-to-all", "forward", "ids", ids),
-        ("all-to-all", "forward", "rows", sent),
-        ("all-to-all", "backward", "row gradients", back),
-        ("all-reduce", "backward", "row gradients", sums),
+    inner = _inner_axes(mesh, layout.per_node)
+    outer = tuple(axis for axis in axes if axis not in inner) or axes
+    inner = inner or axes
+    node = samples * layout.node_elements * element_bytes
+    between = node // layout.per_node
+    moved: tuple[tuple[CollectiveKind, str, int, tuple[str, ...]], ...] = (
+        ("all-to-all", "ids", ids, axes),
+        ("all-to-all", "rows", sent, axes),
+        ("all-to-all", "row gradients", back, axes),
+        ("all-reduce", "row gradients", sums, axes),
+        ("reduce-scatter", "rows", node, inner),
+        ("all-to-all", "rows", between, outer),
+        ("all-to-all", "row gradients", between, outer),
+        ("all-gather", "row gradients", node, inner),
     )
-    for kind, phase, what, nbytes in moved:
+    for kind, what, nbytes, over in moved:
         if nbytes:
             yield Collective(
                 kind=kind,
-                axes=axes,
-                phase=phase,
+                axes=over,
+                phase=_ONCE,
                 what=what,
                 payload_bytes=nbytes,
                 count=1,
             )
+
+
+def _inner_axes(mesh: Mapping[str, int], per_node: int) -> tuple[str, ...]:
+    """Returns the innermost axes that together are the ranks of a node, or none."""
+    size, found = 1, list[str]()
+    for axis in reversed(tuple(mesh)):
+        if size >= per_node:
+            break
+        size *= mesh[axis]
+        found.insert(0, axis)
+    return tuple(found) if size == per_node else ()

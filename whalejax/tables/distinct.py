@@ -161,9 +161,11 @@ def sums_of_rows(
         sums = jax.ops.segment_sum(
             given[asked.order], asked.segment, count, indices_are_sorted=True
         )
-        by_id = jnp.zeros_like(given).at[asked.order].set(sums[asked.segment])
+        none = jnp.full((count,), layout.ranks, jnp.int32)
+        owner = none.at[asked.segment].set(asked.owner[asked.order])
+        place = none.at[asked.segment].set(asked.place[asked.order])
         packed = jnp.zeros((layout.ranks, room, key.width), dtype)
-        packed = packed.at[asked.owner, asked.place].set(by_id, mode="drop")
+        packed = packed.at[owner, place].set(sums, mode="drop")
         sent.append(packed.reshape(layout.ranks, -1))
     return jnp.concatenate(sent, axis=1)
 

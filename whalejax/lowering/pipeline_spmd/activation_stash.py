@@ -8,7 +8,6 @@ and gathered shards, masks) are recomputed instead of saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import jax
@@ -21,7 +20,8 @@ from whalejax.lowering.spmd.spmd_executor import Sums
 
 
 Function = Callable[[list[Any], Carry, Any], Carry]
-"""Function from parameters, inputs of a stage and a micro-batch's number to outputs."""
+"""Function from what gradients are by, inputs of a stage and a micro-batch's number to
+outputs."""
 
 
 class Derivative:
@@ -32,19 +32,23 @@ class Derivative:
             stage, then the other residuals.
     """
 
-    def __init__(self, function: Function, params: Sequence[Any], given: Carry) -> None:
+    def __init__(
+        self, function: Function, inputs: Callable[[Any], list[Any]], given: Carry
+    ) -> None:
         """Finds the residuals that the derivative reads.
 
         Args:
             function: The stage's layers.
-            params, given: Parameters and inputs with their shapes and dtypes.
+            inputs: Function from a micro-batch's number to what gradients are by.
+            given: Inputs of the stage with their shapes and dtypes.
         """
         self._function = function
-        self._params = list(params)
+        self._inputs = inputs
         self._structure: Any = None
         self._given = given
         self._outputs = len(given)
-        traced = jax.make_jaxpr(self._run)(self._params, given, jnp.int32(0))
+        first_inputs = inputs(0)
+        traced = jax.make_jaxpr(self._run)(first_inputs, given, jnp.int32(0))
         jaxpr, _ = _compat.open_jaxpr(traced)
         start = len(jaxpr.invars) - 1 - len(given)
         flags = [start <= i < start + len(given) for i in range(len(jaxpr.invars))]
@@ -75,7 +79,7 @@ class Derivative:
 
     def forward(self, given: Carry, number: Any) -> list[Any]:
         """Returns the outputs of the stage, followed by a micro-batch's residuals."""
-        forward = self._run(self._params, given, number)
+        forward = self._run(self._inputs(number), given, number)
         return [forward[i] for i in self._places]
 
     def stage_outputs(self, kept: Sequence[Any]) -> Carry:
@@ -85,14 +89,15 @@ class Derivative:
     def backward(
         self, kept: Sequence[Any], number: Any, cotangents: Carry
     ) -> tuple[list[Any], Carry]:
-        """Returns the gradients of the parameters, and the cotangents of the inputs.
+        """Returns the gradients, and the cotangents of the stage's inputs.
 
         Args:
             kept: Residuals of the micro-batch.
             number: Number of the micro-batch.
             cotangents: Cotangents of the stage's outputs.
         """
-        made = iter(self._still(*jax.tree.leaves((self._params, self._given, number))))
+        given = self._inputs(number), self._given, number
+        made = iter(self._still(*jax.tree.leaves(given)))
         leaves = [
             next(made) if place is None else kept[place]
             for place in self._leaves[self._outputs :]
@@ -160,39 +165,38 @@ class Inputs:
             )
             return behind
         (_, scaled), vjp, sums = jax.vjp(
-            lambda params, given: local.loss(params, given, number),
-            local.params,
+            lambda inputs, given: local.loss(inputs, given, number),
+            local.inputs(number),
             given,
             has_aux=True,
         )
         cotangents = tuple(jnp.where(local.last, 0, x) for x in handed)
         gradients, before = vjp((cotangents, local.last.astype(scaled.dtype)))
         sums = where(local.last, sums)
-        return replace(sums, gradients=local.finish_gradients(gradients)), before
+        return local.with_gradients(sums, gradients), before
 
     def _at_the_end(self, given: Carry, number: Any) -> tuple[Sums, Carry]:
         local = self._local
 
-        def total(params: Sequence[Any], given: Carry) -> tuple[Any, Sums]:
-            (_, scaled), sums = local.loss(params, given, number)
+        def total(inputs: Sequence[Any], given: Carry) -> tuple[Any, Sums]:
+            (_, scaled), sums = local.loss(inputs, given, number)
             return scaled, sums
 
-        scaled, vjp, sums = jax.vjp(total, local.params, given, has_aux=True)
+        inputs = local.inputs(number)
+        scaled, vjp, sums = jax.vjp(total, inputs, given, has_aux=True)
         gradients, before = vjp(jnp.ones_like(scaled))
-        return replace(sums, gradients=local.finish_gradients(gradients)), before
+        return local.with_gradients(sums, gradients), before
 
     def _midway(self, given: Carry, handed: Carry, number: Any) -> tuple[Sums, Carry]:
         """Runs the backward pass of any stage except the last."""
         local = self._local
         _, vjp = jax.vjp(
-            lambda params, given: local.forward(params, given, number),
-            local.params,
+            lambda inputs, given: local.forward(inputs, given, number),
+            local.inputs(number),
             given,
         )
         gradients, before = vjp(handed)
-        return replace(
-            local.no_sums(), gradients=local.finish_gradients(gradients)
-        ), before
+        return local.with_gradients(local.no_sums(), gradients), before
 
 
 class Residuals:
@@ -205,7 +209,7 @@ class Residuals:
     def __init__(self, local: OneStage) -> None:
         """Prepares the stash of one stage."""
         self._local = local
-        self._derivative = Derivative(local.forward, local.params, local.nothing())
+        self._derivative = Derivative(local.forward, local.inputs, local.nothing())
         self.empty = [jnp.zeros(x.shape, x.dtype) for x in self._derivative.kept]
 
     def ahead(
@@ -239,7 +243,8 @@ class Residuals:
             return local.head(results, number)
 
         def nothing() -> tuple[Sums, list[Any], Carry]:
-            return local.no_sums(), list(map(jnp.zeros_like, local.others)), handed
+            zeros = list(map(jnp.zeros_like, local.others(number)))
+            return local.no_sums(), zeros, handed
 
         if local.branches:
             sums, more, cotangents = jax.lax.cond(local.last, end, nothing)
@@ -251,7 +256,7 @@ class Residuals:
             g if i in local.stack.params else g + next(others)
             for i, g in enumerate(gradients)
         ]
-        return replace(sums, gradients=local.finish_gradients(gradients)), before
+        return local.with_gradients(sums, gradients), before
 
 
 STASHES: Final[Mapping[str, type[Inputs | Residuals]]] = {

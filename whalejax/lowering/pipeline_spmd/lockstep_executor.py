@@ -25,6 +25,7 @@ from whalejax.lowering.pipeline_spmd.stage_body import Carry, OneStage, layer_co
 from whalejax.lowering.pipeline_spmd.ticks import (
     handed_back,
     handed_on,
+    put,
     read_ring_slot,
     turns_of,
     where,
@@ -34,7 +35,12 @@ from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import (
     dealt_rest,
     distribute_layers,
 )
-from whalejax.lowering.spmd.spmd_executor import Program, Sums, micro_batches
+from whalejax.lowering.spmd.spmd_executor import (
+    Program,
+    Sums,
+    micro_batches,
+    unstacked,
+)
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 
@@ -64,51 +70,77 @@ def pipelined_gradients(
         here, none = stash(local), local.nothing()
 
         def turn(carry: Any, now: Any) -> tuple[Any, None]:
-            handed, returned, kept, sums = carry
+            handed, returned, kept, sums, stacked = carry
             ahead, back = now[:, 0], now[:, 1]
             kept, out = here.ahead(kept, handed, ahead)
             number = jnp.maximum(back[local.stage], 0)
             mine = [read_ring_slot(ring, number) for ring in kept]
 
-            def behind() -> tuple[Sums, Carry]:
+            def behind() -> tuple[Sums, Sequence[Any], Carry]:
                 behind, before = here.behind(mine, returned, number)
-                return jax.tree.map(jnp.add, sums, behind), local.constrain_carry(
-                    before
-                )
+                by_leaf = list(behind.batch_gradients)
+                behind = replace(behind, batch_gradients=())
+                added = jax.tree.map(jnp.add, sums, behind)
+                return added, by_leaf, local.constrain_carry(before)
 
-            sums, before = local.chosen(back, behind, (sums, none))
+            idle = sums, local.no_batch_gradients(), none
+            sums, by_leaf, before = local.chosen(back, behind, idle)
+            pairs = zip(stacked, by_leaf, strict=True)
+            stacked = [put(ring, x, back[local.stage]) for ring, x in pairs]
             handed = handed_on(out, table.num_stages)
             returned = handed_back(before, table.num_stages)
-            return (handed, returned, kept, sums), None
+            return (handed, returned, kept, sums, stacked), None
 
         depth = max(table.in_flight)
         kept = [jnp.broadcast_to(x, (depth, *x.shape)) for x in here.empty]
         sums = replace(local.no_sums(), gradients=local.no_gradients())
-        carry: Any = (none, none, kept, sums)
-        (*_, sums), _ = jax.lax.scan(turn, carry, turns_of(table))
-        return _summed(sums, stack)
+        zeros = local.no_batch_gradients()
+        count = plan.num_micro_batches
+        stacked = [jnp.broadcast_to(x, (count, *x.shape)) for x in zeros]
+        carry: Any = (none, none, kept, sums, stacked)
+        (*_, sums, stacked), _ = jax.lax.scan(turn, carry, turns_of(table))
+        return _summed(replace(sums, batch_gradients=tuple(stacked)), stack)
 
-    layers = tuple(_specs_of(len(params), stack))
-    outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=layers)
-    run = _on_stages(program, stack, trained, outputs)
+    run = _on_stages(program, stack, trained, _sums_specs(program, stack))
     sums = run(params, rest, batch, rng, step, scale)
+    by_leaf = unstacked(program, sums.batch_gradients)
+    sums = replace(sums, batch_gradients=by_leaf)
     return sums, _advance_counters(rest, stack, program.plan.num_micro_batches)
 
 
 _WHOLE = PartitionSpec()
 
 
+def _sums_specs(program: Program, stack: Stack) -> Sums:
+    """Returns the specs of sums, with gradients of layers sharded by stage."""
+    adapter = program.adapter
+    return Sums(
+        total=_WHOLE,
+        weight=_WHOLE,
+        metrics=_WHOLE,
+        gradients=tuple(_specs_of(len(adapter.param_paths), stack)),
+        batch_gradients=(_WHOLE,) * len(adapter.batch_gradients),
+    )
+
+
 def _summed(sums: Sums, stack: Stack) -> Sums:
-    """Sums the loss and the gradients of replicated parameters over the stages."""
+    """Sums the loss and gradients over the stages, except those of their layers."""
     whole = jax.tree.map(
-        lambda x: jax.lax.psum(x, STAGE), (sums.total, sums.weight, sums.metrics)
+        lambda x: jax.lax.psum(x, STAGE),
+        (sums.total, sums.weight, sums.metrics, sums.batch_gradients),
     )
     gradients = [
         g if i in stack.params else jax.lax.psum(g, STAGE)
         for i, g in enumerate(sums.gradients)
     ]
-    total, weight, metrics = whole
-    return Sums(total=total, weight=weight, metrics=metrics, gradients=tuple(gradients))
+    total, weight, metrics, by_leaf = whole
+    return Sums(
+        total=total,
+        weight=weight,
+        metrics=metrics,
+        gradients=tuple(gradients),
+        batch_gradients=by_leaf,
+    )
 
 
 def _specs_of(count: int, stack: Stack) -> list[PartitionSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -160,10 +160,10 @@ class OneStage:
         sizes = self.program.plan.axis_sizes
         return math.prod(sizes.values()) == sizes[STAGE]
 
-    @property
-    def others(self) -> list[Any]:
-        """The parameters outside the layers, in order."""
-        return [p for i, p in enumerate(self.params) if i not in self.stack.params]
+    def others(self, number: Any) -> list[Any]:
+        """Returns the ``inputs`` of a micro-batch outside the layers, in order."""
+        inputs = enumerate(self.inputs(number))
+        return [x for i, x in inputs if i not in self.stack.params]
 
     def chosen(self, numbers: Any, work: Callable[[], Any], idle: Any) -> Any:
         """Returns ``work()`` if this stage has a micro-batch, else ``idle``."""
@@ -195,29 +195,61 @@ class OneStage:
         program = self.program
         return tuple(program.constrain(carry, program.constraints.carried))
 
-    def forward(self, params: Sequence[Any], given: Carry, number: Any) -> Carry:
-        """Returns the outputs of the stage for a micro-batch."""
-        layers = self.layers(given, ends=True)
+    def inputs(self, number: Any) -> list[Any]:
+        """Returns what a micro-batch's gradients are by: the parameters, and the
+        adapter's ``batch_gradients``.
+        """
+        _, batch, _ = self.micro(number)
+        return [*self.params, *(batch[place] for place in self._wanted)]
+
+    @property
+    def _wanted(self) -> tuple[int, ...]:
+        return self.program.adapter.batch_gradients
+
+    def _micro_batch(
+        self, inputs: Sequence[Any], number: Any
+    ) -> tuple[list[Any], Any, list[Any], Any]:
+        """Returns parameters, non-trainable state, flat batch and key.
+
+        Args:
+            inputs: Parameters, perhaps followed by leaves of the micro-batch.
+            number: Number of the micro-batch.
+        """
         rest, batch, key = self.micro(number)
+        count = len(self.params)
+        read = dict(zip(self._wanted, inputs[count:], strict=False))
+        leaves = [read.get(place, leaf) for place, leaf in enumerate(batch)]
+        return list(inputs[:count]), rest, leaves, key
+
+    def forward(self, inputs: Sequence[Any], given: Carry, number: Any) -> Carry:
+        """Returns the outputs of the stage for a micro-batch.
+
+        Args:
+            inputs: Result of ``inputs``, or parameters.
+            given: Outputs of the previous stage.
+            number: Number of the micro-batch.
+        """
+        layers = self.layers(given, ends=True)
+        params, rest, batch, key = self._micro_batch(inputs, number)
         with contextlib.suppress(_StageLayersDone):
             self.program.loss(params, rest, batch, key, part=layers)
         return layers.results
 
     def loss(
-        self, params: Sequence[Any], given: Carry, number: Any, *, made: bool = False
+        self, inputs: Sequence[Any], given: Carry, number: Any, *, made: bool = False
     ) -> tuple[tuple[Carry, Any], Sums]:
         """Returns the outputs, the scaled total and the sums of a micro-batch.
 
         Total and sums are those of the last stage.
 
         Args:
-            params: Parameters of the stage.
+            inputs: Result of ``inputs``, or parameters.
             given: Outputs of the previous stage, or of the layers if ``made``.
             number: Number of the micro-batch.
             made: Whether ``given`` has the outputs of the layers.
         """
         layers = self.layers(given, ends=False, made=made)
-        rest, batch, key = self.micro(number)
+        params, rest, batch, key = self._micro_batch(inputs, number)
         total, (weight, metrics, _) = self.program.loss(
             params, rest, batch, key, part=layers
         )
@@ -242,10 +274,12 @@ class OneStage:
                 p if i in self.stack.params else next(given)
                 for i, p in enumerate(self.params)
             ]
-            (_, scaled), sums = self.loss(params, results, number, made=True)
+            inputs = [*params, *given]
+            (_, scaled), sums = self.loss(inputs, results, number, made=True)
             return scaled, sums
 
-        scaled, vjp, sums = jax.vjp(total, self.others, results, has_aux=True)
+        others = self.others(number)
+        scaled, vjp, sums = jax.vjp(total, others, results, has_aux=True)
         gradients, cotangents = vjp(jnp.ones_like(scaled))
         return sums, gradients, cotangents
 
@@ -261,10 +295,30 @@ class OneStage:
         zeros = [jnp.zeros(p.shape, wide(p).dtype) for p in self.params]
         return tuple(self._as_accumulated(zeros))
 
-    def finish_gradients(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+    def no_batch_gradients(self) -> list[Any]:
+        """Returns zero gradients of the leaves of a micro-batch."""
+        leaves = self.inputs(0)[len(self.params) :]
+        kept = leaves if self.scale is None else map(wide, leaves)
+        return self._as_in_batch([jnp.zeros(x.shape, x.dtype) for x in kept])
+
+    def with_gradients(self, sums: Sums, gradients: Sequence[Any]) -> Sums:
+        """Returns a micro-batch's sums with its gradients.
+
+        Args:
+            sums: Sums without gradients.
+            gradients: Gradients by ``inputs``.
+        """
         if self.scale is not None:
             gradients = [wide(g) / self.scale for g in gradients]
-        return tuple(wide(g) for g in self._as_accumulated(gradients))
+        count = len(self.params)
+        by_param = tuple(wide(g) for g in self._as_accumulated(gradients[:count]))
+        by_leaf = tuple(self._as_in_batch(gradients[count:]))
+        return replace(sums, gradients=by_param, batch_gradients=by_leaf)
+
+    def _as_in_batch(self, leaves: Sequence[Any]) -> list[Any]:
+        """Constrains gradients of batch leaves to the leaves' specs."""
+        batch = self.program.plan.batch
+        return self.program.constrain(leaves, [batch[n].spec for n in self._wanted])
 
     def _as_accumulated(self, gradients: Sequence[Any]) -> list[Any]:
         """Constrains gradients to the parameters' specs, then to their own."""

@@ -186,13 +186,14 @@ class Program:
 
 
 def micro_batches(
-    program: Program, batch: Sequence[Any]
+    program: Program, batch: Sequence[Any], but: Collection[int] = ()
 ) -> tuple[list[Any], Callable[..., list[Any]]]:
     """Divides a global batch into micro-batches along a new leading dimension.
 
     Args:
         program: Loss, optimizer and plan that will run.
         batch: Flat leaves of the global batch.
+        but: Numbers of leaves that are not divided.
 
     Returns:
         The divided leaves, and a function from one part of each to the flat
@@ -200,7 +201,8 @@ def micro_batches(
         another one if it is the second argument.
     """
     rows = MicroBatchRows.of(program.plan)
-    axes = {i: axis for i, axis in enumerate(program.batch_axes) if axis is not None}
+    known = enumerate(program.batch_axes)
+    axes = {i: axis for i, axis in known if axis is not None and i not in but}
     places = list(axes)
     batches = [rows.stack(batch[place], axis) for place, axis in axes.items()]
     specs = [((), *program.plan.batch[place].spec) for place in places]
@@ -416,8 +418,10 @@ def _accumulate(
     batch: Sequence[Any],
     count: int,
 ) -> tuple[Sums, Any]:
-    parts, whole = micro_batches(program, batch)
-    shapes, _ = jax.eval_shape(one, rest, whole([p[0] for p in parts]), 0)
+    read = _ReadLeaves(program, batch)
+    parts, whole = micro_batches(program, batch, but=read.wanted)
+    first = read.part(whole([p[0] for p in parts]), 0)
+    shapes, _ = jax.eval_shape(one, rest, first, 0)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     specs = [leaf.gradient_spec for leaf in program.plan.trained]
     zeros = Sums(
@@ -425,6 +429,7 @@ def _accumulate(
         weight=zeros.weight,
         metrics=zeros.metrics,
         gradients=tuple(program.constrain(zeros.gradients, specs)),
+        batch_gradients=read.zeros(shapes.batch_gradients),
     )
 
     tree: Any = jax.tree.structure(rest)
@@ -437,19 +442,58 @@ def _accumulate(
         pairs = enumerate(leaves)
         return tree.unflatten([x if i in frozen else next(given) for i, x in pairs])
 
-    def body(carry: Any, step: Any) -> tuple[Any, tuple[Any, ...]]:
+    def body(carry: Any, step: Any) -> tuple[Any, None]:
         sums, some = carry
         index, part = step
-        added, after = one(filled(some), whole(part), index)
-        by_leaf, added = added.batch_gradients, replace(added, batch_gradients=())
+        added, after = one(filled(some), read.part(whole(part), index), index)
         after = jax.tree.leaves(after)
-        carry = jax.tree.map(jnp.add, sums, added), [after[i] for i in moving]
-        return carry, by_leaf
+        sums = read.added(sums, added, index)
+        return (sums, [after[i] for i in moving]), None
 
     carry = zeros, [leaves[i] for i in moving]
-    (sums, some), by_leaf = jax.lax.scan(body, carry, (jnp.arange(count), parts))
-    by_leaf = unstacked(program, by_leaf)
-    return replace(sums, batch_gradients=by_leaf), filled(some)
+    (sums, some), _ = jax.lax.scan(body, carry, (jnp.arange(count), parts))
+    return sums, filled(some)
+
+
+class _ReadLeaves:
+    """Batch leaves whose gradients a step returns, in a loop over micro-batches.
+
+    The loop reads and writes micro-batches where they are in the global arrays, which
+    may be large.
+    """
+
+    def __init__(self, program: Program, batch: Sequence[Any]) -> None:
+        self._program, self._batch = program, batch
+        self._rows = MicroBatchRows.of(program.plan)
+        self.wanted = program.adapter.batch_gradients
+        self._axes = [program.batch_axes[place] or 0 for place in self.wanted]
+        self._specs = [program.plan.batch[place].spec for place in self.wanted]
+
+    def part(self, leaves: list[Any], index: Any) -> list[Any]:
+        """Returns the leaves of a micro-batch, with its parts of these."""
+        pairs = zip(self.wanted, self._axes, strict=True)
+        parts = [self._rows.take(self._batch[n], axis, index) for n, axis in pairs]
+        parts = self._program.constrain(parts, self._specs)
+        for place, part in zip(self.wanted, parts, strict=True):
+            leaves[place] = part
+        return leaves
+
+    def zeros(self, parts: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns zero gradients of the global batch, from those of a micro-batch."""
+        pairs = zip(self.wanted, parts, strict=True)
+        zeros = [jnp.zeros(self._batch[n].shape, part.dtype) for n, part in pairs]
+        return tuple(self._program.constrain(zeros, self._specs))
+
+    def added(self, sums: Sums, more: Sums, index: Any) -> Sums:
+        """Returns sums with those of a micro-batch."""
+        triples = zip(
+            sums.batch_gradients, more.batch_gradients, self._axes, strict=True
+        )
+        by_leaf = [self._rows.put(x, g, axis, index) for x, g, axis in triples]
+        before, more = (replace(each, batch_gradients=()) for each in (sums, more))
+        total: Sums = jax.tree.map(jnp.add, before, more)
+        by_leaf = self._program.constrain(by_leaf, self._specs)
+        return replace(total, batch_gradients=tuple(by_leaf))
 
 
 def unstacked(program: Program, stacked: Sequence[Any]) -> tuple[Any, ...]:
