@@ -91,13 +91,14 @@ class TablesQuestion:
     def verify(
         self, plan: Plan, topology: str | None, *, timeout_seconds: float
     ) -> Any:
-        """Compiles a step with the real compiler; of two sections only the dense part.
+        """Compiles a step with the real compiler; of two sections, or of stages with
+        programs of their own, only the dense part.
 
         Args:
             plan, topology, timeout_seconds: Arguments of ``Plan.verify``, unchanged.
         """
         own = tables_plan(plan, self.given[2])
-        if own.sections is not None:
+        if own.sections is not None or plan.stage_plans:
             dense = dataclasses.replace(own.dense, question=self.dense)
             return self.dense.verify(dense, topology, timeout_seconds=timeout_seconds)
         from whalejax.verification.checking import check
