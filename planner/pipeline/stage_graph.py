@@ -10,6 +10,10 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.program_cut import Division, Units, Value
 
 
+HANDED = "handed."
+"""Beginning of the paths of values that a stage receives from others."""
+
+
 def stage_graph(
     graph: Graph, dims: Dimensions, division: Division, places: Sequence[int]
 ) -> Graph:
@@ -39,7 +43,7 @@ def stage_graph(
     tensors = []
     for t in graph.tensors:
         if t.id in handed:
-            t = replace(t, kind="batch", path=f"handed.{t.id}")
+            t = replace(t, kind="batch", path=f"{HANDED}{t.id}")
         elif t.kind in ("param", "batch") and t.id not in {*read, *unread}:
             t = replace(t, kind="const", differentiable=False)
         tensors.append(t)

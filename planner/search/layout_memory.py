@@ -20,6 +20,7 @@ from whalejax.planner.memory.live_sets import SpanLiveSets, StepLiveness, moment
 from whalejax.planner.memory.peak import WHOLE_PROGRAM, PeakMemory, StageShare, peak_of
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.stage_graph import HANDED
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.host_offload import HostMemoryLimits
 from whalejax.planner.sharding.layout import Table
@@ -249,7 +250,9 @@ class LayoutMemory:
         first = next(iter(tables))
         batch_bytes: Any = 0
         for nbytes, (tensor, home) in zip(given, self.homes, strict=True):
-            if only_gradients and not self.graph.tensors[tensor].differentiable:
+            leaf = self.graph.tensors[tensor]
+            is_read = leaf.differentiable and not leaf.path.startswith(HANDED)
+            if only_gradients and not is_read:
                 continue
             table = tables[first if home is None else home]
             cut = s.shard_counts(

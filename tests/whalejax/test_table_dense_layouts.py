@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -50,6 +51,60 @@ def test_stages_in_lockstep(ranks: int, mesh: dict[str, int], kept: str) -> None
     state = step.init_from(deep.make_net())
     text = step.lower(state, deep.make_batch(0)).compile().as_text()
     assert len(collectives(text)["all-to-all"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        (2, {"stage": 2}),
+        (4, {"stage": 2, "data": 2}),
+        (4, {"stage": 4}),
+        (8, {"stage": 2, "fsdp": 2, "tensor": 2}),
+    ],
+)
+def test_stages_with_programs_of_their_own(
+    ranks: int, mesh: dict[str, int], tmp_path: Path
+) -> None:
+    """Every stage reads a part of the histories, and returns its gradient."""
+    plan, step = make_step(f"cpu:{ranks}", mesh=mesh, num_micro_batches=4)
+    assert len(plan.stage_plans) == mesh["stage"] and plan.runnable
+    check_equal(step, 3e-6)
+    state, _ = step(step.init_from(make_net()), make_batch(0))
+    step.save(tmp_path / "saved", state)
+    again = step.restore(tmp_path / "saved")
+    _, whole = make_step("cpu:2", num_micro_batches=2)
+    other = whole.adopt(state, step)
+    losses = [
+        float(each(held, make_batch(1))[1]["loss"])
+        for each, held in ((step, state), (step, again), (whole, other))
+    ]
+    np.testing.assert_allclose(losses, losses[0], rtol=3e-6)
+    with pytest.raises(wh.WhaleError, match="there is no one program to lower"):
+        step.lower_shapes()
+
+
+def test_marked_stages() -> None:
+    def marked(net: Any, batch: Any) -> jax.Array:
+        events = net["item"][batch["items"]]
+        x = net["user"][batch["user"]]
+        with wh.pipeline(num_micro_batches=4):
+            for first in (0, 3):
+                with wh.stage():
+                    for n in range(first, first + 3):
+                        hidden = jnp.tanh((x + events[:, n % 3]) @ net[f"up{n}"])
+                        x = x + hidden @ net[f"down{n}"]
+        return jnp.mean((x @ net["out"] - batch["label"]) ** 2)
+
+    given: dict[str, Any] = {"optimizer": OPTIMIZER}
+    plan = wh.plan(
+        *(marked, make_net(), make_batch(0)),
+        tables=wh.sparse_optimizer("adagrad", 0.05),
+        cluster="cpu:4",
+        **given,
+    )
+    assert plan.axis_sizes["stage"] == 2 and plan.num_micro_batches == 4
+    given["devices"] = jax.devices()[:4]
+    check_equal(wh.compile(plan, marked, make_net(), **given), 3e-6)
 
 
 SGD: Final = wh.sparse_optimizer("sgd", 0.1)
@@ -209,7 +264,10 @@ def test_optimizers_of_the_dense_part_see_its_paths() -> None:
         ({"mesh": {"tensr": 2}}, "Did you mean 'tensor'"),
         ({"margin": 2}, "margin"),
         ({"mesh": {"data": 3}}, "uses 3 of 4 devices"),
-        ({"mesh": {"stage": 2}, "num_micro_batches": 2}, "These would have programs"),
+        (
+            {"mesh": {"stage": 2}, "num_micro_batches": 2, "precision": "f16"},
+            "skip no rows of tables",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(options: dict[str, Any], words: str) -> None:

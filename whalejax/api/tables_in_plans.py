@@ -92,7 +92,8 @@ class TablesQuestion:
     def verify(
         self, plan: Plan, topology: str | None, *, timeout_seconds: float
     ) -> Any:
-        """Compiles a step with the real compiler; of two sections only the dense part.
+        """Compiles a step with the real compiler; of two sections, or of stages with
+        programs of their own, only the dense part.
 
         Args:
             plan, topology, timeout_seconds: Arguments of ``Plan.verify``, unchanged.
@@ -103,7 +104,7 @@ class TablesQuestion:
         request = self.request
         adapter = adapt(model, loss_fn, trainable=request.trainable).without_values()
         own = tables_plan(plan, batch)
-        if own.sections is not None:
+        if own.sections is not None or plan.stage_plans:
             program = cut_program(adapter, batch)
             found = check(
                 own.dense,
@@ -115,7 +116,8 @@ class TablesQuestion:
                 timeout_seconds=timeout_seconds,
                 again=None,
             )
-            text = _left_out([table.name for table in own.all_tables])
+            names = [table.name for table in own.all_tables]
+            text = _left_out(names, in_processes=own.sections is not None)
             return dataclasses.replace(found, plan_hash=plan.hash, left_out=text)
 
         return check(
@@ -130,13 +132,13 @@ class TablesQuestion:
         )
 
 
-def _left_out(names: list[str]) -> str:
-    """Describes the part of a plan with two sections that is not compiled."""
+def _left_out(names: list[str], *, in_processes: bool) -> str:
+    """Describes the part of a plan that is not compiled with its dense part."""
     more = f" and {len(names) - 4} others" if len(names) > 4 else ""
-    return (
-        f"the tables {', '.join(names[:4])}{more}, some of which are in processes "
-        "beside the devices; what is compared is the dense part"
-    )
+    why = "whose lookups and updates are programs beside those of the stages"
+    if in_processes:
+        why = "some of which are in processes beside the devices"
+    return f"the tables {', '.join(names[:4])}{more}, {why}; the dense part is compared"
 
 
 def tables_question(plan: Plan, job: Job, model: Any, batch: Any) -> TablesQuestion:

@@ -41,7 +41,7 @@ from whalejax.planner.tables.two_sections import (
     TwoSections,
     place_in_sections,
 )
-from whalejax.tables.dense import dense_adapter, dense_batch
+from whalejax.tables.dense import STAGE, dense_adapter, dense_batch
 from whalejax.tables.device_use import DeviceUse, predict_device_use
 from whalejax.tables.loss_cut import cut_program
 from whalejax.tables.recognize import TableProgram
@@ -54,8 +54,9 @@ from whalejax.user_code.argument_checks import check_optimizer
 
 _CPU_KINDS: Final = ("cpu",)
 
-_SEARCHED_AXES: Final = ("expert", "context", "tensor", "stage")
-"""Mesh axes of the dense part that have size 1 unless the user fixes it."""
+_SEARCHED_AXES: Final = ("expert", "context", "tensor", STAGE)
+"""Mesh axes of the dense part that have size 1 unless the user fixes it, or marks
+stages."""
 
 _REFUSED: Final[Mapping[str, str]] = {
     "allow_idle": "all devices hold tables",
@@ -252,6 +253,12 @@ class TablesRequest:
             together=self.together,
             pins=self.pins or {},
         )
+        if sparse is not None and dense.stage_plans:
+            raise PlanError(
+                "beside processes with tables the dense part is one program; these "
+                "stages would have programs of their own. Leave stages out, or the "
+                "CPUs before the plus sign in cluster"
+            )
         if sparse is not None:
             return place_in_sections(
                 tables,
@@ -299,16 +306,20 @@ class TablesRequest:
         if isinstance(precision, str) and precision != "f32":
             # Tables and vectors stay as they are, so that only products are cast.
             precision = {ALL: precision}
-        return PlanQuestion(
+        question = PlanQuestion(
             adapter=own,
             batch=jax.tree.map(aval_of, dense_batch(program, batch)),
             cluster=parsed_cluster(cluster),
-            request=dataclasses.replace(
-                self.dense_request,
-                mesh={**dict.fromkeys(_SEARCHED_AXES, 1), **(self.mesh or {})},
-                precision=precision,
-            ),
+            request=dataclasses.replace(self.dense_request, precision=precision),
         )
+        graphs = question.programs().graph.task_graphs
+        kinds = {mark.kind for graph in graphs for mark in graph.marks}
+        mesh = dict.fromkeys(_SEARCHED_AXES, 1)
+        if kinds & {"stage", "pipeline"}:
+            del mesh[STAGE]
+        mesh |= self.mesh or {}
+        request = dataclasses.replace(question.request, mesh=mesh)
+        return dataclasses.replace(question, request=request)
 
     @property
     def dense_request(self) -> PlanRequest:
@@ -418,11 +429,16 @@ def _plan_dense(question: PlanQuestion, room: int) -> Plan:
             of_bytes=error.of_bytes,
             nearest=error.nearest,
         ) from error
-    if plan.stage_plans or plan.pipelines:
+    if plan.pipelines:
         raise PlanError(
-            "with tables, stages run in one program: their layers are equal and in one "
-            "scan (jax.lax.scan, nnx.scan), on devices of one kind. These would have "
-            "programs of their own. Put the layers into a scan, or leave stages out"
+            "with tables, all pipelines have equal devices; these would run side by "
+            "side with programs of their own. Give devices of one kind, or leave "
+            "stages out"
+        )
+    if plan.stage_plans and plan.scales_loss:
+        raise PlanError(
+            'precision="f16" scales the loss, and stages with programs of their own '
+            'skip no rows of tables. Use precision="bf16", or leave stages out'
         )
     notes = tuple(note for note in plan.notes if not note.startswith(_MEMORY_NOTE))
     return dataclasses.replace(plan, notes=notes, question=question)

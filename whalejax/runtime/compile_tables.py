@@ -15,6 +15,7 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.place import HOST_SPLITS
 from whalejax.runtime.sections_step import SectionsStep, check_job
+from whalejax.runtime.staged_table_step import StagedTableStep
 from whalejax.runtime.table_step import TableStep
 from whalejax.sections.section_run import SectionRun
 from whalejax.tables.host_rows import copied_bytes
@@ -100,7 +101,8 @@ def compile_tables(
     _check_shapes(plan, adapter)
     given = plan, adapter, optimizer, out_of_range, devices
     if plan.sections is None:
-        step = TableStep(*given, replace_every)
+        kind = StagedTableStep if plan.dense.stage_plans else TableStep
+        step = kind(*given, replace_every)
     else:
         named = None if job is None else (job, dict(job_settings or {}))
         step = SectionsStep(*given, job=named, run=section_run)

@@ -172,23 +172,27 @@ class TableStep:
         )
         self.dtype = leaves[plan.tables[0]].dtype
         self.store = self._make_store()
-        self._train = jax.jit(
-            self._advance,
-            donate_argnums=0,
-            static_argnums=2,
-            out_shardings=self._result_shardings(),
-        )
-        self._eval = jax.jit(self._evaluate)
+        self._train, self._eval = self._make_programs()
         whole = NamedSharding(self.mesh, PartitionSpec())
         self._bounds = jax.jit(self.programs.id_bounds, out_shardings=whole)
         asking = self._asking
         self._room_taken = jax.jit(asking.room_taken, out_shardings=whole)
         self._ids = jax.jit(self.programs.program.ids, out_shardings=whole)
 
+    def _make_programs(self) -> tuple[Any, Any]:
+        """Returns the programs of a step and of an evaluation."""
+        step = jax.jit(
+            self._advance,
+            donate_argnums=0,
+            static_argnums=2,
+            out_shardings=self._result_shardings(),
+        )
+        return step, jax.jit(self._evaluate)
+
     def _result_shardings(self) -> Any:
         """Returns the shardings of a step's results."""
         tables = jax.tree.map(lambda x: x.sharding, self.store.abstract_arrays())
-        return _with_tables(self.runner.shardings, tables), None
+        return with_tables(self.runner.shardings, tables), None
 
     def _numbers(self, placement: TablePlacement) -> list[int]:
         """Returns the indices of the lookups of a placement's tables."""
@@ -366,7 +370,7 @@ class TableStep:
             known = {name: x for name, x in done.items() if x is not None}
             dense = dataclasses.replace(dense, **known)
             dense = jax.tree.map(put, dense, self.runner.shardings)
-        return _with_tables(dense, tables)
+        return with_tables(dense, tables)
 
     # Running.
 
@@ -565,7 +569,7 @@ class TableStep:
         """Returns the shapes and shardings of a state."""
         shapes, shardings = self._abstract_dense(), self.runner.shardings
         dense = jax.tree.map(_shaped, shapes, shardings)
-        return _with_tables(dense, self.store.abstract_arrays())
+        return with_tables(dense, self.store.abstract_arrays())
 
     def _abstract_dense(self) -> TrainState:
         """Returns the shapes of the state without tables."""
@@ -709,7 +713,7 @@ class TableStep:
         """
         given = self._dense_state(state), self._dense_leaves(batch, vectors)
         new, metrics, gradients = self.runner.traced_step(*given)
-        return _with_tables(new, state.tables), metrics, gradients
+        return with_tables(new, state.tables), metrics, gradients
 
     def _dense_metrics(
         self, state: TablesState, batch: list[Any], vectors: list[Any]
@@ -945,8 +949,13 @@ class TableStep:
 _DENSE_FIELDS: Final = ("params", "rest", "opt_state", "step", "rng", "loss_scale")
 
 
-def _with_tables(dense: TrainState, tables: Any) -> TablesState:
-    """Returns a state from that of the dense part and the tables."""
+def with_tables(dense: TrainState, tables: Any) -> TablesState:
+    """Returns a state from that of the dense part and the tables.
+
+    Args:
+        dense: State of the dense part's executor.
+        tables: Tables and the state of their rows.
+    """
     fields = {name: getattr(dense, name) for name in _DENSE_FIELDS}
     return TablesState(tables=tables, **fields)
 
@@ -992,6 +1001,6 @@ def _lookup_mesh(plan: TablesPlan, runner: Any) -> Mesh:
     """Returns the devices of the executor with the axes that divide lookups."""
     sizes = plan.axes
     mesh: Mesh = runner.mesh
-    if set(mesh.axis_names) == set(sizes):
+    if not plan.dense.stage_plans and set(mesh.axis_names) == set(sizes):
         return mesh
     return Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes))

@@ -41,6 +41,8 @@ def lookup_axes(plan: Plan) -> dict[str, int]:
     Args:
         plan: Plan of the dense part.
     """
+    if plan.stage_plans:  # Each stage has axes of its own.
+        return {"data": plan.num_devices}
     sizes = {name: plan.axis_sizes.get(name, 1) for name in MESH_AXES}
     stages = sizes.pop(STAGE)
     found = {name: size for name, size in {**sizes, STAGE: stages}.items() if size > 1}

@@ -137,7 +137,7 @@ def predict_device_use(
     return DeviceUse(
         stored_bytes=stored["device"] + stored["node"] + copies,
         host_bytes=stored["host"],
-        vectors_bytes=sum(nbytes for nbytes, _ in read),
+        vectors_bytes=min(sum(n for n, _ in read), dense.memory.batch_bytes),
         exchange_bytes=_peak_elements(layout, lookups, optimizer) * element_bytes,
         collectives=(
             *_collectives(layout, samples, whole, element_bytes, mesh),

@@ -303,7 +303,9 @@ class _Rehearsing:
         read = {n for s in self._of(stage) for n in s.place.params}
         alone = {n for n in owned if n < self.params} - read
         gradients = _nbytes(
-            aval_with_sharding(apart.wide_params[n], apart.gradient_sharding(n, stage))
+            aval_with_sharding(
+                apart.gradient_aval(n), apart.gradient_sharding(n, stage)
+            )
             for n in (*(n for s in self._of(stage) for n in s.place.params), *alone)
         )
         kept, above = self._in_flight(stage)
@@ -371,7 +373,9 @@ class _Rehearsing:
             for n in self._replicated_inputs(stage)
         ]
         gradients = [
-            aval_with_sharding(apart.wide_params[n], apart.gradient_sharding(n, stage))
+            aval_with_sharding(
+                apart.gradient_aval(n), apart.gradient_sharding(n, stage)
+            )
             for site in apart.sites
             for n in site.place.params
             if site.stage != stage and apart.owner(n) == stage

@@ -266,7 +266,9 @@ class StageProgramsExecutor(StepRunner):
         return named_sharding(next(leaves, planned).spec, self.meshes[stage])
 
     def gradient_sharding(self, number: int, stage: int) -> NamedSharding:
-        """Returns the sharding in which a stage accumulates a parameter's gradient."""
+        """Returns the sharding in which a stage accumulates a gradient."""
+        if number >= self.first_batch:
+            return self.input_sharding(number, stage)
         return self._of_param(number, "gradient_spec", stage)
 
     # Running.
@@ -277,11 +279,42 @@ class StageProgramsExecutor(StepRunner):
     def _issue_step(
         self, state: TrainState, batch: Sequence[Any]
     ) -> tuple[TrainState, Metrics]:
+        new, metrics, _ = self.step_with_gradients(state, batch)
+        return new, metrics
+
+    def step_with_gradients(
+        self, state: TrainState, batch: Sequence[Any]
+    ) -> tuple[TrainState, Metrics, list[Any]]:
+        """Issues the programs of a step.
+
+        Args:
+            state: State before the step; it is donated.
+            batch: Flat leaves of the global batch, in their planned layout.
+
+        Returns:
+            The new state, metrics, and gradients of the mean loss by the adapter's
+            ``batch_gradients``, in one process.
+        """
         run = SchedulePass(self, state, batch)
         for event in self.moves.order:
             self.watch.doing = event
             run.do(event)
-        return self.finished(state, run.losses(), run.summed(), run.rest_after())
+        losses, gradients = run.losses(), run.summed()
+        means = [self._mean(g, losses) for g in run.batch_gradients]
+        new, metrics = self.finished(state, losses, gradients, run.rest_after())
+        return new, metrics, means
+
+    def _mean(self, gradient: Any, losses: Sums | None) -> Any:
+        """Returns a gradient of the mean loss, from that of the totals."""
+        assert losses is not None
+        whole = NamedSharding(gradient.sharding.mesh, PartitionSpec())
+        return self._divide(gradient, jax.device_put(losses.weight, whole))
+
+    @functools.cached_property
+    def _divide(self) -> Callable[..., Any]:
+        return jax.jit(
+            lambda gradient, weight: gradient / weight.astype(gradient.dtype)
+        )
 
     def finished(
         self,
@@ -376,6 +409,7 @@ class StageProgramsExecutor(StepRunner):
                 if t is not None and graph.tensors[t].differentiable
             ),
             scales=self.plan.scales_loss,
+            batch_paths=tuple(leaf.path for leaf in self.plan.batch),
         )
         sites: list[VirtualStagePrograms] = []
         stages = len(self.plans)
@@ -503,6 +537,18 @@ class StageProgramsExecutor(StepRunner):
         """The abstract accumulated gradient of each parameter."""
         leaves = jax.tree.leaves(self.abstract.params)
         return [jax.eval_shape(wide, x) for x in leaves]
+
+    def gradient_aval(self, number: int) -> Any:
+        """Returns the abstract accumulated gradient by an input of the loss.
+
+        Args:
+            number: Number of the input: a parameter or a leaf of the global batch.
+        """
+        if number < len(self._owners):
+            return self.wide_params[number]
+        leaf = self.plan.batch[number - self.first_batch]
+        aval = self.avals[(), number]
+        return jax.eval_shape(wide, _compat.abstract(leaf.shape, aval.dtype))
 
     @functools.cached_property
     def avals(self) -> Mapping[Value, Any]:

@@ -108,7 +108,8 @@ class TracedVirtualStage:
 
     Attributes:
         part: Part of the program that the virtual stage runs.
-        params, rest, batch: Numbers of the loss's inputs that it reads.
+        params, rest, batch: Numbers of the loss's inputs that it reads; ``params`` also
+            has batch leaves whose gradients a step returns.
         sent: Differentiable exported values.
         received: Differentiable imported values.
         steps: Program of the forward and backward pass.
@@ -159,12 +160,14 @@ class PipelineFacts:
         avals: Abstract values of the loss.
         flows: Differentiable values.
         scales: Whether the loss is scaled before differentiation.
+        batch_paths: Paths of the batch's leaves.
     """
 
     units: Units
     avals: Mapping[Value, Any]
     flows: frozenset[Value]
     scales: bool
+    batch_paths: tuple[str, ...] = ()
 
 
 def place_of(
@@ -210,15 +213,33 @@ class _Tracer:
         first = len(adapter.param_paths)
         second = first + len(jax.tree.leaves(adapter.rest))
         self.first_batch, third = second, second + len(program.batch_axes)
-        self.params = [n for n in part.inputs if n < first]
+        read = {second + n for n in adapter.batch_gradients}
+        self.params = [n for n in part.inputs if n < first or n in read]
         self.rest = [n for n in part.inputs if first <= n < second]
-        self.batch = [n for n in part.inputs if second <= n < third]
+        batch = [n for n in part.inputs if second <= n < third]
+        self.batch = [n for n in batch if n not in read]
         self.key = third if third in part.inputs else None
-        leaves = {leaf.path: leaf for leaf in program.plan.leaves}
-        self.leaves = [leaves[adapter.param_paths[n]] for n in self.params]
+        self.stored, self.summed = self._gradient_specs()
         self.received = [v for v in part.imports if v in facts.flows]
         self.sent = [v for v in part.exports if v in facts.flows]
         self.sums_tree: Any = None
+
+    def _gradient_specs(self) -> tuple[list[Spec], list[Spec]]:
+        """Returns the specs of gradients, as computed and as summed."""
+        plan, paths = self.program.plan, self.program.adapter.param_paths
+        leaves = {leaf.path: leaf for leaf in plan.leaves}
+        batch = {leaf.path: leaf.spec for leaf in plan.batch}
+        stored: list[Spec] = []
+        summed: list[Spec] = []
+        for n in self.params:
+            if n < len(paths):
+                stored.append(leaves[paths[n]].param_spec)
+                summed.append(leaves[paths[n]].gradient_spec)
+            else:
+                spec = batch[self.facts.batch_paths[n - self.first_batch]]
+                stored.append(spec)
+                summed.append(spec)
+        return stored, summed
 
     def place(self) -> TracedVirtualStage:
         tree: Any
@@ -308,10 +329,8 @@ class _Tracer:
         gradients, returns = vjp(cotangents)
         if scale is not None:
             gradients = [wide(g) / scale for g in gradients]
-        stored = [leaf.param_spec for leaf in self.leaves]
-        summed = [leaf.gradient_spec for leaf in self.leaves]
         constrain = self.program.constrain
-        gradients = constrain(constrain(gradients, stored), summed)
+        gradients = constrain(constrain(gradients, self.stored), self.summed)
         return {
             "exports": exports,
             "fresh": fresh,
@@ -325,8 +344,11 @@ class _Tracer:
     ) -> tuple[dict[Value, Any], list[Any], list[Any], Any]:
         """Returns exports, new non-trainable state, sums and the total loss."""
         program, units = self.program, self.facts.units
-        values: dict[int, Any] = dict(zip(self.params, params, strict=True))
         step, number = given["step"], given["number"]
+        values: dict[int, Any] = {
+            n: leaf if n < self.first_batch else self._micro_batch(n, leaf, number)
+            for n, leaf in zip(self.params, params, strict=True)
+        }
         for n, leaf in zip(self.rest, given["rest"], strict=True):
             added = units.counters.get(n)
             if added:

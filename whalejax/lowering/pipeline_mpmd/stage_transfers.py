@@ -86,10 +86,10 @@ class StageTransfers:
         )()[0]
 
     def collect_gradient(self, number: int, stage: int, gradient: Any) -> Any:
-        """Moves a parameter's gradient to its owner; returns None if it is not here.
+        """Moves a gradient to its owner; returns None if it is not here.
 
         Args:
-            number: Number of the parameter.
+            number: Number of the input of the loss that it is by.
             stage: Stage that computed the gradient.
             gradient: Gradient, or None if that stage is not here.
         """
@@ -99,7 +99,7 @@ class StageTransfers:
         )
         if source == target:
             return gradient
-        aval = apart.wide_params[number]
+        aval = apart.gradient_aval(number)
         key = "gathered", number, stage
         return self._send(key, [gradient], [aval], [source], [target])()[0]
 

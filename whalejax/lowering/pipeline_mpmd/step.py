@@ -38,6 +38,8 @@ class SchedulePass:
         coming: Transferred arrays, by action, virtual stage and micro-batch.
         leaving: Computed values that are not transferred yet.
         sums, gradients: Accumulated sums and gradients of each virtual stage.
+        batch_gradients: Gradients of the totals by the adapter's ``batch_gradients``,
+            after ``summed``.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class SchedulePass:
         ]
         self.sums = [sums() for sums, _ in apart.zeros]
         self.gradients = [gradients() for _, gradients in apart.zeros] if keeps else []
+        self.batch_gradients: list[Any] = []
 
     def _bring(self, site: VirtualStagePrograms) -> None:
         """Copies to a stage the inputs that it reads from other owners, once."""
@@ -230,6 +233,9 @@ class SchedulePass:
             for place, n in enumerate(site.place.params):
                 here = gradients[place] if apart.here[site.stage] else None
                 result[n].append(apart.moves.collect_gradient(n, site.stage, here))
+        wanted = apart.program.adapter.batch_gradients
+        numbers = [apart.first_batch + place for place in wanted]
+        self.batch_gradients = [apart.total(result[n]) for n in numbers]
         return [
             ABSENT
             if not apart.here[apart.owner(n)]
