@@ -154,19 +154,24 @@ class Run:
         return processes
 
     def members_of_agent(self, agent: str) -> list[str]:
-        """Returns the present members that an agent started.
+        """Returns the present members of an agent: those that it started, and those
+        that registered from its address.
 
         Args:
             agent: Name of the agent.
         """
-        there = self.members()
-        return [
-            event["name"]
-            for event in self.events()
-            if event["event"] == "started"
-            and event.get("agent") == agent
-            and event["name"] in there
-        ]
+        spaces = [] if self.agents is None else self.agents.spaces
+        hosts = {space.address for space in spaces if space.name == agent}
+        names: set[str] = set()
+        for event in self.events():
+            match event["event"]:
+                case "started" if event.get("agent") == agent:
+                    names.add(event["name"])
+                case "registered" if event["host"] in hosts:
+                    names.add(event["name"])
+                case "lost" | "ended":
+                    names.discard(event["name"])
+        return sorted(names)
 
     def supervisor(self) -> int | None:
         children = Path(f"/proc/{self.front.pid}/task/{self.front.pid}/children")

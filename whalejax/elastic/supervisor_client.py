@@ -179,7 +179,9 @@ class Control:
         Raises:
             WhaleError: Nothing answers there, or the key or this member is refused.
         """
-        self._connect(time.monotonic() + FIRST_SECONDS, first=True)
+        # A supervisor that ended after it started this process is started again.
+        seconds = self._seconds if self._run_name else FIRST_SECONDS
+        self._connect(time.monotonic() + seconds, first=True)
         for work in (self._listen, self._speak):
             threading.Thread(target=self._run, args=(work,), daemon=True).start()
 

@@ -22,13 +22,19 @@ from tests.whalejax.keys import OTHER
 from tests.whalejax.messages import Loose, received
 from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.environment import RUN
+from whalejax.elastic.launching import _AGAIN_PULSE_SECONDS
 from whalejax.elastic.supervisor.supervisor import (
     ADDRESS,
     KEY,
     Supervised,
     Supervisor,
 )
-from whalejax.elastic.supervisor_client import Control, NoSupervisorError, RunStopped
+from whalejax.elastic.supervisor_client import (
+    FIRST_SECONDS,
+    Control,
+    NoSupervisorError,
+    RunStopped,
+)
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.settings import SupervisorSettings
@@ -228,6 +234,25 @@ def test_an_address_that_answers_nothing_is_said(
     control = Control("127.0.0.1:1", str(tmp_path / "key"), register)
     with pytest.raises(WhaleError, match="no supervisor answers at 127.0.0.1:1"):
         control.open()
+
+
+def test_processes_of_a_run_wait_for_the_next_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the launcher may need to find that one frozen, and to start another."""
+    make_key(tmp_path / "key")
+    waits: list[float] = []
+
+    def connect(self: Control, end: float, *, first: bool) -> None:
+        waits.append(end - time.monotonic())
+        raise WhaleError("nobody")
+
+    monkeypatch.setattr(Control, "_connect", connect)
+    for run in ("", "run"):
+        monkeypatch.setenv(RUN, run)
+        with pytest.raises(WhaleError, match="nobody"):
+            Control("127.0.0.1:1", str(tmp_path / "key"), register).open()
+    assert waits[0] <= FIRST_SECONDS and waits[1] > 2 * _AGAIN_PULSE_SECONDS
 
 
 def test_a_second_supervisor_is_refused(tmp_path: Path) -> None:
