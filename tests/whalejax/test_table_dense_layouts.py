@@ -238,6 +238,20 @@ def test_a_step_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
     assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
 
 
+def test_gradients_of_vectors_are_planned() -> None:
+    """Products backward to vectors, and their gradients over micro-batches."""
+    one, _ = make_step("cpu:4", num_micro_batches=1)
+    several, _ = make_step("cpu:4", num_micro_batches=2)
+    vectors = 32 // 4 * 16 * 4 * (1 + 3)
+    dense = sum(leaf.nbytes for leaf in several.trained)
+    # On CPUs the gradients of a micro-batch are beside their sum.
+    assert several.memory.gradients_bytes == 2 * dense + vectors
+    assert one.memory.gradients_bytes <= dense
+    # Two products of a layer forward, each twice backward: also the first by vectors.
+    product = 2 * 8 * 16 * 64
+    assert one.product_flops == pytest.approx(3 * 6 * 2 * product, rel=0.02)
+
+
 def test_optimizers_of_the_dense_part_see_its_paths() -> None:
     """A mask by name; the planned state is that of the step."""
 

@@ -123,6 +123,34 @@ def test_host_memory_is_refused_where_compilers_copy_tables(
     compile_tables._check_host_memory(plan, step)
 
 
+def test_exchanges_of_a_node_are_planned_where_axes_are_its_devices() -> None:
+    """Each of them in bytes, on two nodes of two devices."""
+
+    def loss(net: Any, batch: Any) -> Any:
+        return (jnp.tanh(net["user"][batch["ids"]].sum(1) @ net["w"]) ** 2).mean()
+
+    net = {"user": np.zeros((4000, 32), np.float32), "w": np.zeros(32, np.float32)}
+    plan = wh.plan(
+        *(loss, net, {"ids": np.zeros((64, 3), np.int32)}),
+        tables=wh.sparse_optimizer("adagrad", 0.1),
+        optimizer=optax.sgd(0.1),
+        cluster="h100:2x2",
+        pins={"user": "node_rows"},
+        mesh={"data": 2, "fsdp": 2},
+        num_micro_batches=2,
+    )
+    moved = {(c.kind, c.axes, c.what): c for c in plan.collectives}
+    vectors = 64 * 32 * 4
+    for kind, axes, what, nbytes in (
+        ("reduce-scatter", "fsdp", "rows", vectors),
+        ("all-to-all", "data", "rows", vectors // 2),
+        ("all-to-all", "data", "row gradients", vectors // 2),
+        ("all-gather", "fsdp", "row gradients", vectors),
+    ):
+        found = moved[kind, (axes,), what]
+        assert found.payload_bytes == nbytes and plan.times(found) == 1
+
+
 @pytest.mark.full
 def test_a_tpu_leaves_tables_in_host_memory() -> None:
     found = [hosted_plan("v5p:2x2x1", n).verify() for n in (100_000, 1_000_000)]
@@ -144,20 +172,28 @@ def test_a_gpu_copies_tables_in_host_memory_and_is_refused() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("cluster", "batch"),
+    ("cluster", "batch", "parts"),
     [
-        pytest.param("h100:2x8", 128, marks=NEEDS_GPU_COMPILER),
-        ("v5p:4x4x4", 256),
+        pytest.param("h100:2x8", 128, 1, marks=NEEDS_GPU_COMPILER),
+        pytest.param("h100:2x8", 2048, 4, marks=NEEDS_GPU_COMPILER),
+        ("v5p:4x4x4", 256, 1),
     ],
 )
 def test_all_rows_and_layers_of_dlrm_v4_compile(
-    cluster: str, batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: str,
+    batch: int,
+    parts: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = str(tmp_path / "plan.json")
     sizes = ["--cluster", cluster, "--batch", str(batch), "-o", path, "--quiet"]
     given = ["hstu-dlrm-v4", *sizes, "--tables", "row_adagrad:0.05"]
+    given += ["--precision", "bf16"] if parts > 1 else []
     assert main(["plan", *given]) == 0
     plan = wh.Plan.load(path)
+    assert plan.num_micro_batches == parts
+    assert plan.memory.total_bytes * 1.1 < plan.room_bytes  # A margin is free.
     tables = tables_plan(plan).placement.tables
     assert sum(table.rows for table in tables) == 297_050_000
     assert sum(table.rows * table.width * 4 for table in tables) > 608e9

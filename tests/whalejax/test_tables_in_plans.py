@@ -16,8 +16,10 @@ import pytest
 import whalejax as wh
 from tests.whalejax.test_table_step import loss, make_batch, make_net
 from whalejax.cli.main import main
+from whalejax.planner.plan_entries import LeafPlan, RegionTable, RoleInfo
 from whalejax.planner.tables_data import TablesData
 from whalejax.runtime.table_step import TableStep
+from whalejax.tables.table_plan_record import tables_plan
 
 
 OPTIMIZER: Final = optax.sgd(0.01, momentum=0.9)
@@ -328,3 +330,34 @@ def test_a_profile_of_tables_is_refused_in_words() -> None:
     step: Any = wh.compile(plan, loss, net, **given)
     with pytest.raises(wh.WhaleError, match=r"Trace steps with jax.profiler.trace"):
         step.profile(step.init_from(net), make_batch(0, np.float32))
+
+
+def test_paths_of_older_plans_had_prefixes() -> None:
+    plan = make_plan()
+    own = tables_plan(plan)
+
+    def prefixed(value: Any) -> Any:
+        if isinstance(value, str):
+            return f"dense.{value}" if value.partition("[")[0] in own_paths else value
+        if isinstance(value, tuple):
+            return tuple(map(prefixed, value))
+        if isinstance(value, LeafPlan | RoleInfo | RegionTable):
+            fields = {f.name for f in dataclasses.fields(value)}
+            named = fields & {"path", "roles", "name", "aliases", "axes"}
+            changed = {name: prefixed(getattr(value, name)) for name in named}
+            return dataclasses.replace(value, **changed)
+        return value
+
+    own_paths = [leaf.path for leaf in plan.leaves]
+    names = ("leaves", "roles", "compute", "storage")
+    changed = {name: prefixed(getattr(plan, name)) for name in names}
+    older = dataclasses.replace(plan, **changed)
+    assert {leaf.path for leaf in older.leaves} == {"dense.mix", "dense.w"}
+    found = tables_plan(older).dense
+    assert found.leaves == own.dense.leaves and found.roles == own.dense.roles
+    assert found.compute == own.dense.compute
+    net = make_net(np.float32)
+    given: Any = {"optimizer": OPTIMIZER, "devices": jax.devices()[:4]}
+    step: Any = wh.compile(older, loss, net, **given)
+    _, metrics = step(step.init_from(net), make_batch(0, np.float32))
+    assert np.isfinite(float(metrics["loss"]))

@@ -200,10 +200,10 @@ class OneStage:
         adapter's ``batch_gradients``.
         """
         _, batch, _ = self.micro(number)
-        return [*self.params, *(batch[place] for place in self._wanted)]
+        return [*self.params, *(batch[place] for place in self._read_leaves)]
 
     @property
-    def _wanted(self) -> tuple[int, ...]:
+    def _read_leaves(self) -> tuple[int, ...]:
         return self.program.adapter.batch_gradients
 
     def _micro_batch(
@@ -217,7 +217,7 @@ class OneStage:
         """
         rest, batch, key = self.micro(number)
         count = len(self.params)
-        read = dict(zip(self._wanted, inputs[count:], strict=False))
+        read = dict(zip(self._read_leaves, inputs[count:], strict=False))
         leaves = [read.get(place, leaf) for place, leaf in enumerate(batch)]
         return list(inputs[:count]), rest, leaves, key
 
@@ -318,7 +318,9 @@ class OneStage:
     def _as_in_batch(self, leaves: Sequence[Any]) -> list[Any]:
         """Constrains gradients of batch leaves to the leaves' specs."""
         batch = self.program.plan.batch
-        return self.program.constrain(leaves, [batch[n].spec for n in self._wanted])
+        return self.program.constrain(
+            leaves, [batch[n].spec for n in self._read_leaves]
+        )
 
     def _as_accumulated(self, gradients: Sequence[Any]) -> list[Any]:
         """Constrains gradients to the parameters' specs, then to their own."""
