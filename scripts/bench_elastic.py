@@ -210,7 +210,8 @@ def add_cases(stored: dict[str, Any], faults: int, each: int) -> None:
     cases = stored["cases"]
     while (left := faults - summary(cases)["faults"]) > 0:
         links = summary(cases)["link_faults"] < LINK_PART * faults
-        case = measure(len(cases), min(each, left), links=links, disks=True)
+        seed = 1 + max((case["seed"] for case in cases), default=-1)
+        case = measure(seed, min(each, left), links=links, disks=True)
         print(json.dumps(case), flush=True)
         if not case["faults"]:
             raise SystemExit("a run ended before its first fault")

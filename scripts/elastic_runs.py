@@ -128,7 +128,7 @@ class Run:
         """Returns the state and the process of each present member."""
         pids, states = {}, {}
         for event in self.events():
-            name = event.get("name")
+            name = str(event.get("name", ""))
             match event["event"]:
                 case "started":
                     if began_at(event["pid"]) == event["began"]:

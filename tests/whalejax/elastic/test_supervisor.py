@@ -239,7 +239,7 @@ def test_an_address_that_answers_nothing_is_said(
 def test_processes_of_a_run_wait_for_the_next_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as the launcher may need to find that one frozen, and to start another."""
+    """As long as the launcher may need to find that one frozen and start another."""
     make_key(tmp_path / "key")
     waits: list[float] = []
 
