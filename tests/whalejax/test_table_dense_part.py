@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import whalejax as wh
 from tests.whalejax.test_table_step import collectives
@@ -258,3 +259,58 @@ def test_memory_that_is_short_is_won() -> None:
     # A part of the memory stays free.
     margin = planned(room, margin=0.5).memory.total_bytes
     assert margin <= room / 1.5
+
+
+class Modal(nnx.Module):
+    """A dense part that drops values, and may use statistics of batches."""
+
+    def __init__(self, rngs: nnx.Rngs, *, norm: bool) -> None:
+        self.user = nnx.Embed(37, 16, rngs=rngs)
+        self.item = nnx.Embed(29, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs) if norm else nnx.tanh
+        self.hidden = nnx.Linear(16, 16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, batch: Any) -> jax.Array:
+        x = self.user(batch["user"]) + self.item(batch["items"]).sum(1)
+        return self.out(nnx.tanh(self.hidden(self.drop(self.norm(x)))))[:, 0]
+
+
+def modal_loss(net: Modal, batch: Any) -> jax.Array:
+    return jnp.mean((net(batch) - batch["label"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options"),
+    [
+        ("cpu:1", {}),
+        ("cpu:4", {}),
+        ("cpu:2", {"mesh": {"stage": 2}, "num_micro_batches": 2}),
+        ("cpu:1+cpu:2", {"in_processes": ["user.embedding"]}),
+    ],
+)
+def test_an_evaluation_has_the_model_in_evaluation_mode(
+    cluster: str, options: dict[str, Any]
+) -> None:
+    net = Modal(nnx.Rngs(0), norm="mesh" not in options)
+    plan = wh.plan(
+        *(modal_loss, net, make_batch(0)),
+        tables=ROWS,
+        optimizer=OPTIMIZER,
+        cluster=cluster,
+        **options,
+    )
+    count = int(cluster.rpartition(":")[2])
+    with wh.compile(
+        plan, modal_loss, net, optimizer=OPTIMIZER, devices=jax.devices()[:count]
+    ) as step:
+        state = step.init_from(net)
+        for number in range(2):
+            state, _ = step(state, make_batch(number))
+        found = float(step.eval(state, make_batch(2))["loss"])
+        model = step.model(state)
+    model.eval()
+    assert found == pytest.approx(float(modal_loss(model, make_batch(2))), rel=2e-6)
+    model.train()
+    assert found != pytest.approx(float(modal_loss(model, make_batch(2))), rel=1e-2)

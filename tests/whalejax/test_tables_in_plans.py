@@ -361,3 +361,14 @@ def test_paths_of_older_plans_had_prefixes() -> None:
     step: Any = wh.compile(older, loss, net, **given)
     _, metrics = step(step.init_from(net), make_batch(0, np.float32))
     assert np.isfinite(float(metrics["loss"]))
+
+
+def test_scaled_losses_beside_processes_are_refused() -> None:
+    """A step that overflows is skipped, and processes would apply its gradients."""
+    inside = {"in_processes": ["user"], "staleness": 1}
+    with pytest.raises(
+        wh.WhaleError, match="processes with tables apply the gradients"
+    ):
+        make_plan("cpu:2+cpu:1", precision="f16", **inside)
+    found = make_plan("cpu:2+cpu:1", precision="bf16", **inside)
+    assert "bf16" in str(found.asked_precision)

@@ -253,13 +253,8 @@ class TablesRequest:
             together=self.together,
             pins=self.pins or {},
         )
-        if sparse is not None and dense.stage_plans:
-            raise PlanError(
-                "beside processes with tables the dense part is one program; these "
-                "stages would have programs of their own. Leave stages out, or the "
-                "CPUs before the plus sign in cluster"
-            )
         if sparse is not None:
+            _check_beside_processes(dense)
             return place_in_sections(
                 tables,
                 Ranks.of(sparse),
@@ -442,6 +437,22 @@ def _plan_dense(question: PlanQuestion, room: int) -> Plan:
         )
     notes = tuple(note for note in plan.notes if not note.startswith(_MEMORY_NOTE))
     return dataclasses.replace(plan, notes=notes, question=question)
+
+
+def _check_beside_processes(dense: Plan) -> None:
+    """Refuses a plan of the dense part that cannot run beside processes with tables."""
+    if dense.stage_plans:
+        raise PlanError(
+            "beside processes with tables the dense part is one program; these stages "
+            "would have programs of their own. Leave stages out, or the CPUs before "
+            "the plus sign in cluster"
+        )
+    if dense.scales_loss:
+        raise PlanError(
+            'precision="f16" scales the loss, and processes with tables apply the '
+            'gradients of a step that overflows. Use precision="bf16", or leave out '
+            "the CPUs before the plus sign in cluster"
+        )
 
 
 def split_sections(

@@ -15,7 +15,7 @@ from whalejax.capture.loss_options import as_planned
 from whalejax.lowering.train_state import Origin
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.plan_compatibility import check_host_memory
-from whalejax.runtime.runner_choice import runner_of
+from whalejax.runtime.runner_choice import evaluator_of, runner_of
 from whalejax.tables.dense import dense_adapter, dense_batch
 from whalejax.tables.recognize import TableProgram
 
@@ -26,6 +26,8 @@ def dense_runner(
     program: TableProgram,
     optimizer: optax.GradientTransformation | None,
     devices: Sequence[Any],
+    *,
+    trains: Any = None,
 ) -> Any:
     """Returns the executor of a plan of the dense part.
 
@@ -35,6 +37,8 @@ def dense_runner(
         program: Loss of the model, cut at its lookups for the global batch.
         optimizer: Optimizer of the dense part, or None.
         devices: Devices of the plan, in node order.
+        trains: Executor that trains, if this one only evaluates; None if this one
+            trains.
     """
     check_host_memory(plan, devices[0])
     own = dense_adapter(adapter, program, program.batch)
@@ -47,4 +51,6 @@ def dense_runner(
         optax.identity() if optimizer is None else optimizer
     )
     given = captured, extended, devices, captured.batch_axes, Origin(own)
+    if trains is not None:
+        return evaluator_of(plan, trains, *given)
     return runner_of(plan)(plan, *given)

@@ -70,7 +70,7 @@ class StagedTableStep(TableStep):
         vectors, _ = self._look_up[True](state.tables, ids)
         batch = self._on_stages(leaves, vectors)
         dense = bare(self._dense_state(state))
-        metrics: dict[str, Any] = self.runner.evaluate(dense, batch)[0]
+        metrics: dict[str, Any] = self._evaluator.evaluate(dense, batch)[0]
         return metrics
 
     def lower(self, state: TablesState, batch: Any) -> Any:

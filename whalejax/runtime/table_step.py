@@ -48,7 +48,7 @@ from whalejax.state.table_checkpoint import (
     rows_by_process,
     save_sections,
 )
-from whalejax.tables.dense import UNUSED, by_path
+from whalejax.tables.dense import UNUSED, by_path, lookup_forms
 from whalejax.tables.device_use import predict_device_use
 from whalejax.tables.layout import TableLayout, make_layout, without_requests
 from whalejax.tables.lookup_counts import LookupCounts
@@ -148,7 +148,8 @@ class TableStep:
                 f"looks up {', '.join(dict.fromkeys(names))}. Plan again for this loss"
             )
         check_divisible(program.lookups, len(chosen))
-        self.runner = dense_runner(plan.dense, adapter, program, optimizer, chosen)
+        self._made_with = optimizer, chosen
+        self.runner = dense_runner(plan.dense, adapter, program, *self._made_with)
         self.mesh = _lookup_mesh(plan, self.runner)
         self._processes = TableProcesses(self.mesh)
         self._use(plan, program, names, clips=out_of_range == "clip")
@@ -361,8 +362,9 @@ class TableStep:
         """
         params = dict(params) or {UNUSED: np.zeros((), np.float32)}
         whole = NamedSharding(self.mesh, PartitionSpec())
+        shared = self._processes.are_several  # Keys, unlike arrays, stay on devices.
         values = jax.tree.map(
-            lambda leaf: put(leaf, whole) if is_key(leaf) else host_copy(leaf),
+            lambda x: put(x, whole) if shared and is_key(x) else host_copy(x),
             (params, dict(rest), key),
         )
         dense = self.runner.init_state(lambda *given: given, *values)
@@ -537,9 +539,28 @@ class TableStep:
             state: State to evaluate; it is not donated.
             batch: Global batch, in the same form as for a step.
         """
+        self._evaluator  # noqa: B018  (traced before the program that it is a part of)
         given = self._checked(state), self._place_batch(batch)
         metrics: dict[str, Any] = self._processes.run(self._eval, *given)
         return metrics
+
+    @functools.cached_property
+    def _evaluator(self) -> Any:
+        """The executor of the dense part with the model in evaluation mode."""
+        adapter = self.adapter.evaluating()
+        if adapter is None:
+            return self.runner
+        program = cut_program(adapter, self.plan.batch)
+        leaves = jax.tree.leaves(self.plan.batch)
+        both = self.program, program
+        reads = [str(jax.make_jaxpr(one.ids)(leaves)) for one in both]
+        if reads[0] != reads[1] or lookup_forms(both[0]) != lookup_forms(both[1]):
+            raise PlanError(
+                "the model in evaluation mode looks up other rows than in training. "
+                "Look up the same ones, and choose among their vectors"
+            )
+        given = self.plan.dense, adapter, program, *self._made_with
+        return dense_runner(*given, trains=self.runner)
 
     def batch_rows(self) -> np.ndarray:
         """Returns this process's samples of a global batch, in order, as indices."""
@@ -721,7 +742,7 @@ class TableStep:
         """Returns the loss and metrics of a batch."""
         given = self._dense_state(state), self._dense_leaves(batch, vectors)
         metrics: dict[str, Any]
-        metrics, _ = self.runner.traced_evaluation(bare(given[0]), given[1])
+        metrics, _ = self._evaluator.traced_evaluation(bare(given[0]), given[1])
         return metrics
 
     def _dense_state(self, state: TablesState) -> TrainState:

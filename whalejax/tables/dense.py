@@ -206,7 +206,7 @@ class DenseLoss:
         text = str(jax.tree.leaves(avals))
         if text not in self._cut:
             found = cut_program(self._adapter, avals)
-            if _lookup_forms(found) != _lookup_forms(self._program):
+            if lookup_forms(found) != lookup_forms(self._program):
                 raise PlanError(
                     "the loss looks up other tables, or other numbers of rows for a "
                     "sample, with another number of samples. Look the same rows up for "
@@ -216,7 +216,12 @@ class DenseLoss:
         return self._cut[text]
 
 
-def _lookup_forms(program: TableProgram) -> list[tuple[Any, ...]]:
+def lookup_forms(program: TableProgram) -> list[tuple[Any, ...]]:
+    """Returns what lookups have in common for any number of samples.
+
+    Args:
+        program: Loss, cut at its lookups.
+    """
     return [
         (one.param, one.shape[1:], one.pooled, one.vectors_shape[1:])
         for one in program.lookups
