@@ -334,7 +334,7 @@ class Copies:
     ) -> None:
         draft, place, table = path.with_name(f".{path.name}"), 0, []
         for about, array in parts:
-            sha = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+            sha = hashlib.sha256(_bytes_of(array)).hexdigest()
             table.append({**about, "place": place, "sha256": sha})
             place += array.nbytes
         header = json.dumps({"samples": samples, "pieces": table}).encode()
@@ -342,12 +342,17 @@ class Copies:
             with draft.open("wb") as file:
                 file.write(len(header).to_bytes(_HEADER_BYTES, "little") + header)
                 for _, array in parts:
-                    file.write(np.ascontiguousarray(array).data)
+                    file.write(_bytes_of(array))
             draft.replace(path)
         except OSError:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
             raise
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """Returns the bytes of an array, also of a type without a buffer, as bfloat16."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:

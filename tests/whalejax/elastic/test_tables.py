@@ -29,6 +29,7 @@ from whalejax.state.shard_copies import (
     Copies,
     CopyFile,
     ShardCopySet,
+    _read_header,
     copy_file,
     read_copies,
 )
@@ -226,6 +227,22 @@ def test_any_placement_reads_copies_to_the_bit(tmp_path: Path, before: int) -> N
     path.write_bytes(data)
     with pytest.raises(BadCopies, match="of word is not as it was written"):
         read_copies(opened, copied, CopiedTableStates(given))
+
+
+def test_copies_have_numbers_of_types_without_a_buffer(tmp_path: Path) -> None:
+    """NumPy gives no buffer of bfloat16."""
+    values = np.arange(8).astype(jax.numpy.bfloat16).reshape(4, 2)
+    there = Copies(tmp_path / "copies")
+    copied = ShardCopySet(step=2, generation=1, count=1)
+    about = {"leaf": ["tables", "rows", "user"]}
+    there.begin([(about, values)], None, copied, 0)
+    there.wait()
+    assert there.problem() == ""
+    (name,) = copied.names
+    header, end, file = _read_header(copy_file(tmp_path / "copies" / name), name)
+    (found,) = header["pieces"]
+    part = CopiedPart(found, found["place"] + end, file, "user")
+    np.testing.assert_array_equal(part.values((4, 2), values.dtype), values)
 
 
 def test_copies_without_all_rows_are_not_used() -> None:
