@@ -83,6 +83,32 @@ def test_stages_with_programs_of_their_own(
         step.lower_shapes()
 
 
+def test_vectors_that_no_stage_reads() -> None:
+    """Their gradients are zeros, and their table stays as it was."""
+    net: dict[str, Any] = {**make_net(), "idle": jnp.ones((37, 16))}
+
+    def with_idle(net: Any, batch: Any) -> jax.Array:
+        net["idle"][batch["user"]].sum()
+        return loss(net, batch)
+
+    given: dict[str, Any] = {"optimizer": OPTIMIZER}
+    plan = wh.plan(
+        *(with_idle, net, make_batch(0)),
+        tables=SGD,
+        cluster="cpu:2",
+        mesh={"stage": 2},
+        num_micro_batches=4,
+        **given,
+    )
+    assert plan.stage_plans
+    given["devices"] = jax.devices()[:2]
+    step: Any = wh.compile(plan, with_idle, net, **given)
+    state, metrics = step(step.init_from(net), make_batch(0))
+    expected = float(loss(make_net(), make_batch(0)))
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=3e-6)
+    np.testing.assert_array_equal(step.table_values(state)["idle"], net["idle"])
+
+
 def test_marked_stages() -> None:
     def marked(net: Any, batch: Any) -> jax.Array:
         events = net["item"][batch["items"]]

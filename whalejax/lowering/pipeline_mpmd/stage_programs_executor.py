@@ -557,15 +557,17 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def unread(self) -> dict[int, Callable[[], Any]]:
-        """Functions that make zero gradients of unread parameters, by number."""
+        """Functions that make zero gradients of unread inputs, by number."""
         read = {n for site in self.sites for n in site.place.params}
+        wanted = self.program.adapter.batch_gradients
+        numbers = [*range(len(self._owners)), *(self.first_batch + n for n in wanted)]
+        avals = {n: self.gradient_aval(n) for n in numbers if n not in read}
         return {
             n: jax.jit(
                 functools.partial(jnp.zeros, aval.shape, aval.dtype),
                 out_shardings=self.gradient_sharding(n, self.owner(n)),
             )
-            for n, aval in enumerate(self.wide_params)
-            if n not in read
+            for n, aval in avals.items()
         }
 
     @functools.cached_property

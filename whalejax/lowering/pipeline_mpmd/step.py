@@ -235,13 +235,13 @@ class SchedulePass:
                 result[n].append(apart.moves.collect_gradient(n, site.stage, here))
         wanted = apart.program.adapter.batch_gradients
         numbers = [apart.first_batch + place for place in wanted]
-        self.batch_gradients = [apart.total(result[n]) for n in numbers]
+
+        def whole(n: int) -> Any:
+            return apart.total(result[n]) if n in result else apart.unread[n]()
+
+        self.batch_gradients = [whole(n) for n in numbers]
         return [
-            ABSENT
-            if not apart.here[apart.owner(n)]
-            else apart.total(result[n])
-            if n in result
-            else apart.unread[n]()
+            whole(n) if apart.here[apart.owner(n)] else ABSENT
             for n in range(self.first)
         ]
 
