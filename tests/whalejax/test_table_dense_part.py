@@ -314,3 +314,23 @@ def test_an_evaluation_has_the_model_in_evaluation_mode(
     assert found == pytest.approx(float(modal_loss(model, make_batch(2))), rel=2e-6)
     model.train()
     assert found != pytest.approx(float(modal_loss(model, make_batch(2))), rel=1e-2)
+
+
+@pytest.mark.parametrize("tables", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loader_may_overwrite_its_buffer(ranks: int, *, tables: bool) -> None:
+    """What a step reads does not share memory with the batch that it was given."""
+    if tables:
+        _, step = make_step(f"cpu:{ranks}")
+        leaves = step._place_batch(batch := make_batch(0))
+    else:
+        given: dict[str, Any] = {"optimizer": OPTIMIZER}
+        net, batch = make_net(), make_batch(0)
+        plan = wh.plan(loss, net, batch, cluster=f"cpu:{ranks}", **given)
+        devices = jax.devices()[:ranks]
+        step = wh.compile(plan, loss, net, devices=devices, **given)
+        leaves = step._layout.place(batch)
+    before = jax.tree.map(np.copy, leaves)
+    for leaf in jax.tree.leaves(batch):
+        leaf[...] = 1
+    jax.tree.map(np.testing.assert_array_equal, before, leaves)

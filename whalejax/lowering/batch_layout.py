@@ -184,13 +184,15 @@ def _as_planned(leaf: Any, planned: BatchLeaf, sharding: NamedSharding) -> Any:
             leaf = leaf.astype(planned.dtype)
         same = leaf.sharding == sharding
         return leaf if same else jax.device_put(leaf, sharding)
-    array = np.asarray(leaf, jnp.dtype(planned.dtype))
+    dtype = jnp.dtype(planned.dtype)
     if not is_here(sharding):
-        return absent(jax.ShapeDtypeStruct(planned.shape, array.dtype), sharding)
+        return absent(jax.ShapeDtypeStruct(planned.shape, dtype), sharding)
+    # A loader may overwrite its buffer while the step still runs, and devices may share
+    # memory with a NumPy array, even with may_alias=False.
+    array = np.array(leaf, dtype, copy=True)
     if _is_part(leaf, sharding):
         return jax.make_array_from_process_local_data(sharding, array, planned.shape)
-    # A loader may overwrite its buffer while the step still runs.
-    return jax.device_put(array, sharding, may_alias=False)
+    return jax.device_put(array, sharding)
 
 
 def _other_leaves(given: Sequence[str], planned: Sequence[str]) -> str:

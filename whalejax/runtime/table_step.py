@@ -672,8 +672,11 @@ class TableStep:
                 )
         problems.raise_if_any()
         check_32_bits(batch)
-        leaves: list[Any] = jax.tree.leaves(batch)
-        return leaves
+        # A loader may overwrite its buffer while the step still runs.
+        return [
+            leaf if isinstance(leaf, jax.Array) else host_copy(leaf)
+            for leaf in jax.tree.leaves(batch)
+        ]
 
     def _on_devices(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves of a batch, sharded over the devices."""
