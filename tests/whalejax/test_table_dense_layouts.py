@@ -26,6 +26,7 @@ from tests.whalejax.test_table_dense_part import (
 )
 from tests.whalejax.test_table_step import collectives
 from whalejax import models
+from whalejax.state.resume import restore_newest
 
 
 @pytest.mark.parametrize(
@@ -253,6 +254,30 @@ def test_gradients_combined_by_adasum(combine: str) -> None:
     for name, rows in step.table_values(state).items():
         moved = 0.05 * gradients[name] / jnp.sqrt(gradients[name] ** 2 + 0.1 + 1e-7)
         np.testing.assert_allclose(rows, net[name] - moved, rtol=0, atol=2e-6)
+
+
+def test_a_run_with_other_micro_batches_tells_of_other_random_numbers(
+    tmp_path: Path,
+) -> None:
+    def with_dropout(net: Any, batch: Any, key: Any) -> jax.Array:
+        kept = jax.random.bernoulli(key, 0.5, (len(batch["user"]), 1))
+        return loss({**net, "out": net["out"] / 2}, batch) + jnp.mean(
+            jnp.where(kept, net["user"][batch["user"]], 0) ** 2
+        )
+
+    def made(loss_fn: Any, count: int) -> Any:
+        net, given = make_net(), {"optimizer": OPTIMIZER}
+        options: dict[str, Any] = {"tables": SGD, "num_micro_batches": count, **given}
+        plan = wh.plan(loss_fn, net, make_batch(0), cluster="cpu:1", **options)
+        return wh.compile(plan, loss_fn, net, devices=jax.devices()[:1], **given)
+
+    for name, loss_fn in (("plain", loss), ("drawn", with_dropout)):
+        path, step = tmp_path / name, made(loss_fn, 1)
+        step.save(path, step.init_from(make_net()))
+        found: list[Any] = [restore_newest(made(loss_fn, n), [path]) for n in (1, 2)]
+        assert found[0].notes == ()
+        told = ["trained with 1 micro-batches" in note for note in found[1].notes]
+        assert told == ([True] if name == "drawn" else [])
 
 
 def test_a_step_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:

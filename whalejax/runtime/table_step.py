@@ -40,7 +40,7 @@ from whalejax.planner.tables.replace import Replacement, place_again
 from whalejax.runtime.dense_runner import dense_runner
 from whalejax.runtime.plan_compatibility import devices_of
 from whalejax.runtime.table_processes import TableProcesses, put, rows_here
-from whalejax.state.resume import agreed_checkpoints, restore_newest
+from whalejax.state.resume import agreed_checkpoints, depends_on_parts, restore_newest
 from whalejax.state.table_checkpoint import (
     Sections,
     leaf_names,
@@ -263,7 +263,7 @@ class TableStep:
     @property
     def parts_matter(self) -> bool:
         """Whether results depend on the number of micro-batches."""
-        return False
+        return depends_on_parts(self.plan.dense, self.adapter)
 
     # Initialisation.
 
