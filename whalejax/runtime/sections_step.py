@@ -465,6 +465,7 @@ class SectionsStep(TableStep):
                 first.
             batch: Global batch, laid out like that of a step.
         """
+        self._evaluator  # noqa: B018  (traced before the program that it is a part of)
         leaves = [np.asarray(leaf) for leaf in self._matching(batch)]
         ids, bounds = self._host_ids(leaves)
         if not self.programs.clips:

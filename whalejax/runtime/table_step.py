@@ -535,6 +535,8 @@ class TableStep:
     def eval(self, state: TablesState, batch: Any) -> dict[str, Any]:
         """Returns the loss and metrics of a batch; changes nothing.
 
+        NNX modules are in evaluation mode, as after ``model.eval()``.
+
         Args:
             state: State to evaluate; it is not donated.
             batch: Global batch, in the same form as for a step.
