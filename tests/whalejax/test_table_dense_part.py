@@ -14,6 +14,7 @@ from flax import nnx
 
 import whalejax as wh
 from tests.whalejax.test_table_step import collectives
+from whalejax.lowering.global_arrays import put_global
 
 
 SAMPLES: Final = 32
@@ -314,6 +315,16 @@ def test_an_evaluation_has_the_model_in_evaluation_mode(
     assert found == pytest.approx(float(modal_loss(model, make_batch(2))), rel=2e-6)
     model.train()
     assert found != pytest.approx(float(modal_loss(model, make_batch(2))), rel=1e-2)
+
+
+def test_arrays_on_devices_have_memory_of_their_own() -> None:
+    """Some allocations of NumPy are aligned, so that devices could share them."""
+    whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for _ in range(20):
+        array = np.ones(4096, np.float32)
+        placed = put_global(array, whole)
+        array[:] = 2
+        assert float(placed.sum()) == 4096
 
 
 @pytest.mark.parametrize("tables", [True, False])

@@ -49,6 +49,9 @@ def put_global(value: Any, sharding: NamedSharding) -> Any:
         value: Full value, equal in all processes.
         sharding: Sharding of the result.
     """
+    if not isinstance(value, jax.Array):
+        # Devices may share memory with a NumPy array, even with may_alias=False.
+        value = np.array(value, copy=True)
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding, may_alias=False)
     value = np.asarray(value)
