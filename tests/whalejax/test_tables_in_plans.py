@@ -372,3 +372,25 @@ def test_scaled_losses_beside_processes_are_refused() -> None:
         make_plan("cpu:2+cpu:1", precision="f16", **inside)
     found = make_plan("cpu:2+cpu:1", precision="bf16", **inside)
     assert "bf16" in str(found.asked_precision)
+
+
+def test_what_a_compiled_step_would_refuse() -> None:
+    """Batches that devices do not divide, and optimizers with another state."""
+    net = make_net(np.float32)
+    batch = jax.tree.map(lambda leaf: leaf[:-2], make_batch(0, np.float32))
+    with pytest.raises(wh.WhaleError, match="which they must divide"):
+        wh.plan(
+            *(loss, net, batch),
+            tables=ROWS,
+            optimizer=OPTIMIZER,
+            cluster="cpu:4",
+            mesh={"tensor": 4},
+        )
+    plan = make_plan("cpu:2")
+    with pytest.raises(wh.WhaleError, match="made for another optimizer"):
+        wh.compile(
+            *(plan, loss, net),
+            optimizer=optax.adam(0.1),
+            devices=jax.devices()[:2],
+        )
+    assert "chosen for a token" not in str(plan)

@@ -44,7 +44,7 @@ from whalejax.planner.tables.two_sections import (
 from whalejax.tables.dense import STAGE, dense_adapter, dense_batch
 from whalejax.tables.device_use import DeviceUse, predict_device_use
 from whalejax.tables.loss_cut import cut_program
-from whalejax.tables.recognize import TableProgram
+from whalejax.tables.recognize import TableProgram, check_divisible
 from whalejax.tables.sparse_optimizers import SPARSE_FORMS, SparseOptimizer
 from whalejax.tables.table_plan_record import program_hash
 from whalejax.tables.tables_plan import TablesPlan
@@ -152,6 +152,7 @@ class TablesRequest:
 
         least = 0 if sparse else self._least_bytes(tables) // known.num_devices
         dense, found, use = _fit(question, known.memory_bytes, least, place)
+        check_divisible(program.lookups, dense.num_devices)
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
         refused |= {
             f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
@@ -580,7 +581,9 @@ def check_tables(adapter: Adapter, program: TableProgram, counts: Any) -> None:
         reasons = "; ".join(program.refused.values()) or (
             "no parameter of two dimensions is read by ids of the batch"
         )
-        raise PlanError(f"the loss looks up no table: {reasons}. Use wh.plan")
+        raise PlanError(
+            f"the loss looks up no table: {reasons}. Leave tables= (--tables) out"
+        )
     names = [adapter.param_paths[n] for n in program.tables]
     problems = Arguments("wh.plan_tables")
     if counts is not None and not isinstance(counts, Mapping):

@@ -14,7 +14,10 @@ from whalejax.capture.batch import aval_of
 from whalejax.capture.loss_options import as_planned
 from whalejax.lowering.train_state import Origin
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.plan_compatibility import check_host_memory
+from whalejax.runtime.plan_compatibility import (
+    check_host_memory,
+    check_planned_state,
+)
 from whalejax.runtime.runner_choice import evaluator_of, runner_of
 from whalejax.tables.dense import dense_adapter, dense_batch
 from whalejax.tables.recognize import TableProgram
@@ -40,8 +43,10 @@ def dense_runner(
         trains: Executor that trains, if this one only evaluates; None if this one
             trains.
     """
-    check_host_memory(plan, devices[0])
     own = dense_adapter(adapter, program, program.batch)
+    check_host_memory(plan, devices[0])
+    if trains is None:
+        check_planned_state(plan, own, optimizer)
     batch = jax.tree.map(aval_of, dense_batch(program, program.batch))
     # With Adasum, each rank runs the loss on its own samples.
     ranks = 1 if plan.combine == "mean" else plan.axis_sizes["data"]

@@ -90,7 +90,7 @@ def _whole_work(plan: TablesPlan) -> ModelWork | None:
     if work is None:
         return None
     size = sum(table.rows * table.width for table in plan.all_tables)
-    sizes = ("parameters", "trained", "active")
+    sizes = ("parameters", "trained", "active", "chosen")
     return dataclasses.replace(
         work, **{name: getattr(work, name) + size for name in sizes}
     )
