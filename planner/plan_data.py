@@ -1,7 +1,7 @@
 """A plan as plain data: the decisions, and their predicted costs.
 
-All functions on plans take this type; ``plan.plan.Plan`` adds the methods for users:
-reports, pictures, files and new questions.
+``plan.plan.Plan`` adds the methods for users: reports, pictures, files and new
+questions. Functions that do not need these take this type.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class StagesData:
     Attributes:
         schedule: One of ``schedules.NAMES``.
         chunks: Number of parts of the model on each stage.
-        layers: Layers of each part, in model order; empty if parts are not full layers.
+        layers: Number of layers of each part, in model order; empty if parts are not
+            full layers.
         executor: ``"spmd"``, one program in which all stages run one loop, or
             ``"mpmd"``, a program for each stage.
         starts: Parameters whose first read begins each part after the first, for stage
@@ -68,8 +69,8 @@ class StagesData:
         kinds: Device kind of each stage, if they differ.
         blocks: Index of each stage's block of devices, in node order, for stage
             programs; empty if the stages are in that order.
-        turns, ahead, back: Turns of a step for lockstep stages, and the turns in which
-            some stage computes forward and backward; else 0.
+        turns, ahead, back: For lockstep stages, numbers of turns in a step: all, those
+            with forward passes, and those with backward passes; else 0.
         stash: Saved values of a micro-batch in flight for lockstep stages:
             ``"inputs"``, from which the backward pass recomputes the layers, or
             ``"residuals"``, all values that their derivative reads.
@@ -114,7 +115,7 @@ class StagesData:
 
 
 class PlannedQuestion(Protocol):
-    """Request that a plan answers, stored with it."""
+    """Request that a plan answers; it is kept in memory, not in the plan's file."""
 
     @property
     def sequence_length(self) -> int | None:
@@ -233,7 +234,7 @@ class PlanData(StepOptions):
 
     @property
     def num_devices(self) -> int:
-        """Number of used devices."""
+        """Number of devices of the plan, including ranks of ``data`` with share 0."""
         if self.pipelines or self.stage_plans:
             return sum(plan.num_devices for plan in self.pipelines or self.stage_plans)
         return math.prod(size for _, size in self.axes)
@@ -265,7 +266,7 @@ class PlanData(StepOptions):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a part computes in float16, where small gradients underflow."""
+        """Whether the loss is scaled, as small float16 gradients would underflow."""
         return "f16" in (self.precision, *dict(self.precisions).values())
 
     def home(self, path: str) -> Self:
@@ -285,8 +286,8 @@ class PlanData(StepOptions):
         """Returns the plan of one parameter.
 
         Args:
-            path: Dotted path; ``*`` for a layer's number, as in printed plans, selects
-                the first layer.
+            path: Dotted path. With ``*`` as the layer's number, as in printed plans, it
+                selects the first layer.
 
         Raises:
             PlanError: No parameter has that path; lists the nearest paths.
@@ -330,6 +331,9 @@ class PlanData(StepOptions):
         Args:
             devices: Devices to use, in node order; default: all of them. The plan's
                 ``device_order`` is applied to them.
+
+        Raises:
+            PlanError: The plan has stage programs, each with its own mesh.
         """
         from whalejax.meshes.jax_mesh import build_mesh
 

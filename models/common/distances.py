@@ -21,8 +21,8 @@ def bucket_starts(buckets: int, longest_distance: int) -> tuple[int, ...]:
 
     Args:
         buckets: Number of buckets for one direction.
-        longest_distance: Distance that the last bucket would reach; must exceed half
-            the number of buckets.
+        longest_distance: Distance up to which buckets grow; the last bucket has all
+            larger ones too. It must exceed half the number of buckets.
 
     Raises:
         WhaleError: The longest distance is too short for the number of buckets.
@@ -64,7 +64,7 @@ def relative_buckets(
         queries: Number of query positions.
         keys: Number of key positions.
         buckets: Number of buckets.
-        longest_distance: Distance that the last bucket of a direction would reach.
+        longest_distance: See ``bucket_starts``.
         bidirectional: Whether later keys have the upper half of the buckets; otherwise
             they are in the bucket of distance 0.
 

@@ -1,12 +1,13 @@
 """Time of a collective: latency and bandwidth by level of the topology.
 
-The alpha-beta formulas are all in this module. A mesh axis has a stride (the devices
-inside it) and a size; an axis that crosses a level of the topology is treated as two
-axes. Collectives over several axes are hierarchical: inner ones move full payloads,
-outer ones the values that inner ones have reduced or not yet gathered.
+The alpha-beta formulas are all in this module. A mesh axis has a size and a stride (the
+number of devices inside it); an axis that crosses a level of the topology is treated as
+two axes. Collectives over several axes are hierarchical: the payload on an axis is
+divided by the sizes of the collective's inner axes. All-to-alls move all of it on each
+axis.
 
 A payload is in bytes on one device: the operand of an all-reduce, reduce-scatter,
-all-to-all or collective-permute, the result of an all-gather.
+all-to-all or collective-permute, or the result of an all-gather.
 
 The compiler may run another collective than requested: see ``runs_as``.
 """
@@ -60,7 +61,9 @@ def axis_parts(
 
 
 def _cut(stride: int, size: int, cluster: Cluster) -> list[AxisPart]:
-    """Divides an axis by levels; a level counts only if every group is inside it."""
+    """Divides an axis by levels: each gets the largest factor whose groups are inside
+    it, the outermost also the rest.
+    """
     parts = []
     reach = 1
     for level in cluster.levels:
@@ -79,9 +82,9 @@ def _cut(stride: int, size: int, cluster: Cluster) -> list[AxisPart]:
 def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> float:
     """Returns the seconds of one collective inside one level.
 
-    The ring bounds: an all-gather or reduce-scatter moves (n-1)/n of the payload, an
-    all-reduce twice that, an all-to-all (n-1)/n (Thakur et al., 2005, sections 3-4);
-    times the measured factor of the level. Threads over one memory form no ring; see
+    On a ring, an all-gather, reduce-scatter or all-to-all moves (n-1)/n of the payload,
+    an all-reduce twice that (Thakur et al., 2005, sections 3-4). The time is multiplied
+    by the measured factor of the level. Threads over one memory form no ring; see
     ``Level``.
     """
     level = part.level
@@ -175,8 +178,9 @@ def _reduces_whole(
 
 
 _LONG, _LONG_FLAT = 4, 8
-"""Least chips along each axis of a torus from which all-reduces replace collectives;
-the second value is for gathers on a two-dimensional torus."""
+"""Least number of chips along each axis of a torus with which an all-reduce replaces a
+collective: a gather on three axes or a reduce-scatter on a square; the second value is
+for small gathers on two axes."""
 
 _SMALL_GATHER_BYTES = 2**25
 """Size below which gathers over a large flat torus run as all-reduces (16 MiB was seen
@@ -226,12 +230,12 @@ def spans_of(
     names: Sequence[str],
     cluster: Cluster,
 ) -> Spans:
-    """Returns ``axis_parts`` for arrays of sizes; missing parts of a mesh have size 1.
+    """Returns ``axis_parts`` for arrays of sizes; a part that a mesh lacks has size 1.
 
     Args:
         axes: The axes a collective runs over.
-        ordered: Index into ``names`` of the axis at each place of each mesh's order,
-            with its size there, innermost first.
+        ordered: Axes by position, innermost first: for each mesh, the index of its axis
+            in ``names``, and the size of that axis.
         names: Names of the axes.
         cluster: Cluster of the meshes.
     """
@@ -262,8 +266,7 @@ def may_reduce_whole(cluster: Cluster) -> bool:
 def torus_reduces_whole(
     added: Mapping[str, Any], mesh: Mapping[str, np.ndarray], cluster: Cluster
 ) -> np.ndarray:
-    """Returns the meshes in which ``runs_as`` turns a reduce-scatter into an
-    all-reduce.
+    """Returns whether ``runs_as`` turns a reduce-scatter into an all-reduce, by mesh.
 
     Args:
         added: Whether each axis scatters, by mesh.

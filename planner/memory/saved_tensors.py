@@ -1,4 +1,4 @@
-"""Memory of the tensors that a layout saves for the backward pass, and of other terms.
+"""Memory of the tensors that a layout saves for the backward pass, and of temporaries.
 
 ``Op.saves`` lists the values that the backward pass of an operation reads. A
 checkpointed region saves only its inputs, and one instance is recomputed at a time.
@@ -57,7 +57,8 @@ saved only if another operation materialises them."""
 
 
 SMALL: Final = 16
-"""Tensors that are smaller by this factor, such as row maxima, are ignored."""
+"""Tensors that are smaller than a related one by this factor, such as row maxima, are
+ignored."""
 
 FEW_SAMPLES: Final = 8
 """With fewer samples on a device, TPU compilers move a part of an extent into the batch
@@ -66,7 +67,7 @@ in two forms. With 2 samples or more, values computed from the statistics of eac
 are materialised for every element."""
 
 LARGE_EXTENT: Final = 64
-"""Smallest extent for which this was observed."""
+"""Smallest extent for which the effect of few samples was observed."""
 
 
 class TensorEntry(NamedTuple):
@@ -75,7 +76,7 @@ class TensorEntry(NamedTuple):
     Attributes:
         tensor: Id of the tensor.
         nbytes: Unsharded bytes of the tensor.
-        home: Operation whose TaskGraph sets its sharding.
+        home: Index of the operation whose TaskGraph sets its sharding.
         least_samples: See ``SavedTensorGroup.least_samples``.
     """
 
@@ -97,11 +98,11 @@ class SavedTensorGroup:
         made: Kind of the producer: ``"product"`` of a value with a weight, ``"name"``
             for a value that the model names for checkpointing, or ``""``.
         ends: Whether only its first or last dimension can be in lanes.
-        last: Number of dimensions at its end that are one in another form of the value,
-            like groups of channels.
-        least_samples: Least number of samples on a device with which it is in memory,
-            if that is also below ``FEW_SAMPLES``; 0 if it does not depend on the
-            number.
+        last: Number of trailing dimensions that another form of the value joins into
+            one, like groups of channels.
+        least_samples: If above 0, it is in memory only with so many samples on a device
+            or more, fewer than ``FEW_SAMPLES``, and an extent of ``LARGE_EXTENT`` or
+            more.
     """
 
     layout: Layout
@@ -235,7 +236,9 @@ class _MaterializedTensors:
         return made is None or made.remat != op.remat
 
     def behind(self, tensor: int) -> set[int]:
-        """Returns the tensors from which fusions recompute a value, or the value."""
+        """Returns the tensors from which fusions recompute a value, or the value itself
+        if they do not.
+        """
         behind: set[int] = set()
         seen: set[int] = set()
         stack = [tensor]
@@ -364,9 +367,8 @@ def _few_samples(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> A
 
 
 def _padding(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> Any:
-    """Returns the factor by which a tensor grows if one dimension is padded to lanes.
-
-    That dimension is the one with the least padding.
+    """Returns the factor by which a tensor grows if the dimension that needs the least
+    padding is padded to lanes.
     """
     lanes = s.cluster.compiler.lanes
     sizes = _local_sizes(entry, cut, s)

@@ -36,8 +36,8 @@ from whalejax.planner.search.stage_time import handed_seconds
 
 
 ROOM = 1000
-"""Factor on device memory in the search of stages: whether they fit is decided later,
-for all stages together."""
+"""Factor on device memory in the search of a stage. Whether stages fit is decided
+later, for all together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class StageLayout:
 def laid_out(
     graph: Graph, cluster: Cluster, request: Request, known: ProgramCache
 ) -> list[StageLayout]:
-    """Returns every layout of a model, almost without a memory limit.
+    """Returns every evaluated layout of a model, with ``ROOM`` times the memory.
 
     Args:
         graph, cluster, request, known: Arguments of ``decide``.
@@ -84,7 +84,7 @@ class DivisibleProgram:
 
     Attributes:
         graph: Captured loss.
-        units: Program of the loss in units.
+        units: The loss as a list of units.
         known: Results of earlier searches.
         stages: Model of each stage and its search results, by cut points.
     """
@@ -146,7 +146,7 @@ class ModelCut:
 
 @dataclass(slots=True, kw_only=True)
 class ModelCuts:
-    """Cuts of one program, computed once for each number of parts.
+    """Cuts of one program, each computed once.
 
     Attributes:
         whole: Program to cut.
@@ -234,8 +234,9 @@ class ModelCuts:
     def _segments(
         self, lying: tuple[StageDevices, ...], request: Request, stages: int
     ) -> dict[str, Segments]:
-        """Returns the segments of the model on each kind, all in the layout of the
-        first.
+        """Returns the segments of the model on each kind of device.
+
+        All have the mesh and ZeRO level of the kind with the least memory.
         """
         segments = {}
         for ground in by_memory(lying):

@@ -1,9 +1,10 @@
 """The integer program: chooses ways and ranks together, and bounds the optimum.
 
-One way is chosen for each item (binary), and as many of its rank groups as it has
-shards (integers). The largest load is minimised. Memory of each rank and of its host,
-shards of each rank, and total shards are limited. Ranks are interchangeable, so the
-search would try one division in every order: ranks are sorted by their loads.
+Binary variables choose one way, a storage option, for each item. Integers count its
+shards in each rank group. The largest load is minimised. Memory of each rank and of its
+host, and total shards are limited. If the user fixed no rank, the shards of each rank
+are limited too, and interchangeable ranks are sorted by load: without this, the search
+would try each division in every order.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Solution:
 
     Attributes:
         assignment: Best assignment, or None if none was found.
-        bound: No assignment has a smaller largest load, in units of the mean.
+        bound: Lower bound on the largest load, in units of the mean.
         is_optimal: Whether the search finished.
-        is_infeasible: Whether no assignment exists.
+        is_infeasible: Whether no assignment is within the limits.
     """
 
     assignment: Assignment | None
@@ -112,9 +113,9 @@ def solve(
         ranks: Devices.
         scale: Units of loads.
         most_shards: Largest total number of shards.
-        at_most: Largest load that is known to be feasible, or None.
+        at_most: Upper bound on the largest load, from a known assignment; or None.
         node_limit: Nodes of the search tree after which the search stops.
-        gap: Relative gap to the bound at which it ends.
+        gap: Relative gap to the bound at which the search stops.
         time_limit: Seconds after which the search stops.
     """
     ways = [(i, w) for i, item in enumerate(items) for w in range(len(item.ways))]
@@ -142,7 +143,7 @@ def solve(
         options=options,
     )
     dual = getattr(result, "mip_dual_bound", None)
-    # The total is at most each rank's largest load, in every measure.
+    # In every measure, the mean load is at most the largest load.
     slack = 1 + _TOTAL_WEIGHT * len(scale.mean)
     bound = scale.bound if dual is None else max(scale.bound, float(dual) / slack)
     if result.x is None:

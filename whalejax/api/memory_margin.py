@@ -43,7 +43,7 @@ COMPILE_SECONDS: Final = 3600.0
 
 
 def without_margin(cluster: Cluster, margin: float) -> Cluster:
-    """Returns the cluster with the memory that plans may fill by prediction.
+    """Returns the cluster with the memory that predictions may fill.
 
     Args:
         cluster: Cluster with the full memory of its devices.
@@ -57,14 +57,13 @@ def without_margin(cluster: Cluster, margin: float) -> Cluster:
 
 
 def _usable_bytes(kind: DeviceKind, margin: float) -> int:
-    """Returns the bytes that plans may fill by prediction."""
     return max(1, int(kind.memory_bytes / (1 + margin)))
 
 
 def with_margin_said(
     error: NothingFits, cluster: Cluster, margin: float
 ) -> NothingFits:
-    """Returns an error with devices' full memory that states the part of the margin.
+    """Returns an error in terms of devices' full memory that also states the margin.
 
     Args:
         error: Error of a search in the memory without the margin.
@@ -110,12 +109,13 @@ def with_fixed_settings(
 
 
 def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
-    """Returns the note on the memory error of a plan that nearly fills its devices.
+    """Returns the note on the error of predicted memory, for a plan that nearly fills
+    its devices or whose kind of program is hardly measured.
 
     Args:
         plan: Plan on its devices with their full memory.
         band: Band of its prediction.
-        margin: Fraction of memory that was left free.
+        margin: Fraction of the predicted memory that was left free.
     """
     predicted, room = plan.memory.total_bytes, plan.room_bytes
     low, high = int(band.low * predicted), int(band.high * predicted)
@@ -174,9 +174,9 @@ def accepted(
 ) -> Plan:
     """Returns the best plan that the compiler accepts.
 
-    Without a compiler the first choice is returned, with a note on it. If the compiler
-    refuses a plan, the next one is made with the margin by which the refused plan's
-    prediction was too low.
+    Without a compiler, the plan is returned with the note that it is not verified. If
+    the compiler refuses a plan for its memory, the next one is made with a larger
+    margin, at least the error of the refused plan's prediction.
 
     Args:
         plan: First choice.
@@ -184,7 +184,8 @@ def accepted(
         again: Function that plans once more with a given margin.
 
     Raises:
-        PlanError: The plan cannot be compiled, or the compiler refused all plans.
+        PlanError: A plan cannot be compiled, none fits with the larger margin, or the
+            compiler refused all plans.
     """
     refused: list[str] = []
     margin = 0.0

@@ -118,7 +118,7 @@ def together(*checks: Callable[[], Any]) -> None:
     """Runs all checks, then reports all failures.
 
     Raises:
-        WhaleError: One check failed; its error.
+        WhaleError: One check failed; its error is raised unchanged.
         PlanError: Several checks failed; the message has all texts.
     """
     errors: list[WhaleError] = []
@@ -173,7 +173,7 @@ def _check_precision(precision: object, problems: Arguments) -> None:
 
 
 def _type_name(value: object) -> str:
-    """Returns the name of a dtype such as ``jnp.bfloat16``; "" for other values."""
+    """Returns the name of a dtype or class, such as ``jnp.bfloat16``; else ``""``."""
     if isinstance(value, np.dtype):
         return str(value.name)
     return value.__name__ if isinstance(value, type) else ""

@@ -1,4 +1,4 @@
-"""One loss and the programs that plans make of it, each of which is traced once."""
+"""The programs that plans derive from one loss; each is traced once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Programs:
-    """A loss as it was written, and with other attention, logits or remat.
+    """A loss as it was written, and its variants in attention, logits and remat.
 
     Args:
         adapter: The model and its loss.
@@ -38,12 +38,13 @@ class Programs:
 
     Attributes:
         adapter: The model and its loss.
-        known: Results of earlier searches about the programs.
-        blocks: The loss with attention in blocks, by (TaskGraph, ``"ring"`` or
-            ``"gather"``) pairs.
-        cut: The same, with the tokens cut into a number of chunks for the logits.
-        again: Graph of ``cut`` with remat, by (TaskGraph, policy) pairs, which come
-            first.
+        known: Results of earlier searches over these programs.
+        blocks: Function from (TaskGraph, ``"ring"`` or ``"gather"``) pairs to the loss
+            with attention in blocks.
+        cut: Function from these pairs and a number of chunks to the same loss with
+            logits computed in chunks of tokens.
+        again: Function from (TaskGraph, policy) pairs and the arguments of ``cut`` to
+            the graph with remat.
     """
 
     def __init__(self, adapter: Adapter, capture: Callable[[], Captured]) -> None:
@@ -64,7 +65,7 @@ class Programs:
         """
         key = compute, id(optimizer)
         if key not in self._of_optimizers:
-            # The optimizer is stored too, so that its id stays its own.
+            # Storing the optimizer prevents the reuse of its id.
             self._of_optimizers[key] = optimizer, compute(self.adapter, optimizer)
         result: T = self._of_optimizers[key][1]
         return result
@@ -76,9 +77,9 @@ class Programs:
 
     @functools.cached_property
     def traced(self) -> Programs:
-        """The same loss, perhaps with another batch, that is traced anyway.
+        """Programs of the same loss that are traced in any case.
 
-        Facts that do not depend on the batch are read there.
+        Their batch may differ. Facts that do not depend on it are read from them.
         """
         return self
 
@@ -107,7 +108,7 @@ class ResizedPrograms(Programs):
 
     Args:
         like: Programs with the traced batch.
-        capture: Traces the loss with this batch; called only if nothing else suffices.
+        capture: Traces the loss with this batch; called only if needed.
         leaves: The batch.
         num_micro_batches: Number of parts into which it is cut.
     """
@@ -129,7 +130,7 @@ class ResizedPrograms(Programs):
 
     @functools.cached_property
     def traced(self) -> Programs:
-        """The traced programs if this graph follows from theirs; else these."""
+        """``like`` if this graph can be derived from its graph; else these programs."""
         return self if self._resize_graph(self._like.graph) is None else self._like
 
     @functools.cached_property
@@ -144,7 +145,7 @@ class ResizedPrograms(Programs):
         return result or super()._trace_again(remat, attention, chunks)
 
     def _resize_graph(self, graph: Graph) -> Graph | None:
-        """Returns a graph of ``like`` with this batch; None if it does not follow."""
+        """Returns a graph of ``like`` for this batch; None if it must be traced."""
         if id(graph) not in self._known:
             result = rebatch_graph(graph, self._size)
             if result is not None:
@@ -156,7 +157,10 @@ class ResizedPrograms(Programs):
 
 
 class Traces:
-    """Programs of one loss by what they depend on; traces as seldom as possible."""
+    """Cache of a loss's programs by precision, batch and number of micro-batches.
+
+    Traces as seldom as possible.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], Programs] = {}
@@ -180,7 +184,8 @@ class Traces:
             precision: Precision of the model, or of each TaskGraph.
 
         Raises:
-            WhaleError: The batch cannot be divided so, or the loss cannot be traced.
+            WhaleError: The batch cannot be divided into so many parts, or the loss
+                cannot be traced.
         """
         cast = at_precision(adapter, precision if isinstance(precision, str) else "f32")
 
@@ -222,7 +227,7 @@ def check_reports(programs: Programs, plan: Plan) -> None:
         plan: Plan; only a runnable one is checked.
     """
     count = plan.num_micro_batches
-    # Ranks that combine their reports act like as many more micro-batches.
+    # Ranks that report separately count as more micro-batches.
     ranks = 1 if plan.combine == "mean" else plan.axis_sizes["data"]
     if plan.runnable and count * ranks > 1:
         captured = programs.traced.captured
@@ -237,8 +242,8 @@ def check_reports(programs: Programs, plan: Plan) -> None:
 
 
 def attention_note(found: Plan, programs: Programs) -> list[str]:
-    """Returns the note on keys and values that are gathered although a ring is
-    possible.
+    """Returns a note for each reason why attention cannot run as a ring over
+    ``context``.
     """
     if not found.runnable or found.axis_sizes.get("context", 1) == 1:
         return []

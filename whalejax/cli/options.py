@@ -1,10 +1,11 @@
-"""The options of every command, as data; their docstrings are the help texts.
+"""The options of most commands, as data; their docstrings are the help texts.
 
 They are separate from ``main`` so that a command's code can name its options without
 importing the command line. Long help texts, and those that several commands share, are
 with the type of the option.
 
-The module is long because it has every option of every command.
+The module is long because these commands have many options. Those of runs with several
+processes are in ``launch_options`` and ``elastic_options``.
 """
 
 from __future__ import annotations
@@ -357,7 +358,7 @@ class SearchCommand:
     """print another system's file instead: axlearn (a mesh rule for each cluster),
     skypilot (clusters in turn), or one for the best plan, as whalejax export does"""
     image: OptionalText = None
-    """container image, for --export jobset"""
+    """container image, for --export jobset and skypilot"""
     json: Switch = False
     """print plans, candidates and refusals as one line of JSON and nothing else"""
     quiet: Switch = False
@@ -555,8 +556,8 @@ def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
         words: Words of the option; ``wh.plan`` checks the names of the axes.
 
     Raises:
-        WhaleError: A word without ``=``, an axis twice, or a size that is no whole
-            number of 1 or more; lists all.
+        WhaleError: A word without ``=`` or an axis twice; lists all. If there are none,
+            lists all sizes that are not whole numbers of 1 or more.
 
     >>> mesh_sizes(["stage=2", "tensor=4"])
     {'stage': 2, 'tensor': 4}
@@ -658,7 +659,7 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
     example = "xla_tpu_enable_async_collective_fusion=true"
     options = named_values(words, "--compiler-options", example)
     texts = dict(word.split("=", 1) for word in words)
-    # A number only if it is printed as it was written; other texts stay unchanged.
+    # A text that a number would not reproduce, such as 007, stays a text.
     return {
         name: value
         if isinstance(value, bool) or str(value) == texts[name]
@@ -693,7 +694,7 @@ PLAN_NUMBERS: Final = {
     "group_size": (1, MOST_SAMPLES),
     "micro_batches": (1, MOST_SAMPLES),
 }
-"""Least and greatest value of those that are integers."""
+"""Least and greatest value of the plan options that are integers."""
 
 
 def plan_settings(command: Any) -> dict[str, Any]:
@@ -722,7 +723,7 @@ def plan_settings(command: Any) -> dict[str, Any]:
 
 
 def given_places(command: TrainCommand) -> list[str]:
-    """Returns the given options for the places of a command's processes.
+    """Returns the given options that set where a command's processes run.
 
     Args:
         command: Options of the command.
@@ -734,7 +735,7 @@ def given_places(command: TrainCommand) -> list[str]:
 
 
 def given_plan_options(command: TrainCommand | PlanCommand) -> list[tuple[str, str]]:
-    """Returns the (name, words) of given options that a plan replaces.
+    """Returns the given options that a plan file replaces, as (option, value) texts.
 
     Args:
         command: Options of the command.

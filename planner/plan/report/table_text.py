@@ -19,10 +19,10 @@ _SPARSE_CORES: Final = frozenset(("v4", "v5p", "v6e", "v7x"))
 
 
 def whole_seconds(plan: PlanData) -> float:
-    """Returns the predicted seconds of a step, including its tables if there are any.
+    """Returns the seconds of a step, including its tables if there are any.
 
-    Sections run in parallel. With one section, the tables on the most loaded device and
-    the dense part run in turn.
+    Two sections run in parallel; their times may be measured. With one section, the
+    tables on the most loaded device and the dense part run one after the other.
 
     Args:
         plan: The plan.
@@ -38,7 +38,9 @@ def whole_seconds(plan: PlanData) -> float:
 
 
 def _table_seconds(document: dict[str, Any]) -> float:
-    """Returns the seconds per step of the tables on the most loaded device."""
+    """Returns the seconds per step of the tables on the most loaded device; 0 if the
+    objective is not time.
+    """
     placement = _placement_and_cut(document)[0]
     return float(placement.loads.max()) if placement.objective == "time" else 0.0
 
@@ -83,7 +85,7 @@ def tables_text(plan: PlanData) -> str:
 
 
 def _not_used(plan: PlanData) -> list[str]:
-    """Describes the parts of the devices that a plan with tables leaves unused."""
+    """Returns the note that SparseCores are unused, if the devices have them."""
     kinds = {kind.name for kind in plan.cluster.kinds}
     if not kinds & _SPARSE_CORES:
         return []
@@ -104,8 +106,8 @@ def _sections(document: dict[str, Any]) -> Sections | None:
 def _placement_and_cut(
     document: dict[str, Any],
 ) -> tuple[TablePlacement, TablePlacement | None, tuple[TableCost, ...]]:
-    """Returns the placement, that on the dense part's devices, and the
-    tables' costs.
+    """Returns the placement, the placement on the devices of the dense part (or None),
+    and the costs of the tables in both sections.
     """
     beside: Any = document.get("beside")
     try:
@@ -136,7 +138,8 @@ def table_why(plan: PlanData, path: str) -> str | None:
 
 
 def dense_path(plan: PlanData, path: str) -> str:
-    """Returns the path of a model's parameter in the dense part.
+    """Returns the path of a model's parameter in the dense part; if it is not there,
+    the given path.
 
     Args:
         plan: A plan with tables.

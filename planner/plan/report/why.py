@@ -1,7 +1,7 @@
 """Texts about plans: sizes, layouts, the reasons for a layout and for a plan.
 
-Plain text with no dependency, so that a plan can be read wherever it can be loaded;
-``plan_page`` combines the texts.
+The texts need no JAX, so that a plan can be read wherever it can be loaded;
+``plan_page`` combines them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def mesh_words(mesh: Mapping[str, int]) -> str:
 
 
 def named_axes(plan: PlanData) -> dict[str, str]:
-    """Returns each axis above size 1 with its size; adds its use if the name misleads.
+    """Returns each axis above size 1 with its size, such as ``"fsdp 8"``.
 
-    An axis that shards the batch and no weight is data parallelism, whatever its name:
-    ``"data 8 (named tensor)"``.
+    If ``tensor`` shards no weight, the text says so: ``"data 8 (named tensor)"`` if it
+    shards only the batch, else ``"tensor 8 (shards no parameter)"``.
     """
     return {
         axis: f"{axis} {size}"
@@ -78,7 +78,7 @@ def sharded_bytes(plan: PlanData, axis: str) -> int:
 
 
 def layout_text(plan: PlanData) -> str:
-    """Formats mesh, ZeRO level and micro-batches in one line."""
+    """Formats mesh, ZeRO level, micro-batches, options and pipeline in one line."""
     words = " × ".join(named_axes(plan).values()) or "one device"
     inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in plan.stage_plans)
     if len(inner) > 1:
@@ -98,7 +98,7 @@ def layout_text(plan: PlanData) -> str:
 
 
 def pipeline_words(plan: PlanData) -> list[str]:
-    """Describes a plan's pipeline, or each of several in parallel."""
+    """Describes a plan's pipeline, or its parallel pipelines if they differ."""
     each = [one.stages.words() for one in plan.pipelines or (plan,) if one.stages]
     if len(set(each)) < 2:
         return each[:1]
@@ -166,8 +166,9 @@ def whole_dimensions(plan: PlanData) -> list[str]:
 
 
 def _whole_leaf(home: PlanData, leaf: LeafPlan, *, alone: bool) -> str:
-    """Returns the reason why a parameter is unsharded on every device, for all its
-    dimensions at once.
+    """Returns the different reasons why no dimension of a parameter is sharded.
+
+    ``alone`` is False if ``home`` is the plan of one stage.
     """
     if not home.axes:
         return "there is one device" if alone else "its stage is one device"
@@ -219,7 +220,7 @@ def why(plan: PlanData, leaf: LeafPlan) -> str:
 
 
 def _readers(plan: PlanData, path: str) -> list[str]:
-    """Returns the other stages that read a parameter."""
+    """Describes the other stages that read a parameter, one line each."""
     back = ", and gives its gradient back" if plan.leaf(path).trained else ""
     found = dict.fromkeys(
         f"  stage {stage} reads it too: once in a step it is given a copy{back}"
@@ -281,9 +282,7 @@ def _why_dim(
 
 
 def _homes(plan: PlanData, axes: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the TaskGraphs that shard a dimension of these names over some of the
-    axes.
-    """
+    """Returns the TaskGraphs that shard one of these dimensions over some axis."""
     return [
         r.task_graph
         for r in plan.compute
@@ -354,7 +353,9 @@ def explain(plan: PlanData) -> str:
 
 
 def gap_words(plan: PlanData) -> str:
-    """Describes how much faster another plan can be; empty if unknown."""
+    """Describes how much faster another plan of one program can be at most; empty if
+    unknown.
+    """
     if plan.gap is None:
         return ""
     if plan.gap < 5e-5:
@@ -394,7 +395,7 @@ def _against(plan: PlanData, other: Candidate) -> list[str]:
 
 
 def _held_whole(plan: PlanData) -> list[str]:
-    """Describes the dimensions that no axis shards, with the reasons if known."""
+    """Describes the parameters with notes and the dimensions that nothing can shard."""
     held: Counter[str] = Counter()
     for leaf in plan.leaves:
         if leaf.note:
