@@ -80,21 +80,6 @@ def test_views_of_a_graph_fold_all_ways_to_part_it(
         assert {row.task_graph for row in found.ops} == {0, 1}
 
 
-def test_rows_share_kinds_where_their_task_graphs_alone_differ(
-    plain: Search, splits: list[SequenceSplit]
-) -> None:
-    known: dict[int, object] = {}
-    for split in splits:
-        rows = plain.program.views.rows(split.graph)
-        for row, kind in zip(rows.ops, rows.op_kinds, strict=True):
-            same = dataclasses.replace(row, task_graph=0)
-            assert known.setdefault(kind, same) == same
-        for flow, kind in zip(rows.flows, rows.flow_kinds, strict=True):
-            uses = [dataclasses.replace(use, task_graph=0) for use in flow.uses]
-            unplaced = dataclasses.replace(flow, task_graph=0, uses=tuple(uses))
-            assert known.setdefault(kind, unplaced) == unplaced
-
-
 def test_memory_and_parameters_beside_are_those_alone(
     plain: Search, splits: list[SequenceSplit]
 ) -> None:
