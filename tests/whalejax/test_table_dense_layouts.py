@@ -17,6 +17,7 @@ from tests.equality import build
 from tests.whalejax import recommender_net as deep
 from tests.whalejax.test_table_dense_part import (
     OPTIMIZER,
+    ROWS,
     check_equal,
     check_exchanges,
     loss,
@@ -347,3 +348,15 @@ def test_a_setting_that_does_not_exist_is_named() -> None:
             rows=wh.sparse_optimizer("sgd", 0.1),
             zeroo=1,
         )
+
+
+def test_ids_that_mix_samples_are_refused_where_ranks_combine() -> None:
+    """The dense part, which gets vectors, does not show how their ids are made."""
+
+    def mixed(net: Any, batch: Any) -> Any:
+        return loss(net, {**batch, "user": batch["user"] - batch["user"].min()})
+
+    given: Any = {"tables": ROWS, "optimizer": OPTIMIZER, "cluster": "cpu:4"}
+    assert wh.plan(mixed, make_net(), make_batch(0), **given).combine == "mean"
+    with pytest.raises(wh.WhaleError, match="not proven to be a mean of independent"):
+        wh.plan(mixed, make_net(), make_batch(0), combine="adasum", **given)

@@ -3,6 +3,8 @@
 Tables are found in the program of the loss. They are placed on the devices, or in
 separate CPU processes. The rest of the loss is planned like any other, with the
 looked-up vectors as a part of its batch.
+
+The module is long because it has all checks of these arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from whalejax.adapters.base import Adapter, adapt
 from whalejax.api.memory_margin import with_devices, without_margin
 from whalejax.api.plan_request import PlanQuestion, PlanRequest
 from whalejax.api.plan_settings import PlanSettings, parsed_cluster
+from whalejax.capture import capture
 from whalejax.capture.batch import aval_of, check_batch
+from whalejax.capture.split_checks import check_split
 from whalejax.meshes.arguments.near_names import near_hint
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
@@ -153,6 +157,8 @@ class TablesRequest:
         least = 0 if sparse else self._least_bytes(tables) // known.num_devices
         dense, found, use = _fit(question, known.memory_bytes, least, place)
         check_divisible(program.lookups, dense.num_devices)
+        if dense.combine != "mean":  # The dense part does not show how ids are made.
+            check_split(capture(adapter, batch), dense)
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
         refused |= {
             f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
