@@ -22,8 +22,6 @@ ALL = "*"
 OFFLOADS = ("optimizer", "activations", "params", "gradients")
 """State that may be in host memory; gradients only with params, and in estimates."""
 
-_GRADIENTS_ALONE = 1 << OFFLOADS.index("gradients"), 1 << OFFLOADS.index("params")
-
 UNCOUNTED_MOVES = (
     "moving to host memory and back is not counted: the cluster does not say how fast "
     "that is (host_link_bytes_per_second) or how much there is"
@@ -108,6 +106,22 @@ class TimeTerms:
     def step_seconds(self) -> float:
         """Seconds of the step."""
         return float(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
+
+    @property
+    def once(self) -> TimeTerms:
+        """Terms of work that is not divided into micro-batches: the update,
+        allocations and moves to host memory.
+        """
+        return TimeTerms(
+            update_seconds=self.update_seconds,
+            allocation_seconds=self.allocation_seconds,
+            offload_seconds=self.offload_seconds,
+        )
+
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of the passes of all micro-batches, without reduced gradients."""
+        return self.step_seconds - self.once.step_seconds - self.gradient_seconds
 
     @property
     def communication_seconds(self) -> float:

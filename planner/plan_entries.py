@@ -266,6 +266,11 @@ class Collective:
         return self.count * (1 if self.phase == "update" else num_micro_batches)
 
 
+_MOST_FLOPS = 10**36
+"""Largest accepted FLOPs of a step. Steps of today's largest models take more than a
+64-bit integer holds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
     """Size of a model, and the work of one step.
@@ -301,9 +306,9 @@ class ModelWork:
             "active",
             "chosen",
             "tokens",
-            "step_flops",
         ):
             problems.whole(name, getattr(self, name))
+        problems.whole("step_flops", self.step_flops, most=_MOST_FLOPS)
         problems.whole("samples", self.samples, least=1)
         problems.words("dtype", self.dtype)
         problems.raise_if_any()

@@ -47,7 +47,7 @@ from whalejax import jobs, models  # noqa: E402
 from whalejax.meshes import Cluster  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
 from whalejax.planner.plan.plan import Plan  # noqa: E402
-from whalejax.planner.plan_errors import PlanError  # noqa: E402
+from whalejax.planner.plan_errors import NothingFits  # noqa: E402
 
 
 HOST_BYTES: Final = 96 * 2**30
@@ -253,7 +253,7 @@ def seconds_of(ask: Callable[[], Any], rounds: int) -> tuple[float, Any]:
         start = time.process_time()
         try:
             answer = ask()
-        except PlanError:
+        except NothingFits:
             answer = None
         seconds.append(time.process_time() - start)
     return min(seconds), answer

@@ -59,11 +59,7 @@ def micro_batch_cost(
         weight_share: Fraction of the backward pass that can be postponed; see
             ``MicroBatchCost``.
     """
-    once = TimeTerms(
-        update_seconds=step.update_seconds,
-        allocation_seconds=step.allocation_seconds,
-        offload_seconds=step.offload_seconds,
-    )
+    once = step.once
     both = (step - once) * (1 / count)
     sent = {name: getattr(both, name) * part for name, part in forward_shares.items()}
     return MicroBatchCost(

@@ -25,6 +25,7 @@ from whalejax.planner.pipeline.combined_steps import scheduled_step
 from whalejax.planner.pipeline.heterogeneous_stages import HeterogeneousPlacement, notes
 from whalejax.planner.pipeline.layer_stack import STAGE, devices_of_stage
 from whalejax.planner.pipeline.program_cut import Division
+from whalejax.planner.pipeline.schedule_bounds import PricedStages, StageSeconds
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_graph import places_of, tensors_of
@@ -38,9 +39,9 @@ from whalejax.planner.plan.stage_notes import (
     too_large,
 )
 from whalejax.planner.plan_entries import BatchLeaf, VirtualStagePrediction
-from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.plan_errors import NotFaster, PlanError
 from whalejax.planner.search.layout_search import Search, ranked
-from whalejax.planner.search.least_paces import least_paces, not_faster
+from whalejax.planner.search.least_paces import least_steps, not_faster
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd_search import by_marks
 from whalejax.planner.search.stage_models import (
@@ -119,52 +120,56 @@ def decide_mpmd(
     check_stages(request, stages, most=most, estimated=ESTIMATED)
     _check_interleaved(piped, marked, cluster)
     result: list[_MpmdCandidate] = []
-    problem: PlanError | None = None
+    problems: list[PlanError] = []
     counts = [*_counts(graph, request, piped)]
     least = _least_steps(graph, cluster, request, stages, [n for _, n in counts])
     counts.sort(key=lambda pair: least[pair[1]])
     policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
     for remat in policies:
         program = traced(remat)
-        cuts = ModelCuts(whole=program, cluster=cluster, marked=marked)
         if remat and request.remat is None and program.graph is graph:
             continue
-        before = len(result)
-        for usual, count in counts:
-            if least[count] >= min(known_seconds, _fastest_seconds(result)):
-                break
-            if not (usual or least[count]) and len(result) > before:
-                break
-            ask = _Ask(
-                cluster=cluster,
-                request=request,
-                stages=stages,
-                schedule=piped.schedule or "1f1b",
-                program=program,
-                cuts=cuts,
-                remat=remat,
-                count=count,
-                batch=batch,
-            )
-            try:
-                result += ask.candidate_plans()
-            except PlanError as error:
-                problem = problem or error
-        if any(one.fits for one in result):
+        smallest = min(count for _, count in counts)
+        ask = _Ask(
+            cluster=cluster,
+            request=request,
+            stages=stages,
+            schedule=piped.schedule or "1f1b",
+            program=program,
+            cuts=ModelCuts(
+                whole=program, cluster=cluster, marked=marked, count=smallest
+            ),
+            remat=remat,
+            count=smallest,
+            batch=batch,
+            priced=PricedStages(stages),
+        )
+        found, refused = ask.at_counts(counts, least, known_seconds)
+        result += found
+        problems += refused
+        # If all are too slow, recomputation makes them slower.
+        if any(one.fits for one in result) or not (found or refused):
             break
     if not result:
-        raise problem or not_faster(stages, known_seconds)
-    result += _other_schedules(result) if piped.schedule is None else []
+        raise next(iter(problems), not_faster(stages, known_seconds))
+    if piped.schedule is None:
+        result += _other_schedules(result, known_seconds)
     best = min(result, key=_slow)
     if not best.fits:
         raise too_large(min(result, key=lambda one: one.memory.total_bytes))
     return best.plan(request, precision, batch, graph, result)
 
 
-def _fastest_seconds(found: Sequence[_MpmdCandidate]) -> float:
-    """Returns the step time of the fastest plan that fits; infinite without one."""
-    steps = (one.time.step_seconds for one in found if one.fits)
-    return min(steps, default=math.inf)
+def _runner_up_seconds(found: Sequence[_MpmdCandidate]) -> float:
+    """Returns the step time of the second layout of those that fit; infinite without
+    one.
+    """
+    steps: dict[str, float] = {}
+    for one in found:
+        if one.fits:
+            known = steps.get(one.layout, math.inf)
+            steps[one.layout] = min(known, one.time.step_seconds)
+    return sorted((*steps.values(), math.inf, math.inf))[1]
 
 
 def _least_steps(
@@ -176,9 +181,9 @@ def _least_steps(
 ) -> dict[int, float]:
     """Returns lower bounds on the step seconds, by number of micro-batches.
 
-    Stages take at least an even part of the time of the full model on the devices of
-    one stage. A micro-batch passes forward through all stages. There are no bounds on
-    mixed device kinds.
+    Stages together take at least the time of the full model on the devices of one
+    stage. A micro-batch passes forward through all stages. There are no bounds on mixed
+    device kinds.
 
     Args:
         graph, cluster, request, stages: Arguments of the search, unchanged.
@@ -193,8 +198,7 @@ def _least_steps(
     analysed = analyse_graph(graph)
     part = devices_of_stage(cluster, devices, stages)
     search = Search(analysed.graph, analysed.dims, part, asked)
-    paces = least_paces(search, counts)
-    return {n: max(pace / stages * n, ahead) for n, (pace, ahead) in paces.items()}
+    return least_steps(search, counts, stages)
 
 
 def _check_interleaved(
@@ -226,7 +230,9 @@ def _slow(one: _MpmdCandidate) -> tuple[bool, float]:
     return not one.fits, seconds if plain else seconds * (1 + SURE)
 
 
-def _other_schedules(found: Sequence[_MpmdCandidate]) -> list[_MpmdCandidate]:
+def _other_schedules(
+    found: Sequence[_MpmdCandidate], known_seconds: float
+) -> list[_MpmdCandidate]:
     """Returns the plans under other possible schedules; interleaved only with the
     options of the best plan.
     """
@@ -237,8 +243,9 @@ def _other_schedules(found: Sequence[_MpmdCandidate]) -> list[_MpmdCandidate]:
         ask.cuts.marked or ask.request.one_part or best.heterogeneous_placement
     )
     if several and ask.count % ask.stages == 0:
+        least = best.time.step_seconds / (1 + SURE) if best.fits else math.inf
         with contextlib.suppress(PlanError):
-            others += ask.candidate_plans()
+            others += ask.candidate_plans(min(known_seconds, least))
     return others
 
 
@@ -278,6 +285,7 @@ class _Ask:
         remat: Rematerialisation policy.
         count: Number of micro-batches.
         batch: Leaves of the global batch.
+        priced: Stages that were priced with this policy.
     """
 
     cluster: Cluster
@@ -289,6 +297,7 @@ class _Ask:
     remat: Remat
     count: int
     batch: Sequence[BatchLeaf]
+    priced: PricedStages
 
     @property
     def table(self) -> Schedule:
@@ -310,11 +319,44 @@ class _Ask:
             ),
         )
 
-    def candidate_plans(self) -> list[_MpmdCandidate]:
+    def at_counts(
+        self,
+        counts: Sequence[tuple[bool, int]],
+        least: Mapping[int, float],
+        known_seconds: float,
+    ) -> tuple[list[_MpmdCandidate], list[PlanError]]:
+        """Returns the plans with numbers of micro-batches that may be fast enough.
+
+        Args:
+            counts: Whether a number is a usual one, and the number; those with the
+                least bounds first.
+            least: Lower bound on the step seconds of each number.
+            known_seconds: Seconds of a step that a plan has to stay below.
+
+        Returns:
+            The plans, and the errors of numbers without one.
+        """
+        result: list[_MpmdCandidate] = []
+        problems: list[PlanError] = []
+        for usual, count in counts:
+            limit = min(known_seconds, _runner_up_seconds(result))
+            if least[count] >= limit or (result and not (usual or least[count])):
+                break
+            try:
+                result += replace(self, count=count).candidate_plans(limit)
+            except PlanError as error:
+                problems.append(error)
+        return result, problems
+
+    def candidate_plans(self, limit: float) -> list[_MpmdCandidate]:
         """Returns the plans of two cuts, with the fastest layout that fits each stage.
 
         The first cut assumes that transfers add to the time of both stages, the second
         that they overlap with computation. Which is closer depends on the schedule.
+
+        Args:
+            limit: Seconds of a step that a plan has to stay below; slower plans are
+                left out.
         """
         cuts: list[object] = []
         candidate_plans: dict[object, _MpmdCandidate] = {}
@@ -324,17 +366,23 @@ class _Ask:
                 one = self.cuts.of(self.table, self.one, hidden=hidden)
                 if one.cut_key not in cuts:
                     cuts.append(one.cut_key)
-                    weighed = self._fitted(one, hidden=hidden)
+                    weighed = self._fitted(one, limit, hidden=hidden)
                     candidate_plans.setdefault(weighed.found.cut_key, weighed)
+            except NotFaster:
+                pass
             except PlanError as error:
                 problems.append(error)
-        if not candidate_plans:
+        if problems and not candidate_plans:
             raise problems[0]
         return [*candidate_plans.values()]
 
-    def _fitted(self, found: ModelCut, *, hidden: bool) -> _MpmdCandidate:
-        """Returns the plan of a cut; if it lacks memory, of one that reserves more."""
-        one = self._in(found)
+    def _fitted(self, found: ModelCut, limit: float, *, hidden: bool) -> _MpmdCandidate:
+        """Returns the plan of a cut; if it lacks memory, of one that reserves more.
+
+        Raises:
+            NotFaster: No schedule stays below the limit.
+        """
+        one = self._in(found, limit)
         reserved: dict[str, float] = {}
         for _ in range(MOST_CUTS):
             if one.fits or one.heterogeneous_placement is None:
@@ -343,21 +391,47 @@ class _Ask:
             if reserved == before:
                 break
             again = self.cuts.of(self.table, self.one, reserved, hidden=hidden)
-            one = self._in(again)
+            one = self._in(again, limit)
         return one
 
-    def _in(self, found: ModelCut) -> _MpmdCandidate:
-        chosen = []
-        for stage, ground in enumerate(found.grounds):
+    def _in(self, found: ModelCut, limit: float) -> _MpmdCandidate:
+        """Returns the plan of a cut. Slow stages are priced first, late ones first
+        among equals, as they bound the step most.
+        """
+        chosen: dict[int, StageLayout] = {}
+        each = range(self.stages)
+        places = [
+            places_of(stage, self.stages, self.table.num_chunks) for stage in each
+        ]
+        paces = [sum(found.paces[place] for place in several) for several in places]
+        for stage in sorted(each, key=lambda n: (paces[n], n), reverse=True):
+            self._check_bounds(found, limit)
+            ground = found.grounds[stage]
             laid = self._stage(found, stage, ground.cluster)
-            limit = ground.cluster.memory_bytes
-            fitting = [x for x in laid if x.scored.memory.total_bytes <= limit]
+            busy = (self._busy_seconds(x.scored.time * ground.ratio) for x in laid)
+            least = StageSeconds.least(busy)
+            self.priced.record(found.cut_key, self.count, stage, least)
+            room = ground.cluster.memory_bytes
+            fitting = [x for x in laid if x.scored.memory.total_bytes <= room]
             if fitting:
                 best = ranked([one.scored for one in fitting])[0]
-                chosen.append(next(one for one in fitting if one.scored is best))
+                chosen[stage] = next(one for one in fitting if one.scored is best)
             else:
-                chosen.append(min(laid, key=lambda x: x.scored.memory.total_bytes))
-        return _MpmdCandidate(self, found, chosen)
+                chosen[stage] = min(laid, key=lambda x: x.scored.memory.total_bytes)
+        self._check_bounds(found, limit)
+        return _MpmdCandidate(self, found, [chosen[stage] for stage in each])
+
+    def _busy_seconds(self, time: TimeTerms) -> StageSeconds:
+        passes, reduction = time.pass_seconds, time.gradient_seconds
+        return StageSeconds.of(passes, reduction, recomputes=bool(self.remat))
+
+    def _check_bounds(self, found: ModelCut, limit: float) -> None:
+        """Raises ``NotFaster`` if no schedule of a cut stays below a limit."""
+        least = self.priced.least_of(found.cut_key, self.count)
+        if self.cluster.is_uniform:
+            least = max(least, self.priced.least_of_any(self.count))
+        if least >= limit:
+            raise not_faster(self.stages, limit)
 
     def of(self, other: _MpmdCandidate) -> _MpmdCandidate:
         """Returns the plan with the same layouts under this schedule, which has as many

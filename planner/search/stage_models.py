@@ -152,11 +152,13 @@ class ModelCuts:
         whole: Program to cut.
         cluster: All devices.
         marked: Whether ``stage`` marks set the cut points.
+        count: Number of micro-batches for which the model is cut on equal devices.
     """
 
     whole: DivisibleProgram
     cluster: Cluster
     marked: bool
+    count: int
     _found: dict[tuple[object, ...], ModelCut] = field(default_factory=dict)
     _chains: dict[tuple[object, ...], Segments] = field(default_factory=dict)
 
@@ -183,6 +185,8 @@ class ModelCuts:
             PlanError: Mixed devices cannot be divided into stages of one kind each.
         """
         reserved = reserved or {}
+        if self.cluster.is_uniform:
+            request = replace(request, num_micro_batches=self.count)
         key: tuple[object, ...] = table.num_stages, table.num_chunks, hidden
         if not self.cluster.is_uniform:  # what fits where depends on all of these
             key = *key, table.num_micro_batches, *sorted(reserved.items())

@@ -201,6 +201,22 @@ def test_a_plan_of_a_format_before_is_read(
     assert "was changed by hand" in refused(saved)
 
 
+def test_a_step_of_more_flops_than_64_bits_hold(plan: Plan, tmp_path: Path) -> None:
+    work = ModelWork(
+        parameters=405_853_388_800,
+        trained=405_853_388_800,
+        active=405_853_388_800,
+        chosen=405_853_388_800,
+        samples=2048,
+        tokens=16_777_216,
+        step_flops=44_047_315_418_008_780_800,
+        dtype="bf16",
+    )
+    path = tmp_path / "plan.json"
+    dataclasses.replace(plan, work=work).save(path)
+    assert Plan.load(path).work == work
+
+
 def test_a_newer_version(saved: Path) -> None:
     edit(saved, lambda data: data.update(whalejax_plan=PLAN_VERSION + 1))
     assert refused(saved) == (

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whalejax.planner.pipeline.schedule_bounds import (
+    StageSeconds,
+    least_divided_seconds,
+    least_step_seconds,
+)
 from whalejax.planner.pipeline.schedules import NAMES, schedule
+from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_cuts import Layer, Stage, cut
 from whalejax.planner.plan_errors import PlanError
 
@@ -154,3 +160,31 @@ def test_a_layer_that_fits_nowhere() -> None:
         "  1. layer 1 fits no stage: it lacks 10 bytes on the roomiest. Split it over "
         "more devices, or checkpoint its activations"
     )
+
+
+SECONDS = st.floats(0.01, 10.0)
+
+
+@given(
+    st.lists(SECONDS, min_size=2, max_size=6),
+    st.integers(1, 8),
+    st.floats(1 / 3, 0.6),
+    st.floats(0.0, 0.5),
+)
+def test_no_schedule_is_faster_than_its_bound(
+    passes: list[float], count: int, ahead: float, late: float
+) -> None:
+    """Every schedule that stage programs follow, simulated without transfers."""
+    stages = [StageSeconds.of(one, 0.0, recomputes=False) for one in passes]
+    bound = least_step_seconds(stages, count)
+    divided = least_divided_seconds(StageSeconds.total(stages), len(stages), count)
+    assert float(divided) <= bound * (1 + 1e-9)
+    for name in ("gpipe", "1f1b", "1f1b-ahead", "zb-h1"):
+        table = schedule(name, len(passes), count, 1)
+        forward = [ahead * one / count for one in passes]
+        back = [(1 - ahead) * one / count for one in passes]
+        weight = [late * one for one in back] if table.splits_backward else None
+        if weight:
+            back = [b - w for b, w in zip(back, weight, strict=True)]
+        line = simulate(table, forward, back, 0.0, weight_seconds=weight)
+        assert line.step_seconds >= bound * (1 - 1e-9), name
