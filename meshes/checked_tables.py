@@ -36,8 +36,9 @@ _HINTS = 20
 class FileTable:
     """One table of a file, read key by key.
 
-    Every method takes a default; without one the key is required. After a wrong value,
-    the default or a harmless stand-in is returned, so that reading continues.
+    Methods for single values take a default; without one the key is required. After a
+    wrong value, the default or a harmless stand-in is returned, so that reading
+    continues.
 
     Args:
         data: Parsed data.

@@ -103,8 +103,9 @@ def is_array(value: object) -> bool:
 def plain(value: Any) -> Any:
     """Returns a value with Python numbers in place of NumPy numbers.
 
-    JSON and the types of options accept only Python's. Tables and sequences are
-    converted recursively; other values are returned unchanged.
+    JSON and the types of options accept only Python's. Dictionaries, lists and tuples
+    are converted recursively, one-dimensional arrays of integers become lists; other
+    values are returned unchanged.
 
     Args:
         value: Value of an option or a field, before or after its checks.
@@ -260,8 +261,9 @@ def check_fields(
 ) -> None:
     """Refuses a dataclass with fields of other types than declared.
 
-    NumPy numbers are accepted and converted to Python's. Sequences are checked one
-    level deep, and by the types of their items, so that large ones cost little.
+    NumPy numbers are accepted and converted to Python's. Tuples are checked with their
+    items (numbers by their types alone), other containers without them, so that large
+    ones cost little.
 
     Args:
         instance: Instance of a dataclass with annotations that can be resolved.

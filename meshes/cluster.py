@@ -36,7 +36,7 @@ class Cluster(ClusterData):
         nodes: Nodes in order; devices are numbered node by node.
         levels: Levels of links, innermost first; the product of their sizes is the
             number of devices.
-        compiler: Effect of the platform's compiler on collectives.
+        compiler: Behaviour of the platform's compiler.
         links: ``[from][to]``, bytes per second between each two devices, if they are
             known individually; empty if the levels describe all.
 

@@ -263,7 +263,10 @@ class ClusterData:
 
         Args:
             memory_bytes: Memory of one device, by the name of its kind; other kinds
-                stay unchanged.
+                stay unchanged, and other names have no effect.
+
+        Raises:
+            WhaleError: A value is not a whole number of 1 or more.
 
         Example:
             >>> from whalejax.meshes import cluster

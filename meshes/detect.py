@@ -27,6 +27,9 @@ def detect(calibrate: bool = True) -> ClusterData:
 
     Args:
         calibrate: Whether to measure the local devices, or use the cached measurement.
+
+    Raises:
+        WhaleError: There are several CPU processes, or a kind is unknown.
     """
     devices = jax.devices()
     if devices[0].platform == "cpu" and jax.process_count() > 1:
@@ -46,7 +49,7 @@ def assemble(devices: Sequence[Any], measured: ClusterData | None) -> ClusterDat
     Args:
         devices: Objects with ``platform``, ``device_kind``, ``process_index``, and, if
             they exist, ``slice_index`` and ``coords``.
-        measured: Local devices as one node; its kind replaces the catalogue's.
+        measured: Local devices as one node; its kind and link replace the catalogue's.
 
     Raises:
         WhaleError: A kind is neither measured nor in the catalogue.
@@ -73,7 +76,8 @@ def assemble(devices: Sequence[Any], measured: ClusterData | None) -> ClusterDat
 def _groups(devices: Sequence[Any]) -> list[list[Any]]:
     """Groups devices that share a host (GPU, CPU) or a slice (TPU), in order.
 
-    XLA numbers both as ``slice_index``; for backends without it, processes count.
+    XLA numbers both as ``slice_index``. Without it, TPUs are one slice, and other
+    devices are grouped by process.
     """
     groups: dict[int, list[Any]] = {}
     for device in devices:

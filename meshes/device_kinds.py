@@ -3,7 +3,8 @@ measured.
 
 ``DeviceKind`` is the only description of a device that the planner reads. It returns
 seconds, so that no other module converts a peak to a time: by measured points if there
-are any, otherwise by the peak of the datasheet times one efficiency.
+are any, otherwise by the peak of the datasheet times an efficiency, which for kinds of
+the catalogue is fitted and depends on the shape.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class DeviceKind:
             default, means no penalty for small shapes, for lack of a fit.
         matmul_points: Measured products; they replace peak and efficiency.
         memory_points: Measured bandwidths by bytes moved, for devices whose caches
-            matter; empty means ``memory_bytes_per_second`` at every size.
+            matter; empty means ``achieved_bytes_per_second`` at every size.
         transcendentals_per_second: Rate of exp, tanh and the like; None if memory hides
             them.
         fresh_bytes_per_second: Rate of first writes to newly allocated host memory,
@@ -314,9 +315,7 @@ class DeviceKind:
         return flops / (self._product_seconds + np.maximum(moved, flops / rate))
 
     def _filled(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
-        """Returns FLOP/s of a product by its size; narrow ones are padded
-        with zeros.
-        """
+        """Returns FLOP/s of a product by its size; pads narrow ones with zeros."""
         if all(np.min(side) >= FILLED[-1] for side in (m, k, n)):
             result = self._flops_per_second(dtype, m, k, n, batch)
             return result if np.ndim(result) else float(result)
@@ -329,9 +328,7 @@ class DeviceKind:
         return result if np.ndim(result) else float(result)
 
     def _flops_per_second(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
-        """Returns FLOP/s of a product whose sides are in the measured or
-        fitted range.
-        """
+        """Returns FLOP/s of a product with sides in the measured or fitted range."""
         size = effective_size(m, k, n)
         peaks = dict(self.flops_per_second)
         for candidate in FALLBACKS[dtype_name(dtype)]:
@@ -383,7 +380,7 @@ class DeviceKind:
 
     @property
     def least_product_seconds(self) -> float:
-        """Least seconds of any product beyond ``op_overhead_seconds``; 0 if unknown."""
+        """Least seconds of any product beyond ``launch_seconds``; 0 if unknown."""
         return self._product_seconds
 
     @property
@@ -464,7 +461,8 @@ class DeviceKind:
 def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
     """Refuses invalid numbers of bytes or elements.
 
-    For arrays, of which a search makes many, only the type is checked.
+    For arrays, of which a search makes many, the type is checked, and the least value
+    if it must be above zero.
     """
     if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
         if not above_zero or (value.size and value.min() > 0):

@@ -44,7 +44,7 @@ def dtype_name(dtype: str) -> str:
     """Returns the short name of an element type, from a short or a NumPy name.
 
     Raises:
-        WhaleError: No device multiplies this type.
+        WhaleError: It is no text, or no device multiplies this type.
 
     Example:
         >>> dtype_name("bfloat16"), dtype_name("float8_e4m3fn"), dtype_name("f32")

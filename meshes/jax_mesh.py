@@ -100,6 +100,9 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
     Args:
         spec: Mesh axes of each dimension, outermost first.
 
+    Raises:
+        WhaleError: The argument is no such layout.
+
     Example:
         >>> tuple(partition_spec(((), ("data", "fsdp"), ())))
         (None, ('data', 'fsdp'))

@@ -100,7 +100,7 @@ to five steps of GPTs on an H200 (``measured/h200.json``); its causes, such as a
 that falls under load, were not measured separately."""
 
 HARDLY_MORE = 2.0
-"""Factor over the shortest product; if no product exceeds it, the least time is
+"""Factor over the shortest product; if no product takes as long, the least time is
 unknown.
 """
 
@@ -144,7 +144,7 @@ class TimedModel:
     """Measured time of one model's micro-batch on one device.
 
     Attributes:
-        weights: ``Plan.weights_hash`` of the model.
+        weights: Hash of the model's parameters; see ``kind_corrections.weights_hash``.
         samples: Number of samples of the micro-batch.
         seconds: Measured seconds, forward and backward.
         predicted_seconds: Prediction for this device at the time of measurement.

@@ -1,7 +1,7 @@
 """Estimates efficiencies of unmeasured kinds from the catalogue's data sheets.
 
 A kind that was never measured counts as efficient as the measured ones of its
-generation, in proportion to its board's power per FLOP/s of its peak. The module is
+generation, scaled by a power of its board's watts per FLOP/s of its peak. The module is
 separate from ``catalogue``, whose kinds need efficiencies before they can be made.
 """
 

@@ -22,7 +22,7 @@ MOST_BYTES: Final = 2**28
 """Largest size of a file: plans of thousands of parameters take a few MiB."""
 
 MOST_DEPTH: Final = 64
-"""Most nested lists and tables: plans and clusters have fewer than 20."""
+"""Maximum depth of lists and tables: plans and clusters need fewer than 20."""
 
 
 class UnreadableFileError(ValueError):
@@ -68,7 +68,7 @@ def parse_json(text: str) -> Any:
 
     Raises:
         UnreadableFileError: The text is no JSON, contains ``NaN``, ``Infinity``, a
-            number beyond them or a duplicate key, or is nested too deeply.
+            number too large for a float or a duplicate key, or is nested too deeply.
 
     >>> parse_json('{"a": [1, 2.5]}')
     {'a': [1, 2.5]}

@@ -15,13 +15,13 @@ from typing import Any, Final
 
 
 MOST_QUOTED: Final = 200
-"""Characters of a value in an error."""
+"""Maximum number of characters of a value in an error."""
 
 MOST_NAME: Final = 1000
-"""Characters of a name, which terminals and charts show in full."""
+"""Maximum number of characters of a name, as terminals and charts show it in full."""
 
 MOST_LINE: Final = 4000
-"""Characters of one line of an error."""
+"""Maximum number of characters of one line of an error."""
 
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 """Unicode categories: control and format characters (including escapes, marks of

@@ -1,17 +1,18 @@
 """BERT: a bidirectional, post-norm encoder in Flax Linen, with its masked-word head.
 
-It shows features that the NNX models lack: Linen variables, dropout keys as arguments
-of the loss, padded sequences, and a loss whose mean covers only valid tokens. It runs
-on one device unchanged; in the default configuration nothing is marked and the planner
-decides everything. ``BertConfig(annotated=True)`` adds three marks:
+It shows Linen variables, dropout keys as arguments of the loss, padded sequences, and a
+loss whose mean covers only hidden tokens. It runs on one device unchanged; in the
+default configuration nothing is marked and the planner decides everything.
+``BertConfig(annotated=True)`` adds three marks:
 
 - in ``Bert.__call__``: ``with when(..., wh.replicate()):`` around embeddings and
   encoder makes them data-parallel;
 - in ``Bert.__call__`` and in the loss of ``make_loss``: ``with when(..., wh.split()):``
   around the masked-word head and around its cross-entropy splits the two.
 
-``BertConfig(logical_names=True)`` names the dimensions of every kernel by Flax's
-logical partitioning metadata: ``embed``, ``heads``, ``kv``, ``mlp`` and ``vocab``.
+``BertConfig(logical_names=True)`` names the dimensions of kernels and tables by Flax's
+logical partitioning metadata: ``embed``, ``heads``, ``kv``, ``mlp``, ``vocab``,
+``positions`` and ``segments``.
 
 After Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for
 Language Understanding" (2018), without the next-sentence task and its pooler.
@@ -58,7 +59,8 @@ class BertConfig:
         layers: Number of encoder layers.
         dropout_rate: Rate after embeddings, on attention weights and before each
             addition.
-        logical_names: Whether kernels have Flax's logical partitioning metadata.
+        logical_names: Whether kernels and tables have Flax's logical partitioning
+            metadata.
         annotated: Whether to add the marks.
         dtype: Compute dtype; None follows parameters and inputs.
         param_dtype: Dtype of the parameters.

@@ -40,6 +40,9 @@ class Bottleneck(nnx.Module):
             eight_bit: Whether the model is trained with the sent tensor rounded to
                 blockwise int8; the derivative is that of the identity.
             rngs: Random keys of the parameters.
+
+        Raises:
+            WhaleError: ``factor`` does not divide ``width``.
         """
         narrow = _narrow("Bottleneck", width, factor)
         self.eight_bit = eight_bit
@@ -85,6 +88,9 @@ class Maxout(nnx.Module):
             factor: Number of values whose maximum is sent; divides ``width``.
             eight_bit: Whether the sent tensor is rounded to int8, as in ``Bottleneck``.
             rngs: Random keys of the parameters.
+
+        Raises:
+            WhaleError: ``factor`` does not divide ``width``.
         """
         narrow = _narrow("Maxout", width, factor)
         self.eight_bit, self.factor = eight_bit, factor

@@ -290,7 +290,7 @@ def job(
 
     Args:
         size: One of ``SIZES``.
-        batch_size: Sequences in a global batch; 32, at test size 16.
+        batch_size: Sequences in a global batch; default: 32, or 16 at size ``test``.
         learning_rate: Learning rate after the warm-up; constant from then on.
         warmup_steps: Steps over which the learning rate rises.
         padded: Whether sequences have different lengths, with a ``mask`` in the batch.

@@ -126,7 +126,7 @@ def job(
 
     Args:
         size: One of ``SIZES``.
-        batch_size: Samples in a global batch; 128, at test size 16.
+        batch_size: Samples in a global batch; default: 128, or 16 at size ``test``.
         learning_rate: Learning rate of Adam.
         seed: Seed of the sequence of batches, and of the classifier.
         changes: Fields of ``MLPConfig``.

@@ -1,7 +1,7 @@
 """Real text available with every Python: its standard library's source files.
 
 Training examples need data, and a download would make the first run depend on the
-network. The bytes of some hundred hand-written modules are enough for minutes of
+network. The bytes of several hundred hand-written modules are enough for minutes of
 training of a byte-level model.
 """
 
@@ -83,7 +83,7 @@ def standard_library(
     Args:
         sequence: Bytes in a model's context.
         seed: Seed of the sequence of batches.
-        max_bytes: Most bytes to read, from files in the order of their paths.
+        max_bytes: Maximum number of bytes to read, from files sorted by path.
         root: Folder to read; default: the running interpreter's library.
 
     Raises:

@@ -276,7 +276,7 @@ class PlanData(StepOptions):
             path: Path of the parameter.
         """
         if not is_printable(path):
-            self.leaf(path)  # raises for unknown paths
+            self.leaf(path)  # raises, as it is no path
         for plan in self.stage_plans:
             if any(leaf.path == path for leaf in plan.leaves):
                 return plan
@@ -309,6 +309,9 @@ class PlanData(StepOptions):
 
         Args:
             n: Largest number of candidates; a plan stores about a dozen.
+
+        Raises:
+            PlanError: ``n`` is not a whole number of 0 or more.
         """
         if not is_whole(n, 0):
             raise PlanError(f"alternatives: n is {short_repr(n)}; expected 0 or more")
@@ -334,6 +337,7 @@ class PlanData(StepOptions):
 
         Raises:
             PlanError: The plan has stage programs, each with its own mesh.
+            WhaleError: The number of devices is not that of the plan.
         """
         from whalejax.meshes.jax_mesh import build_mesh
 

@@ -194,7 +194,7 @@ class VirtualStagePrediction:
             action; 0 if it is part of the backward pass.
         handed_bytes: Bytes that other parts send to each of its devices, for stage
             programs.
-        returned_bytes: Bytes of cotangents that it sends back to their devices.
+        returned_bytes: Bytes of cotangents that it sends back to those parts.
         copied_bytes: Bytes of parameters on other stages that each of its devices
             receives once per step; their gradients go back.
     """
@@ -209,7 +209,7 @@ class VirtualStagePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsupportedFeatures:
-    """Features of a plan that this version does not run.
+    """Features that only older plan files record; plans of this version have none.
 
     Attributes:
         attention: Attention over ``context``: ``"all-gather"`` of keys and values, or
@@ -246,8 +246,9 @@ class Collective:
         axes: Mesh axes of the collective.
         phase: Forward, backward or update; turn for transfers between stages.
         what: Gradient, activation, parameter, border, ring (transfers during
-            computation), halo (elements of neighbours for windows), or, of embedding
-            tables, ids, rows and row gradients.
+            computation), halo (elements of neighbours for windows), moments (optimizer
+            state that is averaged), or, of embedding tables, ids, rows and row
+            gradients.
         payload_bytes: Bytes on one device per execution.
         count: Number of executions in one micro-batch (in one step for the update).
         scope: One of its places in the model.

@@ -39,8 +39,8 @@ class UserOptions:
     """Options of a step from a user; None leaves one to the planner.
 
     Attributes:
-        remat: ``"none"``, ``"dots"``, ``"named"`` or ``"full"``; or a policy for each
-            TaskGraph by name.
+        remat: ``"none"``, ``"dots"``, ``"named"`` (or ``"named:a,b"``) or ``"full"``;
+            or a policy for each TaskGraph by name.
         offload: State in host memory: some of ``"optimizer"``, ``"activations"`` and
             ``"params"`` (and, in estimates, ``"gradients"``); ``"none"`` or ``()`` for
             nothing.
@@ -131,7 +131,8 @@ class StepOptions:
             ``"dots"`` saves results of products with weights, ``"named"`` values that
             the model names, ``"full"`` only the inputs of a layer.
         offload: State in host memory: ``"optimizer"`` state (of matrices; vectors
-            stay), ``"activations"``, ``"params"`` (those with ``hosted``).
+            stay), ``"activations"``, ``"params"`` (those with ``hosted``); in estimates
+            also ``"gradients"``.
         sequence_parallel: Whether ``tensor`` shards the sequence between the products
             whose other dimensions it shards.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) pairs for attention that

@@ -13,7 +13,8 @@ class TablesData:
     """The placement of tables with everything derived from it, as a JSON object.
 
     Attributes:
-        document: Entries of ``whalejax.tables.table_plan_record.TablesRecord``.
+        document: Entries of ``whalejax.tables.table_plan_record.TablesRecord``, and the
+            placements.
     """
 
     document: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Finds the intended name: the nearest known one, or another library's word.
+"""Finds the intended name: ours for another library's word, or else the nearest.
 
 Error messages end with these suggestions, so that users of another library learn the
 words of this one.

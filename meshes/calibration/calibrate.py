@@ -73,7 +73,7 @@ def calibrate(
         today: Date in the sources; None asks the system.
 
     Raises:
-        WhaleError: The budget is not above zero.
+        WhaleError: An argument is invalid, or the memory of a device is unknown.
     """
     if not is_number(budget_seconds) or budget_seconds <= 0:
         raise WhaleError(
@@ -115,7 +115,8 @@ def measured(
 
     Raises:
         WhaleError: Raised before measuring: the name is invalid or in use, the devices
-            cannot be joined to those of ``beside``, or other kinds would be lost.
+            cannot be joined to those of ``beside``, other kinds would be lost, or the
+            budget is not above zero. Raised after it: a device's memory is unknown.
     """
     devices = jax.local_devices()
     name = _name(devices[0]) if kind is None else kind
@@ -130,7 +131,7 @@ def measured(
 
 
 def local_network() -> Link | None:
-    """Returns the catalogue's network of hosts like this one."""
+    """Returns the catalogue's network of hosts like this one; None if unknown."""
     entry = entry_of_device(jax.local_devices()[0].device_kind)
     return None if entry is None else entry.network
 
@@ -226,7 +227,7 @@ def _kind(
 
 
 def _with_datasheet(measured: DeviceKind, known: DeviceKind) -> DeviceKind:
-    """Returns a measured kind with the catalogue's name and peaks."""
+    """Returns a measured kind with the catalogue's name, peaks and host memory."""
     prefixes = ("flops_per_second", "host_")
     return replace(
         measured,

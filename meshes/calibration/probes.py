@@ -133,8 +133,9 @@ Probe = (
 )
 Seconds = dict[Probe, float]
 
-# Fewest iterations, for operations that are slow on many devices with one memory. Every
-# plan's time depends on the rate of large arrays.
+# Fewest iterations, after the first run of essential probes, for operations that are
+# slow on many devices with one memory. Every plan's time depends on the rate of large
+# arrays.
 _FEWEST: dict[type[Probe], int] = {Elementwise: 10, CollectiveProbe: 3}
 
 # On CPUs, one dominated by products, and one that transposes its kernel.
@@ -152,9 +153,10 @@ def measure_devices(
 ) -> Seconds:
     """Times the probes in order until the budget is spent.
 
-    The essential ones always run; a later one is skipped if the longest so far would
-    not fit the remaining budget. If time is left, all are timed again and the shorter
-    time counts: a machine that was busy meanwhile was slower, never faster.
+    The essential ones always run; all others end as soon as the longest so far would
+    not fit the remaining budget. If time is left, all are timed up to twice more and
+    the shortest time counts: a machine that was busy meanwhile was slower, never
+    faster.
     """
     start = clock()
     target = min(0.02, budget_seconds / 400)

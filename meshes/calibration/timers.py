@@ -159,7 +159,7 @@ def _all_device_mesh(devices: Sequence[Device]) -> Mesh:
 def matmul_run(
     devices: Sequence[Device], dtype: str, m: int, k: int, n: int, batch: int = 1
 ) -> Run:
-    """Times (m, k) × (k, n) and back, (m, n) × (n, k): two products an iteration.
+    """Times (m, k) × (k, n) and back, (m, n) × (n, k): two products in a loop's body.
 
     Args:
         devices: Devices that run it at once.

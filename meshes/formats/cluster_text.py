@@ -33,7 +33,7 @@ from whalejax.meshes.texts import quoted
 MAX_DEVICES = 2**20
 
 MOST_TEXT = 1000
-"""Most characters of a cluster's text."""
+"""Maximum number of characters of a cluster's text."""
 
 _PART = re.compile(r"([a-z][a-z0-9-]*):([0-9]+(?:x[0-9]+)*)")
 
@@ -74,7 +74,8 @@ def parse(text: str) -> ClusterData:
     """Returns the cluster that a text such as ``h100:4x8`` describes.
 
     Raises:
-        WhaleError: Lists every problem of the text, and the grammar.
+        WhaleError: Lists every problem of the text, and the grammar, or states that the
+            text is too long.
     """
     stripped = text.strip()
     problems = Problems(f"cluster {quoted(text)}")
@@ -136,10 +137,9 @@ def _part(term: str, problems: Problems) -> _Part | None:
 
 
 def _entry(name: str) -> CatalogueEntry | None:
-    """Returns the entry of a name: a kind of the catalogue, or a device from its
-    datasheet.
+    """Returns the entry of a catalogue kind or of a device with a datasheet; else None.
 
-    The links of such devices are taken from another kind, as in estimates.
+    A device with a datasheet gets the links of another kind, and a warning states it.
     """
     if is_kind(name):
         return entry(name)
@@ -162,7 +162,7 @@ def _is_kind(name: str) -> bool:
 
 
 def _suggested_text(term: str) -> str:
-    """Rewrites another notation of a cluster in ours: ``"h100-8"`` or ``"8xh100"``.
+    """Rewrites ``"h100-8"`` or ``"8xh100"`` in our notation; empty for other texts.
 
     >>> [_suggested_text(word) for word in ("h100x8", "8 x h100", "tpu-v5litepod-16")]
     ['h100:8', 'h100:8', 'v5e:16']
@@ -329,7 +329,7 @@ def _check_together(parts: list[_Part], problems: Problems) -> None:
 
 
 def near_cube(chips: int, dims: int) -> tuple[int, ...]:
-    """Returns the lengths closest to a cube whose product is ``chips``, in order.
+    """Returns ascending lengths with the product ``chips``, the closest to a cube.
 
     Example:
         >>> near_cube(8, 2), near_cube(16, 3)

@@ -2,7 +2,7 @@
 
 One schema serves both: ``plan.json`` contains a complete cluster, and a user's file may
 omit what the catalogue knows (``base`` inherits a kind, missing ``levels`` are those of
-the kinds).
+the kinds, missing values of ``compiler`` those of the platform).
 
     [kinds.small]
     base = "h100"
@@ -54,7 +54,11 @@ from whalejax.meshes.topology import RETIRED_FACTS
 
 
 def load(path: str | os.PathLike[str]) -> ClusterData:
-    """Reads a cluster from a TOML file."""
+    """Reads a cluster from a TOML file.
+
+    Raises:
+        WhaleError: The file cannot be read, or is invalid; lists every problem.
+    """
     try:
         data = parse_toml(read_text(path))
     except FileNotFoundError:

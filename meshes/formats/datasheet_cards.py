@@ -66,7 +66,7 @@ def datasheet_card(name: str) -> DatasheetCard | None:
 
 
 def is_word(word: str, name: str) -> bool:
-    """Whether a name contains a word that no letter precedes and no digit follows.
+    """Whether a name contains a word, with no letter or digit before nor digit after.
 
     Args:
         word: Regular expression.

@@ -7,12 +7,12 @@
       "links": [{"source_global_id": 0, "target_global_id": 1, "type": "NVL",
                  "bandwidth": 42}, ...]}]}
 
-Bandwidths are in GB/s, latencies in ms, memory in GB; numbers may be text. GPUs
-compute, or CPUs if there are none. Their kind is the catalogue's, found by the model's
-name, since such a file has no memory bandwidth. Devices without a direct link use the
-path over CPUs and network cards whose narrowest link is widest; devices of a machine
-share its network cards. A link without a bandwidth has PaddlePaddle's default. ``topo``
-is the other form: see ``paddle_topo``.
+Bandwidths are in GB/s, latencies in ms, memory in GiB; numbers may be text. GPUs and
+other accelerators compute, or CPUs if there are none. Their kind is the catalogue's,
+found by the model's name, since such a file has no memory bandwidth. Devices without a
+direct link use the path over CPUs and network cards whose narrowest link is widest;
+devices of a machine share its network cards. A link without a bandwidth has
+PaddlePaddle's default. ``topo`` is the other form: see ``paddle_topo``.
 """
 
 from __future__ import annotations

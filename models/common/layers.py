@@ -64,7 +64,7 @@ def widened(x: Array) -> Array:
 def embedding(
     count: int, features: int, *, dtype: str | None, param_dtype: str, rngs: nnx.Rngs
 ) -> nnx.Embed:
-    """Returns an embedding table whose compute dtype follows its parameter.
+    """Returns an embedding table; without ``dtype`` it computes in that of its weights.
 
     ``nnx.Embed`` fixes the compute dtype when it is built; parameters that are cast to
     bfloat16 later would give float32 results and widen all that follows.

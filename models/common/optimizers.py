@@ -1,4 +1,4 @@
-"""Optimizers that the transformers share, so that jobs differ only in sizes."""
+"""Optimizers that several models share, so that jobs differ only in sizes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from whalejax.models.common.layers import Array, widened
 
 
 _GATES: Final = 4
-# Uniform within 0.1 at width 1024, as MLPerf's; equal in variance at other widths.
+# Uniform within 0.1 at width 1024, as MLPerf's; outputs vary as much at other widths.
 _INIT_VARIANCE: Final = 1024 * 0.1**2 / 3
 
 

@@ -36,7 +36,8 @@ class Seq2SeqConfig:
         layers: Number of layers of the encoder, and of the decoder.
         buckets: Number of buckets of relative distances, even; the encoder uses one
             half for each direction.
-        longest_distance: Distance that the last bucket of a direction would reach.
+        longest_distance: Distance up to which buckets grow; the last bucket of a
+            direction also has all larger distances.
         dropout_rate: Rate after embeddings and last norms, on attention weights, inside
             the feed-forward layers and before each addition.
         scan_layers: Whether to stack the parameters of a stack's layers and scan over
@@ -91,7 +92,7 @@ class RelativeBias(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention with unscaled scores: the query's initial values are scaled instead."""
+    """Attention with unscaled scores; the query's initial weights are scaled."""
 
     config: Seq2SeqConfig
 

@@ -281,9 +281,7 @@ def memory_traffic(
 
 
 def _transcendentals(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Returns the elements on one device whose results need an exp, tanh or
-    the like.
-    """
+    """Returns the elements on one device that need an exp, tanh or the like."""
     if not row.transcendental:
         return 0.0
     slot = row.results[0]

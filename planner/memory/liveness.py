@@ -343,7 +343,9 @@ class Timeline:
         return self.uses.value[tensor]
 
     def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
-        """Returns the tensors from which fusions recompute a value; else itself.
+        """Returns the tensors from which fusions recompute a value, or itself.
+
+        Weights and inputs of the program have no sources and are none.
 
         A sum of several large tensors counts as one source: otherwise the number of
         sources would grow with depth.
@@ -885,9 +887,7 @@ class Timeline:
         return [TensorEntry(largest.tensor, self._kept_bytes(largest), home)]
 
     def _rebuilt(self, region: int) -> dict[int, int]:
-        """Returns the residuals that a checkpointed region recomputes, by
-        first reader.
-        """
+        """Returns the first reader of each residual that a region recomputes."""
         kept: dict[int, int] = {}
         for i in self.uses.regions.get(region, ()):
             op = self.graph.ops[i]

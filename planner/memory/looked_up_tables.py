@@ -34,8 +34,7 @@ class Tables:
             their compute sharding.
         gathered: Bytes of all tables that are gathered for lookups, in their own form
             and with their columns in lanes.
-        largest: Bytes of the largest gradient that storage shards later, when it is
-            computed.
+        largest: Bytes, when computed, of the largest gradient that storage then shards.
         gradients: Bytes of all other gradients.
         updated: Bytes of the tables and their state during the update, if it has the
             form of the gradients.

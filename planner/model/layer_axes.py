@@ -343,7 +343,9 @@ def _others(
     after: Sequence[int],
     there: Mapping[int, int],
 ) -> int | None:
-    """Returns the dimension of a result that has several of an operand's elements."""
+    """Returns the dimension of a result that has several of an operand's elements, or
+    None.
+    """
     if op.kind == "gather":
         rows = (d for d in range(len(after)) if d not in there.values())
         return next((d for d in rows if after[d] > 1), None)

@@ -209,7 +209,7 @@ def _settle(
     *,
     moves: bool = True,
 ) -> None:
-    """Ensures that no operation sees one class in two dimensions of an operand.
+    """Ensures that an operation sees no class in two dimensions of an operand.
 
     A cut may give a dimension the class of another one, for instance if a product with
     a triangle counts rows. Then either the other dimension is unsharded there, or the

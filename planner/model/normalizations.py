@@ -87,7 +87,7 @@ class _Kernels:
                     self._join(index, *path, reader, *sources[nearest], *other[nearest])
 
     def numbers(self) -> list[int | None]:
-        """Returns the kernels of all operations, including the graph's own."""
+        """Returns the kernel of each operation, including the graph's own, or None."""
         self._join_makers()
         count = len(self.flow.graph.ops)
         return [

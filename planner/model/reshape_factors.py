@@ -97,7 +97,7 @@ class Atoms:
     Attributes:
         graph: Graph that was refined.
         regroupings: Regroupings of all reshapes.
-        barriers: Reshapes that no refinement explains.
+        barriers: Regroupings that no refinement explains.
         sizes: For each dimension, the sizes of its atoms, major first.
         first: For each dimension, the number of its first atom.
         owners: For each atom, its tensor.

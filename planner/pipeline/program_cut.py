@@ -91,7 +91,9 @@ class Units:
 
     @functools.cached_property
     def free(self) -> tuple[bool, ...]:
-        """Whether each unit is cheap, reads only such units, and is no lookup."""
+        """Whether each unit is cheap, reads only such units, and looks up no data in a
+        weight.
+        """
         result: list[bool] = []
         behind: list[frozenset[int]] = []
         for unit in self.units:
@@ -109,7 +111,7 @@ class Units:
         return frozenset(n - len(self.params) for n in self.frozen)
 
     def is_weight(self, number: int) -> bool:
-        """Returns whether an input is a weight, trained or not."""
+        """Whether an input is a weight, trained or not."""
         return number < len(self.params) or number in self.frozen
 
     def path(self, number: int) -> str:
@@ -119,7 +121,7 @@ class Units:
         return self.params[number] if mine else self.others[number - trained]
 
     def _mix(self, inputs: Collection[int]) -> bool:
-        """Returns whether the inputs include both weights and data."""
+        """Whether the inputs include both weights and data."""
         data = len(self.params) + len(self.others)
         return any(map(self.is_weight, inputs)) and any(n >= data for n in inputs)
 
@@ -302,7 +304,8 @@ def divide_program(units: Units, starts: Sequence[str]) -> Division:
             ``Units.borders``.
 
     Raises:
-        PlanError: A cut point is unknown, or they are not in program order.
+        PlanError: A cut point is unknown, they are not in program order, or a value is
+            changed in one part and read in another.
     """
     unknown = [name for name in starts if name not in units.borders]
     if unknown:
@@ -331,7 +334,8 @@ def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
         labels: Number of each unit's stage, or None.
 
     Raises:
-        PlanError: A stage reads a value that a later one makes; names both lines.
+        PlanError: A stage reads a value that a later one makes (names both lines), or
+            one that another stage changes.
     """
     stages = 1 + max((n for n in labels if n is not None), default=0)
     homes: list[int | None] = list(labels)

@@ -43,7 +43,7 @@ class Stage:
         memory_bytes: Memory of one device.
         in_flight: Most micro-batches whose activations it stores.
         seconds: Measured seconds of each layer on these devices, used in place of
-            ``speed``; or None.
+            ``speed``; or empty.
         kind: Name of the devices' kind.
     """
 

@@ -43,7 +43,13 @@ _MOST_SNAPSHOT_STEPS: Final = 10**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceReplay:
-    """Goodput of each recovery policy over a failure trace, as fractions of time."""
+    """Goodput of each recovery policy over a failure trace.
+
+    Attributes:
+        seconds: Duration of the trace.
+        failures: Number of failures in it.
+        restart, elastic, spares: Goodput of each policy, as in ``Goodput``.
+    """
 
     seconds: float
     failures: int
@@ -201,6 +207,9 @@ def goodput_of(
         nodes, mtbf, restart, snapshot_every, spares, snapshot: Arguments of
             ``goodput``, unchanged.
         recovery, repair, trace: Arguments of ``goodput``, unchanged.
+
+    Raises:
+        WhaleError: Arguments or the trace cannot be used; lists all.
     """
     problems = Arguments("wh.goodput")
     _check_seconds(problems, "step_seconds", step_seconds, least=_LEAST_SECONDS)

@@ -28,7 +28,7 @@ def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         The settings, except the number of micro-batches; empty if the mesh cannot have
-        that many devices.
+        that many devices, or if stages or replicas have layouts of their own.
     """
     if plan.stage_plans or plan.pipelines or plan.shares:
         return {}

@@ -89,8 +89,8 @@ def decide_stages(
     """Chooses how to run a model in the requested number of stages.
 
     Args:
-        graph, cluster, request, precision, batch, again: Arguments of ``decide``; the
-            mesh that the request fixes is that of one stage.
+        graph, cluster, request, precision, batch, again: Arguments of
+            ``spmd_plan.decide``; the mesh that the request fixes is that of one stage.
         piped: Requested pipeline settings.
         known_seconds: Step time of a known plan; plans that cannot be faster are not
             tried.

@@ -128,7 +128,7 @@ class Plan(PlanDisplay):
         gap: Upper bound on the predicted gain of another plan of one program, as a
             fraction of the step time; None if unknown.
         runnable: Whether ``whalejax.compile`` can run the plan.
-        beyond: Features that no executor supports, or None.
+        beyond: Features that only older plan files record, or None.
         compiler_options: (name, value) pairs of XLA options for the step.
         swarm: Requirements on a swarm's peers, if the plan is for one; each of
             ``stages`` is then one peer.
@@ -388,7 +388,8 @@ class Plan(PlanDisplay):
         """Returns the text of ``print(plan)``, optionally with all rows.
 
         Args:
-            all_rows: Show every kind of parameter, not only the largest.
+            all_rows: Whether to show all parameters, traffic and reasons, not only the
+                largest.
 
         Returns:
             Lines as wide as the terminal or ``COLUMNS``; unbroken without either.

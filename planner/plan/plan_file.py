@@ -79,7 +79,8 @@ def read(cls: type[P], path: str | os.PathLike[str]) -> P:
     """Returns the plan of a file.
 
     Raises:
-        PlanError: The file is no plan, is damaged, was edited, or has another format.
+        PlanError: The file cannot be read, is no plan, is damaged, was edited, or has
+            another format.
     """
     try:
         data = parse_json(read_text(path))

@@ -36,7 +36,7 @@ def decide(
         graph: The captured loss.
         cluster: Cluster to plan for.
         request: Options of the plan, such as micro-batches and default strategy.
-        precision: Noted in the plan.
+        precision: Precision to record in the plan.
         batch: Leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
             layouts are filled in.
         again: Traces the loss with TaskGraphs recomputed in the backward pass, with

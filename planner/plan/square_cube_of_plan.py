@@ -57,6 +57,9 @@ class SquareCube(SquareCubeDisplay):
         Args:
             bytes_per_second: Bandwidth of the link.
             overlap: Whether computation and transfers overlap.
+
+        Raises:
+            WhaleError: The table has no such link.
         """
         utilization = [r for r in self.rows if r.bytes_per_second == bytes_per_second]
         if not utilization:

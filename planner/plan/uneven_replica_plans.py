@@ -1,7 +1,7 @@
 """Plans with different data-parallel replicas, each with its own micro-batches.
 
 A separate search for each kind of device finds the time of a micro-batch on one
-replica, corrected by measurements (``measured_speed``). Shares are the integers that
+replica, corrected by measurements (``kind_corrections``). Shares are the integers that
 minimise the time of the slowest replica. All replicas have the layout of the kind with
 the least memory.
 """
@@ -60,7 +60,7 @@ from whalejax.planner.step_options import options_of
 
 
 Decide = Callable[..., Plan]
-"""Function that searches for the plan of one replica; see ``decide.decide``."""
+"""Function that searches for the plan of one replica; see ``spmd_plan.decide``."""
 
 MOST_COUNTS = 5
 """Largest number of micro-batch counts to evaluate for replicas of one size."""

@@ -86,7 +86,9 @@ def _check(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields numbers of a dataclass tree that are negative or above any memory."""
+    """Yields numbers of a dataclass tree that are negative, infinite or above any
+    memory.
+    """
     if isinstance(value, tuple):
         for place, item in enumerate(value):
             yield from _unfit(item, f"{path}[{place}]")
@@ -106,7 +108,7 @@ def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
-    """Checks fields that allow only a few texts."""
+    """Checks fields that allow only a few texts, and the ranges of counts."""
     chosen: list[tuple[str, str, tuple[str, ...]]] = [
         ("precision", plan.precision, PRECISIONS),
         *((f"precisions.{n}", kind, PRECISIONS) for n, kind in plan.precisions),
@@ -373,7 +375,9 @@ def _check_memory(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _check_kinds(plan: PlanData, where: str, problems: Problems) -> None:
-    """Checks that every kind of device has room for its data."""
+    """Checks that stages agree on the kinds of devices, which have room for the
+    parameters.
+    """
     parts = [*plan.pipelines, *(() if plan.stages is None else plan.stages.plans)]
     given = {kind.name: kind.memory_bytes for kind in plan.cluster.kinds}
     for kind in (kind for part in parts for kind in part.cluster.kinds):

@@ -158,7 +158,7 @@ def _of_parameters(graph: Graph) -> Iterator[str]:
 
 
 def may_combine(request: Request, mesh: Mapping[str, int], cluster: Cluster) -> bool:
-    """Returns whether the ranks of a mesh can combine as requested."""
+    """Whether the ranks of a mesh can combine as requested."""
     if request.combine == "mean":
         return True
     ranks: int = mesh[DATA]

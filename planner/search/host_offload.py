@@ -99,8 +99,7 @@ class HostMemoryLimits:
         return NOTHING_IS_SLICED if "params" in asked and not any(self.leaves) else ""
 
     def serves(self, layouts: Sequence[LeafLayout], offload: Offload) -> bool:
-        """Returns whether some parameter can be offloaded, if ``offload`` names
-        parameters.
+        """Whether some parameter can be offloaded, if ``offload`` names parameters.
 
         Args:
             layouts, offload: Arguments of ``params_on_host``.

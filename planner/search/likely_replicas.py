@@ -2,7 +2,7 @@
 
 Layouts of replicas of all sizes are evaluated as arrays, at all numbers of
 micro-batches. All replicas use the fastest layout that fits the device kind with the
-least memory. Estimates leave out sequence parallelism and host memory.
+least memory. Estimates leave out sequence parallelism and transfers to host memory.
 """
 
 from __future__ import annotations
@@ -198,7 +198,9 @@ class _Estimates:
         return devices_of_kind(self.cluster, kind, max(self.allowed))
 
     def _search(self, program: ProgramOptions) -> Search | None:
-        """Returns a search of one replica on the device kind with the least memory."""
+        """Returns a search of one replica on the device kind with the least memory;
+        None if the program cannot be made.
+        """
         analysed = self.analyses.of(*program)
         if analysed is None:
             return None

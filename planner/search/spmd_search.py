@@ -1,6 +1,6 @@
 """Searches for the best layout of one program, from a captured loss and a cluster.
 
-It checks the request, searches, and records the decision with its explanation.
+It checks that the marks can be obeyed, and searches; ``spmd_plan`` makes the plan.
 
 The module is long because ``ProgramSearches`` tries the programs of a loss in an order
 in which each bounds the later ones.
@@ -123,10 +123,10 @@ def decided_on(
     again: Again | None = None,
     known: ProgramCache | None = None,
 ) -> SpmdDecision:
-    """Searches without the checks and the records of ``decide``.
+    """Searches without the check of marks and the plan of ``spmd_plan.decide``.
 
     Args:
-        graph, cluster, request, again, known: Arguments of ``decide``.
+        graph, cluster, request, again, known: Arguments of ``spmd_plan.decide``.
 
     Raises:
         PlanError: No plan fits.
@@ -187,9 +187,10 @@ def searches(
     again: Again | None,
     known: ProgramCache | None = None,
 ) -> ProgramSearches:
-    """Returns a search for each remat policy that may pay off, the least remat first.
+    """Returns the finished searches of the programs that may have the best plan.
 
-    Remat costs time and saves memory. It cannot help if every layout fits with the
+    For each attention and number of chunks, the least remat comes first. Remat costs
+    time and saves memory. It cannot help if every layout fits with the
     fewest micro-batches, or if the layouts that do not fit are slower anyway than one
     that does.
     """
@@ -494,7 +495,8 @@ class ProgramSearches:
         return result
 
     def on_paper(self, best: float) -> LayoutCandidate | None:
-        """Returns the fastest plan that offloads more than the executors support.
+        """Returns the fastest plan that offloads more than the executors support, or
+        None.
 
         Args:
             best: Largest seconds of a step.

@@ -61,7 +61,7 @@ def laid_out(
     """Returns every evaluated layout of a model, with ``ROOM`` times the memory.
 
     Args:
-        graph, cluster, request, known: Arguments of ``decide``.
+        graph, cluster, request, known: Arguments of ``spmd_plan.decide``.
 
     Raises:
         PlanError: The model has no layout.

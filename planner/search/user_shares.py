@@ -31,7 +31,8 @@ def check_shares(
         stages: Number of stages of each pipeline; 1 for replicas without stages.
 
     Raises:
-        PlanError: The shares are not counts, or do not divide the devices or the batch.
+        PlanError: The shares are not counts, do not divide the devices or the batch, or
+            contradict the mesh or the number of micro-batches.
     """
     one = "replica" if stages == 1 else "pipeline"
     data, size = dict(request.mesh or {}).get(DATA), graph.batch_size

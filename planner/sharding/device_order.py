@@ -30,7 +30,8 @@ def ordered(plan: P) -> P:
     """Returns the plan with its devices placed by traffic, or unchanged.
 
     Plans with a program for each stage, with uneven shares or with several kinds of
-    device keep the cluster's order: there, the work of a rank depends on its device.
+    device keep the cluster's order: there, the work of a rank depends on its device. So
+    do plans that leave devices idle or have more than ``MOST_DEVICES``.
 
     Args:
         plan: Plan on a cluster with or without links.

@@ -167,7 +167,9 @@ def role_names(role: Role) -> list[str]:
 
 
 def _of_leaf(name: str, graph: Graph, dims: Dimensions, limits: Limits) -> int | None:
-    """Returns the role of a leaf's dimension, written as its full path and index."""
+    """Returns the role of a leaf's dimension, written as its full path and index; None
+    if there is no such dimension.
+    """
     path, _, number = name.rpartition(".")
     for tensor in graph.params:
         if tensor.path == path and number.isdecimal():

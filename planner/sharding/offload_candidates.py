@@ -52,7 +52,8 @@ def waiting_values(graph: Graph) -> dict[int, int]:
         graph: Captured loss.
 
     Returns:
-        Number of offloaded copies by tensor id: one for each region that reads it.
+        Number of offloaded copies by tensor id: one for each region that reads it, and
+        one if a policy saves it.
     """
     moves, reads = _movable(graph), _reads_again(graph)
     maker: dict[int, Op] = {}

@@ -80,8 +80,8 @@ class LeafGroup:
             for each form that the forward pass reads, and one more if the backward pass
             needs it.
         turns: Number of gathers after which XLA's CPU compiler transposes the result,
-            if it is sharded along the last dimension; convolutions transpose their
-            operands themselves, and looked-up tables need no transpose.
+            if it is sharded along the last dimension; 1 for convolutions, which
+            transpose their operands themselves, and 0 for looked-up tables.
         uses: Number of operations that read a parameter, each of which computes a
             gradient of it; a reader of a slice counts as the slice's fraction.
         multiplied: Whether they are float32 and only products read them.
@@ -537,7 +537,9 @@ def _order(
 
 
 def batch_homes(graph: Graph) -> tuple[tuple[int, int | None], ...]:
-    """Returns the leaves of the batch, each with the TaskGraph that reads it first."""
+    """Returns the leaves of the batch, each with the TaskGraph that reads it first, or
+    None if no operation reads it.
+    """
     homes: dict[int, int] = {}
     for op in graph.ops:
         for t in op.operands:

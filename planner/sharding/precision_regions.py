@@ -53,7 +53,7 @@ def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
 
 
 def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
-    """Returns the bytes of every parameter in the widest type in which it is read.
+    """Returns the relative size of parameters in the widest type that is read.
 
     Args:
         graph: Captured loss.

@@ -2,7 +2,8 @@
 
 This is a quadratic assignment problem. For at most eight devices, all placements are
 compared. For more, each rank in turn gets the cheapest free device, given those placed
-before it; then pairs are exchanged as long as that helps.
+before it; then pairs are exchanged as long as that helps. The given order, improved in
+the same way, is used if it is better.
 """
 
 from __future__ import annotations

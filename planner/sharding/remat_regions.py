@@ -137,6 +137,7 @@ class _Level:
     """Jaxpr that contains the layers in sequence, or whose iterations are the layers.
 
     Attributes:
+        graph: Captured loss.
         prefix: Position of the jaxpr.
         ops: Operations inside each equation that computes values.
         starts: First equation of each layer, and the end of the last.

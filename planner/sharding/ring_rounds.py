@@ -157,7 +157,6 @@ def _block(length: int) -> int:
 
 
 def _blocks_by_device(count: int, size: int, zigzag: bool) -> np.ndarray:
-    """Returns the blocks of each device."""
     if not zigzag:
         return np.arange(count).reshape(size, -1)
     parts = np.arange(count).reshape(2 * size, -1)

@@ -316,7 +316,9 @@ def _may_hold_experts(task_graph: TaskGraph) -> bool:
 
 
 def _split_devices(task_graph: TaskGraph) -> int | None:
-    """Returns the number of devices of the innermost ``split`` that gives one."""
+    """Returns the number of devices of the innermost ``split`` that gives one; None
+    without such a mark.
+    """
     splits: list[Mark] = [m for m in task_graph.marks if m.kind == "split"]
     return next((m.devices for m in reversed(splits) if m.devices is not None), None)
 

@@ -92,7 +92,7 @@ def check_devices(
     problems: Problems,
     stages: int = 1,
 ) -> None:
-    """Reports device counts that are not available.
+    """Reports device counts of marks that do not fit the devices.
 
     Args:
         task_graphs: The marked TaskGraphs, in program order.
@@ -199,7 +199,9 @@ def _stage_devices(graph: TaskGraph) -> int | None:
 
 
 def _devices(graph: TaskGraph) -> int | None:
-    """Returns the device count of the innermost mark that gives one."""
+    """Returns the device count of the innermost mark that gives one, inside the
+    innermost pipeline; None if none does.
+    """
     for mark in reversed(graph.marks):
         if mark.kind == "pipeline":
             return None
@@ -209,7 +211,7 @@ def _devices(graph: TaskGraph) -> int | None:
 
 
 def _around(task_graphs: Sequence[TaskGraph]) -> int | None:
-    """Returns the device count of the innermost mark around a pipeline."""
+    """Returns the device count of the innermost mark around a pipeline, or None."""
     for graph in task_graphs:
         kinds = [mark.kind for mark in graph.marks]
         outer = graph.marks[: kinds.index("pipeline")] if "pipeline" in kinds else ()

@@ -48,7 +48,7 @@ class TableCost:
     Attributes:
         name: Name of the table.
         in_processes: Whether it is in CPU processes.
-        is_fixed: Whether the user fixed that.
+        is_fixed: Whether there is no choice, such as after the user fixed it.
         sparse_seconds: Seconds of lookups and updates in one process.
         wire_seconds: Seconds of ids, vectors and gradients between both sections.
         dense_seconds: Seconds of lookups, exchange and updates on the devices, evenly
@@ -151,7 +151,7 @@ def with_measured(
 
     Args:
         costs: Predicted costs of all tables.
-        times: Times measured with the tables that they name in processes.
+        times: Measured times; they name the tables that were in processes.
     """
     names = {c.name for c in costs} if times.tables is None else set(times.tables)
     then = [dataclasses.replace(c, in_processes=c.name in names) for c in costs]
@@ -181,6 +181,8 @@ def choose_cut(
     device_bytes: float,
 ) -> tuple[TableCost, ...]:
     """Chooses the section of each table for the shortest step.
+
+    Of equally short ones, it takes the one with the fewest processes.
 
     Args:
         costs: Costs of all tables; fixed ones keep their section.

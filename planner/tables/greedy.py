@@ -1,9 +1,9 @@
 """Assigns tables to ranks greedily: the largest shard first, to the emptiest rank.
 
 Each rank takes at most ⌈shards / ranks⌉, since an exchange is padded to the fullest; if
-only rows counted, one rank would get nearly all small tables. The
-largest allowed load of a shard determines how finely tables are divided; several are
-tried. Then shards move or swap while the most loaded rank gains.
+only rows counted, one rank would get nearly all small tables. The largest allowed load
+of a shard determines how finely tables are divided; several are tried. Then shards move
+or swap while the most loaded rank gains.
 """
 
 from __future__ import annotations
@@ -232,7 +232,9 @@ class _Filling:
         self.held: list[list[int]] = [[] for _ in items]
 
     def run(self, by_memory: bool) -> tuple[tuple[int, ...], ...] | None:
-        """Assigns every shard, and returns the ranks of each item's shards."""
+        """Assigns every shard, and returns the ranks of each item's shards; None if
+        they do not fit.
+        """
         room = self.ranks.memory_bytes or 1.0
 
         def rank(number: int) -> tuple[bool, float, int]:

@@ -1,7 +1,7 @@
 """Finds the placement of tables on devices with the smallest maximum load.
 
-A greedy placement comes first. If it reaches the lower bound, it is the answer.
-Otherwise an integer program searches for a better one, for at most 200 shards, and
+A greedy placement comes first. If it is far from the lower bound, or the problem is
+small, an integer program of at most 200 shards searches for a better placement and
 bounds the optimum. ``cpu_or_device`` chooses the tables in CPU processes.
 """
 
@@ -53,8 +53,9 @@ _ENOUGH_GAP: Final = 0.02
 
 _NEAR: Final = 0.02
 _NEARLY_EXACT_VARIABLES: Final = 750
-"""A greedy placement is kept if its gap is at most the first, or if the program has
-more variables than the second: solving that takes seconds, and gains little."""
+"""Above ``_EXACT_VARIABLES``, a greedy placement is kept if its gap is at most the
+first, or if the program has more variables than the second: solving that takes seconds,
+and gains little."""
 
 _LONGEST_SECONDS: Final = 60.0
 """Only a safeguard: programs end by their nodes and gaps, so that a placement does not
@@ -94,18 +95,21 @@ def place_tables(
             ``"columns"``, ``"node_rows"`` (by rows over the ranks of one node),
             ``"replicate"``, ``"host"`` (undivided, in host memory) and ``"cached"``
             (the same with the rows on the device that counts show to be read most, or
-            the first ones). The last two are tried only if the ranks' memory is short.
+            the first ones). The last two are tried only if tables take more than half
+            of the ranks' memory, or if no other is allowed.
         together: Groups of tables that must share one rank, by their names.
         pins: Fixed placements by table: its rank, or the way in which it is divided,
             such as ``"rows"`` or, with the part of its rows on the device,
             ``"cached:0.25"``.
         most_shards: Largest total number of shards; None takes 2.5 per table or four
-            per rank, whichever is more, and twice that if it gains much.
+            per rank, whichever is more, and twice that if the greedy placement fails or
+            is far from the bound.
         seconds: Seconds after which the integer program returns the best placement so
             far.
 
     Raises:
-        PlanError: Nothing fits, pins contradict each other, or an argument is wrong.
+        PlanError: Nothing fits, or no allowed split can store a table.
+        WhaleError: An argument is wrong, or pins contradict each other.
 
     >>> tables = [Table(name="user", rows=1_000_000, width=64),
     ...           Table(name="item", rows=50_000, width=64)]
@@ -254,8 +258,8 @@ def _groups(
     pins: Mapping[str, int | str],
     ranks: Ranks,
 ) -> list[tuple[int, ...]]:
-    """Returns groups of the numbers of tables that share a rank; refuses contradictory
-    pins.
+    """Returns groups of table numbers that share a rank; refuses pins that contradict
+    each other.
     """
     number = {table.name: i for i, table in enumerate(tables)}
     group = list(range(len(tables)))
@@ -420,7 +424,7 @@ def _full(
 def _hottest(
     tables: Sequence[Table], items: Sequence[Item], assignment: Assignment
 ) -> dict[str, np.ndarray]:
-    """Returns the rows of cached tables that are on the device, unless the first."""
+    """Returns the device's rows of cached tables, unless they are the first rows."""
     found: dict[str, np.ndarray] = {}
     for item, way in zip(items, assignment.ways, strict=True):
         for table in (tables[i] for i in item.tables):

@@ -117,9 +117,7 @@ class TablePlacement:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Number of shards that each rank exchanges; replicated tables count
-        as none.
-        """
+        """Number of shards that each rank exchanges, without replicated tables."""
         held = [shard.rank for shard in self.shards if shard.split != "replicate"]
         return tuple(np.bincount(held, minlength=self.ranks.count).tolist())
 

@@ -69,7 +69,8 @@ def dlrm_v2_tables(width: int = 128) -> list[Table]:
 
 
 def dlrm_v4_tables(width: int = 512) -> list[Table]:
-    """Returns the 11 tables of MLPerf's DLRMv4, looked up once per event of a history.
+    """Returns the 11 tables of MLPerf's DLRMv4, looked up once per event of a history;
+    users once per sample.
 
     >>> sum(table.rows for table in dlrm_v4_tables()) // 1_000_000
     297

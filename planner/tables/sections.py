@@ -1,8 +1,8 @@
 """Two parallel sections: tables on CPUs, and the dense part.
 
-A batch takes t_s seconds of lookups and updates in one process, t_w seconds of messages
-and t_d seconds of the dense part. With n processes and lookups that lack at most s
-updates, s + 1 batches overlap, and a step takes
+A batch takes t_s seconds of generation, lookups and updates in one process, t_w seconds
+of messages and t_d seconds of the dense part. With n processes and lookups that lack at
+most s updates, s + 1 batches overlap, and a step takes
 
     max(t_s / n, t_w, t_d, (t_s / n + t_w + t_d) / (s + 1)).
 """
@@ -92,7 +92,7 @@ class Sections:
         staleness: Number of newest updates that a lookup may lack.
         processes: Number of processes of the sparse section.
         most_processes: Number of such processes in the cluster.
-        queue_depth: Largest number of batches processed at once.
+        queue_depth: Largest number of batches under way, with one that waits.
         times: Times of each section.
         is_measured: Whether the times were measured, not predicted.
     """
@@ -146,7 +146,8 @@ def choose_sections(
     is_measured: bool,
     least_processes: int = 1,
 ) -> Sections:
-    """Chooses the fewest processes that are as fast as all, and the depth of the queue.
+    """Chooses the fewest processes that are about as fast as all, and the depth of the
+    queue.
 
     Args:
         times: Times of each section.

@@ -69,8 +69,8 @@ class StorageOption:
 
     Attributes:
         split: Split of the tables.
-        shards: Number of shards; every rank with a shard has the load of one.
-        slots: Shards that the exchange counts on each such rank; 0 if replicated.
+        shards: Number of shards. A rank can store several; a replica is stored on all.
+        slots: Shards that the exchange counts for one of them; 0 if replicated.
         loads: Load of one shard in each measure of the objective.
         exchange_bytes: Bytes that a rank sends in all-to-alls for one shard.
         memory_bytes, host_bytes: Bytes that one shard stores on a rank and on its host.
@@ -144,7 +144,7 @@ def list_ways(
     cached_part: float | None = None,
     asks: bool = True,
 ) -> Iterator[StorageOption]:
-    """Yields the ways of storing one table, those with the cheapest shards last.
+    """Yields the ways of storing one table, by split in the order of ``SPLITS``.
 
     Args:
         table: The table.
@@ -153,7 +153,8 @@ def list_ways(
         objective: Objective to balance; see ``place_tables``.
         splits: Allowed splits.
         cached_part: Part of a cached table's rows on the device; None for any.
-        asks: Whether distinct rows may be requested, if that moves less.
+        asks: Whether distinct rows may be requested, if that moves less; they never
+            are for objectives other than ``"time"``.
     """
     parts = _CACHED_PARTS if cached_part is None else (cached_part,)
     for split in SPLITS:
@@ -308,7 +309,7 @@ def _exchange(
     *,
     asks: bool,
 ) -> _Exchange:
-    """Chooses vectors by sample, or every distinct row once if that moves less.
+    """Chooses vectors by sample, or distinct rows once if that moves a fifth less.
 
     Requested rows have room for a tenth, or four standard deviations, more than
     expected. A shard with fewer rows than that is sent in full, without ids, as soon as

@@ -59,6 +59,9 @@ class SectionsWanted:
             ranks: Processes or devices of the section.
             batch_size: Samples of a global batch.
             here: Whether the ranks are devices, which can store copies of a table.
+
+        Raises:
+            PlanError: The tables do not fit, or the settings contradict each other.
         """
         names = {table.name for table in tables}
         together = [[n for n in group if n in names] for group in self.together]

@@ -1,8 +1,8 @@
 """Adapts NNX modules, Linen variables and plain pytrees to one interface.
 
 All code that uses this module sees a model as two pytrees, trained ``params`` and the
-``rest``, and as a loss that takes both and returns the new rest. It is a separate
-module because only it knows Flax, which it imports only for Flax models.
+``rest``, and as a loss that takes both and returns the new rest. Only the modules of
+this package know Flax, which they import only for Flax models.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Adapter:
             the rest as the call left it, in the structure of ``rest``.
 
         Raises:
-            WhaleError: The return value is no loss, or the rest changed its form.
+            WhaleError: The return value is no loss, holds gradients or collections, or
+                the rest changed its form.
         """
         used = rest
         if self.compute_dtype is not None:

@@ -187,6 +187,9 @@ def refuse_other(differing: Iterable[str]) -> None:
 
     Args:
         differing: Differing leaves, each with its difference.
+
+    Raises:
+        WhaleError: Names the first difference and the number of differing leaves.
     """
     first, *others = (*differing, "")
     if first:

@@ -1,4 +1,4 @@
-"""NNX modules behind the adapter's interface; no other module imports Flax NNX.
+"""NNX modules behind the adapter's interface; imported only for such models.
 
 A module is split into a static graph definition and its variables. The trained ones and
 the rest are nested dictionaries of plain arrays; a variable that the module refers to
@@ -49,7 +49,7 @@ class NnxForm:
         )
 
     def metadata(self, path: str) -> Mapping[str, Any] | None:
-        """Returns Flax's metadata of a variable."""
+        """Returns Flax's metadata of a variable; None for other leaves."""
         variable = self._by_path.get(path)
         if not isinstance(variable, nnx.Variable):
             return None

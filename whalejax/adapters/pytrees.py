@@ -120,9 +120,7 @@ class Selection:
 
 
 def _is_predicate(function: Any) -> bool:
-    """Returns whether it can be called with one argument, as far as its signature is
-    known.
-    """
+    """Whether it can be called with one argument, as far as its signature is known."""
     if not callable(function):
         return False
     try:

@@ -37,8 +37,8 @@ def refuse_training_states(model: Any) -> None:
 
 
 def _suspects(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yields parts that are training states, with their dotted path and a trailing
-    blank.
+    """Yields parts that are training states, after the beginning of a sentence about
+    each, such as ``"a.b: it "``.
     """
     pairs, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=_stops)
     for path, node in pairs:

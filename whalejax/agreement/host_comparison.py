@@ -92,7 +92,8 @@ def meet(
         key: Key of this process; None without one.
 
     Raises:
-        WhaleError: The coordinator cannot be reached, or something else listens there.
+        WhaleError: The coordinator cannot be reached or ends before its answer, its
+            address cannot be listened at, or something else listens there.
     """
     end = time.monotonic() + timeout_seconds
     result = _listener(coordinator)

@@ -188,7 +188,9 @@ class SplitRules:
     def _nearest(
         self, plan: Plan, unit: int, search: Search
     ) -> tuple[Plan, Plan] | None:
-        """Returns the faster of the plans with the next lower and higher counts."""
+        """Returns the faster of the results of ``_first`` for the next lower and higher
+        counts, or None.
+        """
         counts = divisors(self.whole // unit)
         fewer = [n for n in counts if n <= plan.num_micro_batches][::-1]
         more = [n for n in counts if n > plan.num_micro_batches]
@@ -197,7 +199,9 @@ class SplitRules:
         return min(nearest, key=lambda p: p[0].time.step_seconds, default=None)
 
     def _first(self, counts: Sequence[int], search: Search) -> tuple[Plan, Plan] | None:
-        """Returns the plan of the first number of micro-batches with a proven split."""
+        """Returns the plan of the first number of micro-batches with a proven split,
+        with its group size and without; None if there is none.
+        """
         for count in counts:
             try:
                 plan = search(count)

@@ -85,7 +85,8 @@ def decider(
         The search and its request; with stages, it is for one stage's devices.
 
     Raises:
-        PlanError: The requested pipeline is contradictory or cannot run.
+        PlanError: The requested pipeline is contradictory or cannot run, or the marks
+            or the mesh do not suit it or the devices.
     """
     known = programs.known
     if not runnable:
@@ -617,7 +618,7 @@ class _Staging:
     def _each_number(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> tuple[list[Plan], PlanError | None]:
-        """Returns the plans of all numbers of stages, and the first error."""
+        """Returns the plans of all numbers of stages, and the first error, if any."""
         counts = [n for n in divisors(request.num_devices) if n > 1]
         each = [
             functools.partial(self.of(n), graph, cluster, request, **options)
@@ -631,7 +632,7 @@ class _Staging:
 
 
 def _feasible_plans(*each: Callable[[], Plan]) -> tuple[list[Plan], PlanError | None]:
-    """Returns the feasible plans, and the first error of the others."""
+    """Returns the feasible plans, and the first error of the others, if any."""
     feasible_plans: list[Plan] = []
     problem: PlanError | None = None
     for make in each:

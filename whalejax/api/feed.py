@@ -296,7 +296,9 @@ class Feed:
                 return
 
     def _shift_samples(self, found: list[Any]) -> list[Any] | None:
-        """Drops samples already yielded, and appends as many of the next batch."""
+        """Drops samples already yielded, and appends as many of the next batch; returns
+        None if it has too few.
+        """
         assert self._iterator is not None
         shift, self._shift = self._shift, 0
         more = [*itertools.islice(self._iterator, shift)]

@@ -158,7 +158,7 @@ def uneven_shares(
     allow_idle: bool,
     whole: bool,
 ) -> Uneven:
-    """Returns whether replicas have uneven shares, or the requested shares.
+    """Returns whether replicas have uneven shares, ``EVEN``, or the requested shares.
 
     Args:
         shares: Shares from the user; ``plan_settings`` has checked their type.

@@ -45,15 +45,15 @@ layout can be kept: replicas that differ, and stages with programs of their own.
 """
 
 _PARTS: Final = 256
-"""The smallest size that does not fit exceeds the largest that fits by at most this
-part of it, or by a sample of each device.
+"""The smallest size that does not fit exceeds the largest that fits by at most one in
+so many of its samples, or by a sample of each device and part.
 """
 
 _COARSE: Final = 1.25
 """Ratio at which the layout of the size that fits is kept."""
 
 MOST_PLANS: Final = 16
-"""Largest number of plans for one cluster."""
+"""Number of searches over all layouts after which the limit is not narrowed further."""
 
 MOST_SAMPLES: Final = 2**30
 """Largest number of samples that is tried."""

@@ -16,8 +16,8 @@ from whalejax.planner.step_options import remat_words
 
 
 def loss_notes(captured: Captured, found: Plan) -> list[str]:
-    """Returns notes on unread parameters, state that samples change, named axes, and
-    averaged values.
+    """Returns notes on unread parameters, unused collections, state that samples
+    change, named axes, and averaged values.
 
     Args:
         captured: Captured loss.

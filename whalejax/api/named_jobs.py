@@ -61,7 +61,8 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
         options: Options of the model, or arguments of the function.
 
     Raises:
-        WhaleError: No such model, file or function exists, or it returns no job.
+        WhaleError: No such model, file, function or option exists, its code raises, or
+            it returns no job.
 
     >>> find_job("mlp").name
     'mlp'

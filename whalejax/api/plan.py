@@ -183,10 +183,9 @@ def plan(
             ``"f32"`` (also None), ``"f16"`` or ``"int8"``. Only with ``swarm``.
         tables: Update rule of embedding rows, ``wh.sparse_optimizer(...)``. Parameters
             that are only looked up are then placed as tables, and ``optimizer`` updates
-            all others. With ``tables``, only ``optimizer``, ``cluster``, ``mesh``
-            (``data``, ``fsdp`` and ``tensor``), ``remat``, ``precision`` (``"f32"`` or
-            ``"bf16"``), ``trainable`` and the arguments below are allowed; without it,
-            the arguments below are not.
+            all others. With ``tables``, ``runnable``, ``verified``, ``allow_idle``,
+            ``batch_axes``, numbers of ``shares``, and ``swarm`` with its arguments are
+            not allowed; without it, the arguments below are not.
         splits: Ways in which a table may be stored: some of ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the devices of a node) and
             ``"replicate"``; and, if the devices' memory is short, ``"host"`` (in host

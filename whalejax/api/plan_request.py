@@ -144,6 +144,8 @@ class PlanRequest(PlanSettings):
         compiler_options: XLA options of the step.
         margin: Fraction of the predicted memory that plans leave free, below 1.
         verified: Whether the compiler must accept the plan.
+        swarm, bandwidth, wire, sum_wire: Whether to plan a swarm, its links' rate, and
+            its wire formats.
 
     Raises:
         PlanError: Settings are invalid for every model; lists all.
@@ -629,6 +631,9 @@ def question_about(
     Args:
         request: Settings.
         loss_fn, model, batch: Arguments of ``wh.plan``; their arrays are not kept.
+
+    Raises:
+        WhaleError: An argument is invalid, such as a batch in place of the model.
     """
     check_order("(loss_fn, model, batch)", loss_fn, model, batch)
     try:

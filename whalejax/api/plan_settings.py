@@ -144,6 +144,9 @@ def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
 
     Args:
         cluster: Cluster, its text, or None for the devices of this process.
+
+    Raises:
+        WhaleError: It is neither a cluster nor the text of one.
     """
     if cluster is None:
         return Cluster.detect()

@@ -182,8 +182,8 @@ def mesh_of(candidate: Candidate) -> dict[str, int] | None:
         candidate: Candidate with a layout such as ``"data 2 × tensor 4, ZeRO-1"``.
 
     Returns:
-        Sizes of all axes, without ``stage`` if there are no stages; None if stages have
-        meshes of their own.
+        Sizes of the axes, ``stage`` and spatial ones only if the layout names them;
+        None if stages have meshes of their own.
     """
     words = candidate.layout.partition(",")[0]
     if "(" in words:

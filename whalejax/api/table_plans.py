@@ -140,7 +140,8 @@ def count_lookups(
         ``int64[rows]`` by the path of each table, for ``counts=`` of ``plan_tables``.
 
     Raises:
-        WhaleError: No batch or table exists, or an id is out of range.
+        WhaleError: No batch or table exists, an id is out of range or too wide, or an
+            argument is invalid.
 
     >>> import jax.numpy as jnp
     >>> import whalejax as wh

@@ -70,6 +70,9 @@ class TablesQuestion:
         Args:
             changes: Settings of tables, and settings of ``wh.plan`` that plans with
                 tables take.
+
+        Raises:
+            PlanError: A setting cannot be changed.
         """
         own = {f.name for f in dataclasses.fields(self.request)} - _FIXED
         dense = [name for name in changeable() if name not in _SIZES]
@@ -217,7 +220,8 @@ def refuse_table_settings(settings: Mapping[str, Any]) -> None:
 def table_notes(plan: Plan) -> tuple[str, ...]:
     """Returns the note on the savings of placed tables.
 
-    It is empty if tables are less than half of the parameters.
+    It is empty if tables are less than half of the parameters, or the loss cannot be
+    cut at their lookups.
 
     Args:
         plan: Plan without placed tables.

@@ -414,6 +414,7 @@ def _plan_dense(question: PlanQuestion, room: int) -> Plan:
 
     Raises:
         NothingFits: No layout fits in memory; names what a user can change.
+        PlanError: Pipelines run side by side, or stages would scale the loss.
     """
     devices, margin = question.cluster, question.margin
     short = devices.with_memory(max(1, int(room * (1 + margin)) + 1))
@@ -582,6 +583,10 @@ def check_tables(adapter: Adapter, program: TableProgram, counts: Any) -> None:
         adapter: Model.
         program: Loss of the model, divided at the lookups.
         counts: Number of lookups of each row, in the form of ``wh.plan_tables``.
+
+    Raises:
+        PlanError: The loss looks up no table.
+        WhaleError: Tables have several element types, or ``counts`` is invalid.
     """
     if not program.lookups:
         reasons = "; ".join(program.refused.values()) or (

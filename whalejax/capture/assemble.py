@@ -158,7 +158,7 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
 
 
 def _reads_values(op: OpDraft, weight: set[int]) -> bool:
-    """Returns whether an operation uses its operands other than a weight as values.
+    """Returns whether an operation reads the values of operands other than a weight.
 
     Products do, and so do lookups in a table that is a weight.
     """
@@ -285,8 +285,8 @@ def _ops(
 
 
 def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
-    """Returns sixteen hex digits over the leaves, the global batch and the marks, and
-    after a dash eight over the operations of the loss.
+    """Returns sixteen hex digits over the leaves, the global batch, the marks and the
+    counts of products, and after a dash eight over the operations of the loss.
 
     Args:
         graph: Graph of the loss as the user wrote it.

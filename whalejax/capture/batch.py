@@ -214,8 +214,9 @@ def sequence_length(batch: Any, batch_axes: Any, tokens: int) -> int | None:
 def with_length(batch: Any, batch_axes: Any, size: int, tokens: int) -> list[Any]:
     """Returns the shapes of a batch with sequences of another length.
 
-    Numbers of these lengths may be masks, which change with the tokens, or features,
-    which do not: the shapes are those with masks, then those with features.
+    Floating-point leaves of the same length may be masks, which change with the tokens,
+    or features, which do not. If there are any, two batches of shapes are returned: the
+    first for masks, the second for features.
 
     Args:
         batch: Arrays or shapes.

@@ -1,9 +1,9 @@
 """Values that a gradient flows through, and values that the backward pass reads.
 
-It is separate from the walk because it needs the whole program: a loop's carry may
-depend on parameters only through the end of the loop's body. Where a call has its own
+It is separate from ``walk`` because it needs the whole program: a loop's carry may
+depend on parameters only through the end of the loop's body. If a call has its own
 derivative rule, gradients may flow from any of its inputs to any result, whatever the
-call contains, as with a straight-through estimator past a rounding.
+call contains: a straight-through estimator, for instance, contains a rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from whalejax.capture.walk_records import OpDraft
 
 
 def differentiable(walk: FlatProgram, loss: int) -> list[bool]:
-    """Returns whether each tensor depends on a trained parameter, and the loss on it.
+    """Returns whether each tensor is trained, or passes a gradient to a trained one.
+
+    A trained tensor counts even if the loss does not depend on it.
 
     Args:
         walk: The flat program, which records which inputs are trained.

@@ -168,7 +168,7 @@ def _source(atom: Any, made: Any) -> Any:
 def _read_elsewhere(
     jaxpr: Any, scan: Any, weights: set[Any], made: Mapping[Any, Any]
 ) -> bool:
-    """Returns whether other equations read a parameter that the scan slices."""
+    """Whether other equations read a parameter that the scan slices."""
     parts = _compat.scan_parts(scan)
     first = parts.num_consts + parts.num_carries
     sliced = {v for v in scan.invars[first:] if v in weights}

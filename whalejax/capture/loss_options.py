@@ -1,7 +1,7 @@
 """Options of a step for one loss: checked against it, and applied to it.
 
-``fixed_options`` returns what a search must respect, or the reason why the loss cannot
-run so; ``as_planned`` makes the program for a plan's options.
+``fixed_options`` returns what a search must respect, or raises an error that says why
+the loss cannot run so; ``as_planned`` makes the program for a plan's options.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def _offload(
     has_optimizer: bool,
     hosts: Callable[[], OffloadableState],
 ) -> tuple[str, ...] | None:
-    """Returns the state to keep in host memory, in the usual order; raises all problems
-    at once.
+    """Returns the state to keep in host memory, in the usual order; None if the planner
+    chooses. Raises all problems at once.
     """
     if offload is None:
         return None

@@ -126,7 +126,7 @@ def widest_work(graph: Graph) -> str:
 
 
 def bf16_note(plan: Plan, graph: Graph) -> list[str]:
-    """Returns a note on 16-bit products on devices without units for them.
+    """Returns notes on 16-bit products on devices without units for them.
 
     Args:
         plan: Plan for any devices.

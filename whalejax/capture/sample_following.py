@@ -110,7 +110,7 @@ class _Follow:
 def _reaching(graph: Graph, roots: Iterable[int]) -> set[int]:
     """Returns every tensor that one of the roots depends on."""
     wanted = set(roots)
-    for _ in range(2):  # A loop's carry is found needed only after its body.
+    for _ in range(2):  # The need of a loop's carry is found only after its body.
         for op in reversed(graph.ops):
             if any(t in wanted for t in op.results):
                 wanted.update(op.operands)

@@ -81,7 +81,7 @@ def check_split(captured: Captured, plan: Plan, whole: int | None = None) -> Non
 
     Raises:
         DependentSamplesError: An operation combines samples; names it, its line and
-            the remedy.
+            the remedy. Or the parts split groups that the loss takes together.
     """
     split = split_of(plan, whole or samples_of(captured))
     if split.part % plan.group_size:
@@ -256,5 +256,5 @@ def largest_part(whole: int, unit: int = 1) -> int:
 
 
 def unit_of(found: Separability) -> int:
-    """Returns the number of which a micro-batch's samples must be a multiple."""
+    """Returns the number that must divide the number of a micro-batch's samples."""
     return found.group * found.runs

@@ -231,7 +231,7 @@ class Captured:
         Args:
             precisions: Precisions that the user asked for.
             casts: Whether anything is cast.
-            wide: Number of products that stay in float32, by position.
+            wide: Number of products that stay in float32, by the reason.
         """
         words, notes = ", ".join(precision_words(tuple(precisions))), [*self.notes]
         for where, count in (wide or {}).items():

@@ -144,13 +144,13 @@ class KnownRules:
 
 @dataclass(slots=True)
 class FlatProgram:
-    """The state of a walk, and its result.
+    """A flattened program, and the state of the walk that makes it.
 
     Attributes:
         tiled: Whether slices that together cut a value into equal parts are read as a
             split.
-        rings: Returns whether the call at a position counts as one attention operation;
-            others are flattened.
+        rings: Function that returns whether the call at a position counts as one
+            attention operation; others are flattened.
         chunks: Number of chunks of the tokens in calls that make logits; if more than
             one, the backward pass recomputes these calls.
         rows: Positions of the rows in calls that sort them across the batch, by name.

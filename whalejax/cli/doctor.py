@@ -38,6 +38,7 @@ def doctor(command: DoctorCommand) -> int:
 
     Returns:
         Exit status: 1 if something keeps processes from running together, else 0.
+        Under a launcher, always 0 on processes other than process 0.
 
     Raises:
         WhaleError: Options contradict each other, or the coordinator cannot be reached.

@@ -47,8 +47,8 @@ def _run(folder: Path, status: int, seconds: float) -> RunStatus | None:
 
 
 def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
-    """Describes the ends of processes: the values of a launch with a fixed number, and
-    further ones.
+    """Returns the result for ``--json``: the values of a launch with a fixed number of
+    processes, and more.
 
     Args:
         run: Status of the run from its journal; None if there was none.
@@ -118,7 +118,7 @@ def sentence(run: RunStatus, folder: Path, seconds: float) -> str:
 def trained(
     run: RunStatus | None, command: TrainCommand, status: int, seconds: float
 ) -> dict[str, Any]:
-    """Describes the training: the values of a run in one process, and further ones.
+    """Returns the result for ``--json``: the values of a run in one process, and more.
 
     Args:
         run: Status of the run from its journal; None if there was none.

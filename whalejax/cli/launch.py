@@ -74,8 +74,8 @@ def launch(command: LaunchCommand) -> int:
 
 
 def _needs_supervisor(command: LaunchCommand) -> bool:
-    """Returns whether a supervisor holds a fixed number of processes: on agents, or
-    to replace lost ones.
+    """Returns whether a fixed number of processes needs a supervisor: on agents, or to
+    replace lost ones.
     """
     held = command.host is not None or command.ray is not None
     return held or bool(command.spares or command.restarts)

@@ -10,7 +10,7 @@ from tyro import conf
 
 
 def default_words(default: str) -> str:
-    """Returns the help's text for a default; empty for an option that is just left out.
+    """Returns the help's text for a default; empty for an option without one.
 
     >>> default_words("100"), default_words("None")
     ('(default: 100)', '')

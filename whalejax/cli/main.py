@@ -120,7 +120,8 @@ def main(argv: Sequence[str]) -> int:
         0; 1 if a verified plan does not fit, a checked plan differs from one device, or
         a host has a problem; 2 if the user's input cannot be used or standard output
         cannot be written, with the reason on standard error; 130 if the user
-        interrupted. ``estimate`` returns the number of unread rows, at most 100.
+        interrupted. ``estimate`` returns the number of unread rows, at most 100;
+        commands that run processes return the status of their run.
     """
     started = time.monotonic()
     if isinstance(sys.stdout, io.TextIOWrapper):  # Unencodable characters become ?

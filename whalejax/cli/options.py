@@ -572,7 +572,7 @@ def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
 
 
 def share_counts(words: str | None) -> str | tuple[int, ...] | None:
-    """Returns the micro-batches of each replica from ``--shares``.
+    """Returns the micro-batches of each replica from ``--shares``, ``"even"`` or None.
 
     Args:
         words: Value of the option; ``wh.plan`` checks them against the plan.

@@ -68,8 +68,9 @@ def planned_job(
         settings: Options of that model.
 
     Raises:
-        WhaleError: The plan names no model, or names a file of
-            code, which only the user may choose to run.
+        WhaleError: Settings are given without a model; or the plan names no model, one
+            with impossible options, or a file of code, which only the user may choose
+            to run.
     """
     from whalejax.planner.plan.plan import Plan
 

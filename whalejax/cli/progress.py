@@ -41,10 +41,9 @@ class Working:
     """Display of the current activity and its duration on a terminal, while a block
     runs.
 
-    It goes to standard error, and is removed at the end;
-    activities of a second or more leave one line with the time of each part. Nothing is
-    shown if standard error is no terminal, under continuous integration, or if
-    ``quiet``.
+    It goes to standard error, and is removed at the end. Activities of a second or more
+    leave one line with the time of each part. Nothing is shown if standard error is no
+    terminal, under continuous integration, or if ``quiet``.
 
     Args:
         title: Title of the activity, such as ``"planning"``.
@@ -95,7 +94,7 @@ class Working:
             self._console.print(Text(self._words(seconds)))
 
     def _words(self, seconds: float) -> str:
-        """Returns the total time, and the time of each part in order of begin."""
+        """Returns the total time, and the time of each part, in their order."""
         ends = [begun for _, begun in self._parts[1:]] + [self._started + seconds]
         spent: dict[str, float] = {}
         for (what, begun), end in zip(self._parts, ends, strict=True):

@@ -63,7 +63,8 @@ def plan_table(plan: Plan, *, all_rows: bool = False) -> RenderableType:
 
     Args:
         plan: The plan.
-        all_rows: Whether to show all kinds of parameters, not only the largest.
+        all_rows: Whether to show all parameters, traffic and reasons, not only the
+            largest.
 
     Returns:
         An object that ``rich`` prints.

@@ -80,7 +80,8 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         find_job: Returns the job for a model's name.
 
     Raises:
-        WhaleError: The job cannot be cut into stages, or the run cannot continue.
+        WhaleError: An option is out of range, the job cannot be cut into stages, or the
+            run cannot start or continue.
     """
     _check(command)
     if command.processes:
@@ -212,7 +213,8 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         find_job: Returns the job for a model's name.
 
     Raises:
-        WhaleError: The registry cannot be reached, or refuses this peer.
+        WhaleError: An option is out of range, the key file is missing, the registry
+            cannot be reached or refuses this peer, or the peer ended unexpectedly.
     """
     _check(command)
     from whalejax.swarm_runtime.peer import Peer
@@ -250,7 +252,8 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
         find_job: Returns the job for a model's name.
 
     Raises:
-        WhaleError: The registry cannot be reached, or refuses this trainer.
+        WhaleError: An option is out of range, the key file is missing, the registry
+            cannot be reached or refuses this trainer, or it ended unexpectedly.
     """
     _check(command)
     from whalejax.swarm_runtime.trainers.secondary_trainer import SecondaryTrainer
@@ -370,7 +373,7 @@ def show(command: SwarmShowCommand) -> int:
         command: The options.
 
     Raises:
-        WhaleError: The registry cannot be reached.
+        WhaleError: The address or key file is invalid, or no registry answers.
     """
     address, key = parsed_address(command.registry), load_key(command.key)
     result = _query_registry(address, key, ShowSwarm()).fields

@@ -45,7 +45,7 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
         0 if all steps were done; else the registry's status, or 1.
 
     Raises:
-        WhaleError: Options contradict each other.
+        WhaleError: Options contradict each other, or a program is missing.
     """
     count, gpus = command.processes, visible_gpus()
     shell, hosts = _places(command)
@@ -143,7 +143,7 @@ def _places(command: SwarmServeCommand) -> tuple[Sequence[str], list[str]]:
 
 
 def _engine(command: SwarmServeCommand) -> str:
-    """Returns what starts the peers, for messages."""
+    """Returns the name of the hosts or system of the peers, for messages."""
     if command.slurm is not None:
         return "Slurm"
     return f"--hosts {command.hosts}" if command.ray is None else "Ray"

@@ -287,7 +287,7 @@ class _Session:
         return batches_from(self.job, size, step=done, samples=samples)
 
     def train(self) -> tuple[tuple[float, ...], float | None, Path | None]:
-        """Trains; returns the losses, the measured step time and the first checkpoint.
+        """Trains; returns losses, measured step time and the checkpoint of the start.
 
         The final state is released.
         """
@@ -356,7 +356,7 @@ class _Session:
             )
 
     def _restore_or_init(self, step: TrainStep) -> tuple[TrainState, Path | None]:
-        """Returns the first state and its checkpoint, and prints which it is."""
+        """Returns the first state and its checkpoint, if any; prints which it is."""
         options = self.options
         folder = options.save if options.resume else None
         or_init = restore_newest(

@@ -161,7 +161,7 @@ def run_timeline(
         The timeline; its ``save`` writes it to a file.
 
     Raises:
-        WhaleError: The run does not exist.
+        WhaleError: An argument is invalid, or the run does not exist.
     """
     problems = Arguments("wh.run_timeline")
     problems.path("folder", folder, "the folder of a run")

@@ -148,7 +148,7 @@ def _micro_batches(plan: PlanData, asked: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _surely_lacks(plan: PlanData, asked: Mapping[str, Any], parts: int) -> bool:
-    """Returns whether saved values alone would fill the memory of the plan's devices.
+    """Whether state and saved values alone would fill the memory of the plan's devices.
 
     Args:
         plan: The plan.

@@ -351,9 +351,7 @@ def _columns(slices: Sequence[Slice], end_seconds: float) -> Iterator[str]:
 
 
 def _mostly(slices: Sequence[Slice], end_seconds: float) -> list[str]:
-    """Returns the longest activity of each column of a lane; empty for
-    waits.
-    """
+    """Returns the longest activity of each column of a lane; empty for waits."""
     width = end_seconds / _COLUMNS
     parts: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
     for one in slices:

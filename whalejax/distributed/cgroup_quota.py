@@ -24,8 +24,8 @@ PERIOD_MICROSECONDS: Final = 20_000
 class Quota:
     """A control group whose processes together get a fraction of a core.
 
-    Use it in a ``with`` statement: on exit the group is removed, once its processes
-    have ended.
+    Use it in a ``with`` statement: on exit the group is removed, and its running
+    processes return to the parent group.
     """
 
     def __init__(self, percent: float, *, root: Path = ROOT) -> None:
@@ -36,7 +36,8 @@ class Quota:
             root: Mount point of the control groups.
 
         Raises:
-            WhaleError: ``percent`` is not above zero, or no group can be created here.
+            WhaleError: ``percent`` is less than 1 or more than all cores have, or no
+                group can be created here.
         """
         self._path: Path | None = None
         check_quota(percent)
@@ -69,6 +70,9 @@ class Quota:
 
         Args:
             percent: Percentage of one core.
+
+        Raises:
+            WhaleError: It is less than 1, or more than all cores have.
         """
         check_quota(percent)
         assert self._path is not None

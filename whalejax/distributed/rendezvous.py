@@ -138,7 +138,8 @@ def rendezvous(
         Object whose ``mark_joined()`` must be called once JAX has joined them.
 
     Raises:
-        WhaleError: The port is in use, or another process is missing.
+        WhaleError: The port is in use, another process is missing, or process 0 refuses
+            this one.
     """
     made = (
         RendezvousServer(place, end)

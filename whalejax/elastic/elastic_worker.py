@@ -107,7 +107,7 @@ def with_rate(job: Job, factor: float) -> Job:
 
 
 def main(words: Sequence[str]) -> int:
-    """Trains until the run is over.
+    """Trains until the run is over; returns the exit status.
 
     Args:
         words: Single argument: the options of the command as JSON.

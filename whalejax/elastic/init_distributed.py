@@ -83,8 +83,9 @@ def init_distributed(
         The number of processes. A second call does nothing else.
 
     Raises:
-        WhaleError: The arguments are incomplete or contradictory; no cluster is known;
-            the port is in use; or not all processes joined in time.
+        WhaleError: The arguments are incomplete or contradictory, or differ from those
+            of an earlier call; no cluster is known; devices are in use already; the
+            port is in use; or not all processes joined in time.
     """
     if coordinator is None and num_processes is None and process_id is None:
         known = launched()

@@ -83,6 +83,9 @@ def supervise(
 
     Returns:
         Exit status of the supervisor.
+
+    Raises:
+        WhaleError: Signals ended the supervisor too many times.
     """
     places = places or ProcessPlaces()
     run = Supervised(

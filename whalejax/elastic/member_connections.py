@@ -45,7 +45,7 @@ class Peers:
 
     Attributes:
         host, port: Address of this member for others.
-        generation: Number of its generation.
+        generation: Number of its generation; -1 before ``connect``.
     """
 
     def __init__(self, key: Key, host: str = "127.0.0.1") -> None:
@@ -83,7 +83,8 @@ class Peers:
             look: Called during waits for others.
 
         Raises:
-            WireError: A member does not answer in time; ``broken`` names it.
+            WireError: A member cannot be reached, or does not connect in time;
+                ``broken`` names it.
         """
         self._leave(generation)
         self.generation, self._name = generation, name
@@ -139,7 +140,11 @@ class Peers:
             return dict(self._broken)
 
     def send(self, other: str, message: Message, look: Look) -> None:
-        """Sends a message to a member of this generation."""
+        """Sends a message to a member of this generation.
+
+        Raises:
+            WireError: The member is not connected, or accepts nothing.
+        """
 
         def gives_up() -> bool:
             look()
@@ -155,8 +160,9 @@ class Peers:
             raise
 
     def take(self, other: str, kind: type[M], step: int, look: Look) -> M:
-        """Returns the next message of a kind and step from a member of this generation;
-        waits for it.
+        """Returns a member's next message of a kind and step; waits for it.
+
+        If the member becomes unreachable, only ``look`` ends the wait, by raising.
         """
         key = (self.generation, other, kind, step)
         while True:
@@ -195,7 +201,7 @@ class Peers:
             channel.close()
 
     def _take(self, generation: int, other: str, channel: Channel) -> None:
-        """Uses a connection, unless its generation is over."""
+        """Stores a connection; closes it if its generation is over."""
         with self._changed:
             if generation < self._least:
                 channel.close()
@@ -208,7 +214,7 @@ class Peers:
             old.close()
 
     def _notice(self, channel: Channel) -> None:
-        """Wakes the member when data arrives or the connection ends."""
+        """Stores received messages, and handles the end of the connection."""
         try:
             while True:
                 who = self._who.get(channel)

@@ -63,7 +63,8 @@ class PlannedReplica:
     Attributes:
         plan: Plan of this single replica.
         model: Shapes of the model.
-        first: The first global batch, of ``size`` samples, or its shapes.
+        first: The first global batch, or its shapes.
+        size: Samples of a global batch.
         count: Number of micro-batches in a step.
     """
 

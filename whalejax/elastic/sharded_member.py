@@ -127,7 +127,7 @@ class SpreadMember:
         while done < self._training.steps:
             if control is not None:
                 control.step = done
-                self._phase(WAITING)  # The processes watch over their steps.
+                self._phase(WAITING)  # No deadline: the processes watch over steps.
                 self._agree(state, done)
             began = time.monotonic()
             state, metrics = self._programs.step(
@@ -226,8 +226,8 @@ class SpreadMember:
         self._times.append(time.monotonic())
         if len(self._times) > 2:
             # A process that ends must wait for its compilations, or it may crash. So
-            # compile only if the run lasts longer. The first step included a
-            # compilation.
+            # compile only if the rest of the run takes longer than a compilation, which
+            # the first step included.
             began, first, second = self._times
             left = (self._training.steps - done) * (second - first)
             work = functools.partial(self._prepare_ahead, left > 2 * (first - began))
@@ -248,7 +248,9 @@ class SpreadMember:
                 break
 
     def _planned_for(self, count: int) -> Plan | None:
-        """Returns a plan for a number of processes; reports it if there is none."""
+        """Returns a plan for a number of processes; else None, after a
+        report.
+        """
         assert self._control is not None
         if self._over:
             return None
@@ -317,7 +319,7 @@ class SpreadMember:
         due = self._copying is not None and self._copying.is_due(done)
         busy = self._copying is not None and self._copying.busy
         mine = _COPIES if due else _BUSY if busy else ""
-        # Before its first step the supervisor asks no generation to stop.
+        # The supervisor asks no generation to stop before its first step.
         if self._asked >= 0 or (self._leaves and self._has_committed):
             mine = _STOPS
         said = told_by_all(mine, "whether to stop")
@@ -327,7 +329,12 @@ class SpreadMember:
             self._copying.copy(state, done)
 
     def _stop(self, state: TrainState, done: int) -> None:
-        """Saves the state, reports it, and waits for the end of the process."""
+        """Saves the state, reports it, and ends the process when the supervisor asks.
+
+        Raises:
+            SystemExit: The supervisor has asked the process to end.
+            WhaleError: The supervisor is unreachable.
+        """
         assert self._control is not None
         if done and self._training.save is not None:
             self._save(state, done)
@@ -347,7 +354,7 @@ class SpreadMember:
         raise SystemExit(self._status)
 
     def _wait(self) -> None:
-        """Waits for a message of the supervisor, for a while.
+        """Waits for a message of the supervisor, for at most a second.
 
         Raises:
             WhaleError: The supervisor is unreachable.

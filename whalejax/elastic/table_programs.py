@@ -76,7 +76,7 @@ class TableSpreadPrograms:
             precision: Precision of the dense part, as ``wh.plan`` takes it.
             seed: Seed of the run.
             replace_every: Number of steps after which tables are placed again by the
-                counts of their lookups; None counts none.
+                counts of their lookups; None counts no lookups.
 
         Raises:
             PlanError: There is no plan for the devices of these processes.
@@ -155,7 +155,7 @@ class TableSpreadPrograms:
         return state  # type: ignore[no-any-return]
 
     def new_placement(self, done: int) -> TablesPlaced | None:
-        """Returns a report of the placement if it is not the one last reported.
+        """Returns a report of the placement; None if the last report was of the same.
 
         Args:
             done: Number of finished steps.
@@ -189,7 +189,7 @@ class TableSpreadPrograms:
         return batches_by_samples(self._job, self.size)
 
     def copied_states(self) -> CopiedStates:
-        """Returns how states of this step are copied into memory."""
+        """Returns the form in which this step's states are copied into memory."""
         return CopiedTableStates(self.step)
 
     def save(

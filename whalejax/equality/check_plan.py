@@ -34,7 +34,7 @@ SECONDS: Final = 600.0
 """Default time limit of a check."""
 
 MEMORY_PART: Final = 0.5
-"""Default limit of a check's memory, as part of this machine's."""
+"""Default limit of a check's memory, as a fraction of this machine's."""
 
 _MOST_SECONDS: Final = 10**6
 _WORKER: Final = "whalejax.equality.check_worker"
@@ -88,13 +88,14 @@ def check(
         memory_bytes: Memory limit of the process; default: half of this machine's.
 
     Returns:
-        Compared and reduced values; ``print`` shows them, ``is_right`` tells whether
+        Compared and reduced values; ``print`` shows them, and ``is_right`` is True if
         all equal one device.
 
     Raises:
-        PlanError: The plan is an estimate, or for another model or batch.
-        WhaleError: Nothing could be compared (gives the reason of each attempt), or the
-            process died or took too long.
+        PlanError: The plan is an estimate, has tables, or is for a swarm or for another
+            model or batch.
+        WhaleError: Nothing could be compared (gives the reason of each attempt), the
+            process died or took too long, or an argument is invalid.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -187,6 +188,9 @@ def check_adapted(
         optimizer, batch_axes, seed, timeout_seconds, memory_bytes: Arguments of
             ``check``, unchanged.
         multiples: Elements per device along a sharded dimension, one run each.
+
+    Raises:
+        CheckError: No run ended; lists the reasons.
     """
     started = time.monotonic()
     request = check_request(
@@ -295,9 +299,9 @@ def _run_checker(
 def _confirmed(
     request: CheckRequest, runs: list[CheckRun], timeout_seconds: float
 ) -> list[CheckRun]:
-    """Repeats runs beyond their limit in float64, where rounding hides nothing.
+    """Replaces runs beyond their limit by float64 runs, where rounding hides nothing.
 
-    Runs within the limit in float64 had only rounding errors; others stay unchanged.
+    A run that is within the limit in float64 had only rounding errors.
     """
     tell("computing again in float64 what differs")
     wide = dataclasses.replace(request, wide=True)

@@ -1,7 +1,8 @@
 """Computes a loss on one device, one micro-batch at a time.
 
 It is the reference of every check: the user's own loss (or its traced program), without
-any lowering. Micro-batch m of M has the samples m, m + M and so on.
+any lowering. Micro-batch m of M has the samples m, m + M and so on, or the groups of
+samples with these numbers if some samples stay together.
 """
 
 from __future__ import annotations

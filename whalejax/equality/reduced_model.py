@@ -1,8 +1,8 @@
 """A user's model and loss at reduced sizes, or at their own if that is impossible.
 
 First the user's own code is traced with smaller leaves, which suffices if it reads its
-sizes from arrays. Otherwise its traced program runs at the reduced sizes; dimensions
-that an equation needs get their own size back, one at a time.
+sizes from arrays. Otherwise its traced program runs at the reduced sizes. If an
+equation is impossible at these, its dimensions get their own sizes back.
 """
 
 from __future__ import annotations
@@ -139,6 +139,9 @@ def reduced_models(
         sizes: Role to its reduced size.
         num_micro_batches: Reduced number of micro-batches.
         skips: Whether equal layers of a Python loop may be omitted.
+
+    Raises:
+        CheckError: The traced program cannot run at other sizes.
     """
     skipped = skipped_layers(model.captured) if skips else None
     if skipped is not None:

@@ -36,8 +36,8 @@ def reduced_plan(
         mesh: Reduced axes, micro-batches and layers.
 
     Raises:
-        CheckError: A dimension or TaskGraph of the plan is missing, or has a size that
-            its axes do not divide.
+        CheckError: A dimension or TaskGraph of the plan is missing at reduced sizes, or
+            the stages have another number of layers than the model.
     """
     small = reduced.planned
     names = _names(plan, model, small)

@@ -216,7 +216,7 @@ def tied_roles(graph: Graph, dims: Dimensions) -> Iterator[dict[int, int]]:
         graph: Graph of the loss.
         dims: Logical dimensions of the loss.
 
-    Returns:
+    Yields:
         For each role of a group, by how much it is larger than the first.
     """
     larger: dict[int, list[tuple[int, int]]] = defaultdict(list)

@@ -103,8 +103,9 @@ def read_table(path: str | Path, *, strict: bool = True) -> CsvTable:
             has the reason.
 
     Raises:
-        WhaleError: No such file or header; if strict, also rows of another length and
-            cells that are no numbers. Lists all of them, with line and column.
+        WhaleError: The file cannot be read, or its header lacks columns or names one
+            twice; if strict, also rows of another length and wrong cells. Lists all of
+            them, with line and column.
     """
     try:
         text = read_text(path)

@@ -83,7 +83,8 @@ class Prediction:
     Attributes:
         step_seconds: Time of the step.
         peak_bytes: Memory of the fullest device.
-        fits: Whether the memory does not exceed that of the device.
+        fits: Whether the memory does not exceed that of the device, or the row counts
+            as fitting (``RowReading.taken``).
     """
 
     step_seconds: float
@@ -92,8 +93,8 @@ class Prediction:
 
 
 def _with_bounds(read: Sequence[RowReading], known: Constants) -> list[RowReading]:
-    """Replaces the time and memory of rows with unknown policy by bounds over all
-    policies.
+    """Adds a note to rows with unknown policy: time and memory without and with full
+    rematerialization.
     """
     result = list(read)
     bounds: tuple[Remat, Remat] = ("none", "full")

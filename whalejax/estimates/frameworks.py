@@ -353,7 +353,7 @@ def framework(source: str, place: str = "") -> Framework:
 
 
 def _megatron_variant(text: str) -> Framework | None:
-    """Returns the Megatron version whose other words occur in a text."""
+    """Returns the Megatron version whose other words occur in a text, or None."""
     if MEGATRON not in text:
         return None
     for one in FRAMEWORKS:

@@ -20,7 +20,7 @@ from whalejax.meshes.fitted_constants import Constants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeterogeneousEstimate:
-    """Prediction of one run; see ``estimate.Estimate``."""
+    """Prediction of one run; see ``estimate_table.Prediction``."""
 
     step_seconds: float
     peak_bytes: float

@@ -85,7 +85,7 @@ def read_row(row: Mapping[str, str]) -> RowReading:
     """Returns the run of a row, with its inferred values.
 
     Args:
-        row: Column to cell, from ``read_table``.
+        row: Column to cell, from ``csv_table.read_table``.
     """
     cells = Cells(row)
     missing = [name for name in NEEDED if cells.whole(name) is None]
@@ -433,7 +433,7 @@ def _gated(
 
 
 def _sharded_vocabulary(vocab: int, tensor: int, source: Framework) -> int:
-    """Returns the vocabulary as sharded by ranks."""
+    """Returns the vocabulary size over all ranks: padded, or without a remainder."""
     if not source.pads_vocabulary:
         return max(1, vocab // tensor) * tensor
     return math.ceil(vocab / (128 * tensor)) * 128 * tensor
@@ -618,7 +618,7 @@ def _per_node(cells: Cells, device: CatalogueEntry, count: int) -> int:
 
 
 def measured_seconds(row: Mapping[str, str], run: PublishedRun) -> float | None:
-    """Returns a row's step time: stated, from tokens, or from FLOP/s.
+    """Returns a row's step time: stated, from tokens, or from FLOP/s; None without any.
 
     FLOP/s are counted as the framework does.
     """

@@ -54,9 +54,7 @@ ALIGNED = 8
 """Number of 16-bit elements that should divide a product's sizes for full speed."""
 
 STATE_BYTES = 12
-"""Bytes of a parameter in mixed precision: the master copy and Adam's
-moments, float32.
-"""
+"""Bytes of a parameter's master copy and Adam's moments, in float32."""
 
 CAST_AHEAD, CAST_BEHIND = 4, 8
 """Bytes moved when a parameter is cast to 16 bits in every micro-batch, and when its
@@ -501,7 +499,7 @@ class Runs:
             self.stretch[i] = step / (run.num_micro_batches * slowest[i])
 
     def _exposed(self, compute: Array, constants: Constants) -> Array:
-        """Returns the data-parallel collectives that computation does not overlap."""
+        """Returns the seconds of data-parallel collectives that nothing overlaps."""
         node = self._node(constants)
         network = self.network * self.shares(constants, "network")
         hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)

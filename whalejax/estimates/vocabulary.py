@@ -134,7 +134,7 @@ def compiled(text: str) -> bool | None:
 
 
 def precision(text: str) -> str:
-    """Returns the type of products.
+    """Returns the type of products; bf16 for unknown words.
 
     >>> [precision(text) for text in ("amp_bf16", "float16", "fp8 rowwise", "float32")]
     ['bf16', 'f16', 'f8', 'f32']

@@ -307,7 +307,7 @@ def shapes_of(text: str) -> tuple[Shape, ...]:
 
 
 def nbytes_of(shapes: tuple[Shape, ...]) -> int:
-    """Returns the bytes of some arrays, without padding.
+    """Returns the bytes of some arrays, without padding; at least 1 for an element.
 
     Raises:
         HloError: An element type is unknown.

@@ -68,7 +68,7 @@ class Execution:
         caller: Innermost enclosing computation that is no fusion.
         visits: Unique number for each entry of an enclosing computation, outermost
             first.
-        loop: Loop with an unknown trip count, or empty.
+        loop: Outermost loop around it with an unknown trip count, or empty.
         branch: Enclosing branches of conditionals.
     """
 
@@ -96,7 +96,7 @@ def executions(module: Module) -> Iterator[Execution]:
 
 
 def largest_branches(work: Mapping[Branch, float]) -> set[Branch]:
-    """Returns the branch of each conditional with most work: no run does more than
+    """Returns the branch with the most work of each conditional: no run does more than
     these.
 
     Args:
@@ -201,7 +201,7 @@ def _names(text: str) -> list[str]:
 
 
 def trips(module: Module, computation: Computation, loop: Line) -> int | None:
-    """Returns the executions of a loop's body, or None if the number is unknown.
+    """Returns the number of executions of a loop's body, or None if it is unknown.
 
     Args:
         module: The program.

@@ -12,7 +12,7 @@ Position = tuple[int, ...]
 
 
 def program_at(program: Any, position: Position) -> Any:
-    """Returns the open jaxpr of an equation.
+    """Returns the open jaxpr that contains an equation.
 
     Args:
         program: Complete program, closed or open.

@@ -24,7 +24,8 @@ Each = Callable[[Any, Scope], None]
 
 
 Constant = Callable[[Any], Callable[[], Any] | None]
-"""Function that returns how to make a replacement of an array constant, or None."""
+"""Function from an array constant to a function that makes its replacement, or to None
+if the constant stays."""
 
 
 def _itself(value: Any) -> None:
@@ -67,7 +68,7 @@ class Splice:
         """Inserts equations and ``EquationReplacement``s in order.
 
         Args:
-            items: Equations and calls in a possible order of execution.
+            items: Equations and replacements, each after those whose results it reads.
             each: Function that inserts an equation.
             scope: Scopes of the calls around them.
         """
@@ -146,7 +147,7 @@ class Splice:
 
         Args:
             function: Function from values of the inputs to values of the outputs.
-            inputs: Atoms of the inserted programs.
+            inputs: Atoms of the programs that are inserted.
             outputs: Variables that it replaces.
             equation: Equation in whose scopes it runs, or None.
             scope: Scopes of the calls around it.

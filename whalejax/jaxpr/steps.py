@@ -234,7 +234,6 @@ AGAIN = CHEAP | {
 
 
 def _group_by_shared_sources(behind: Mapping[int, frozenset[int]]) -> list[list[int]]:
-    """Groups values that share some of their sources."""
     groups: list[tuple[set[int], list[int]]] = []
     for number, sources in behind.items():
         mine, members = set(sources), [number]

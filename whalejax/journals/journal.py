@@ -82,6 +82,9 @@ class JournalLines:
         Args:
             path: Path of the file.
             durable: Whether each line is on the disk when ``write`` returns.
+
+        Raises:
+            WhaleError: The file cannot be opened.
         """
         self._path, self._durable = path, durable
         self._waiting = bytearray()
@@ -189,7 +192,7 @@ def read_commits(path: Path) -> list[dict[str, Any]]:
 
 
 def is_whole(said: Mapping[str, Any]) -> bool:
-    """Returns whether an event has all fields that its readers need."""
+    """Whether an event has all fields that its readers need."""
     if not _is_text(said.get("event")):
         return False
     fields = {"time": _is_number, **_FIELDS.get(said["event"], {})}
@@ -197,7 +200,7 @@ def is_whole(said: Mapping[str, Any]) -> bool:
 
 
 def is_over(events: Iterable[Mapping[str, Any]]) -> bool:
-    """Returns whether the run of these events has ended."""
+    """Whether the run of these events has ended."""
     over = False
     for said in events:
         over = said["event"] == "ending" or (over and said["event"] != "opened")

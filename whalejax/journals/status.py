@@ -348,6 +348,9 @@ def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
 
     Args:
         commits: Commits of a run, in order.
+
+    Returns:
+        The ratio, at most 1; None if there are too few commits.
     """
     times, took = _times(commits)
     if len(took) < 3:

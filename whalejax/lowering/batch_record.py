@@ -70,7 +70,8 @@ def batch_of(plan: Plan) -> Any:
     """Returns the abstract global batch of a plan, with its containers.
 
     Raises:
-        PlanError: The batch had containers of other types; give it to ``wh.compile``.
+        PlanError: The batch had containers of other types (give it to ``wh.compile``),
+            or random keys of another algorithm than JAX's default here.
     """
     leaves = (jax.ShapeDtypeStruct(x.shape, dtype_of(x.dtype)) for x in plan.batch)
     return _rebuilt(json.loads(plan.batch_tree or "{}"), leaves)

@@ -90,7 +90,7 @@ class StageBroadcast:
 
     Attributes:
         mesh: Mesh of all devices, by stage.
-        whole: Shardings of the results over all devices.
+        whole: Sharding of the results, which replicates over all devices.
     """
 
     def __init__(

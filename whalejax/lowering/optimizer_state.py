@@ -130,7 +130,8 @@ def _operations(
 ) -> float:
     """Returns the slow operations of an update, for each element of a parameter.
 
-    It is 0 if the optimizer itself raises: its next call reports the error.
+    It is 0 if they are not counted, or if the optimizer itself raises: its next call
+    reports the error.
 
     Args:
         params: Abstract parameters.

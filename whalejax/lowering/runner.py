@@ -442,7 +442,11 @@ def evaluation_of(program: Program, sums: Sums) -> Evaluation:
 
 
 def check_compiler_options(options: Any, whole: NamedSharding, platform: str) -> None:
-    """Compiles a trivial program with the options, to report wrong ones clearly."""
+    """Compiles a trivial program with the options, to report wrong ones clearly.
+
+    Raises:
+        PlanError: The compiler does not take an option.
+    """
     if options is None:
         return
     nothing = jax.jit(

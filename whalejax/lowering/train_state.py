@@ -219,6 +219,9 @@ def typed_key(rng: Any, *, for_loss: bool) -> Any:
     Args:
         rng: Random key from the user.
         for_loss: Whether the loss takes it; then its algorithm must be the traced one.
+
+    Raises:
+        WhaleError: It is no random key, or one of another algorithm.
     """
     if not is_array(rng) or isinstance(rng, jax.ShapeDtypeStruct):
         raise WhaleError(

@@ -32,7 +32,7 @@ def halves(node: Node) -> tuple[Node, Node]:
 
 
 def is_node(node: Node, count: int) -> bool:
-    """Returns whether ``node`` is a subtree of the tree over ``count`` micro-batches.
+    """Whether ``node`` is a subtree of the tree over ``count`` micro-batches.
 
     >>> is_node((2, 4), 8), is_node((1, 3), 8)
     (True, False)
@@ -100,6 +100,9 @@ def total(
         count: Micro-batches of a step.
         add: Function that adds two parts; the first has the lower indices.
         node: Root of the sum; default: all micro-batches.
+
+    Raises:
+        WhaleError: No part holds a micro-batch.
 
     >>> total({(0, 1): "a", (1, 2): "b", (2, 4): "c"}, 4, lambda x, y: f"({x}{y})")
     '((ab)c)'

@@ -51,12 +51,12 @@ class CommitTimes:
 
     @property
     def has_committed(self) -> bool:
-        """Returns whether a step was committed in this run."""
+        """Whether a step was committed in this run."""
         return self._first is not None
 
     @property
     def moves(self) -> bool:
-        """Returns whether a step was committed in this generation."""
+        """Whether a step was committed in this generation."""
         return self._counts
 
     @property

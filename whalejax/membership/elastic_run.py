@@ -125,7 +125,8 @@ class MemberRecord:
 
 @dataclass(slots=True, kw_only=True)
 class ElasticRun:
-    """State of a run. The journal restores the fields down to ``over``.
+    """State of a run. The journal restores the fields down to ``over``, and
+    ``assigned``.
 
     Attributes:
         settings: Settings of the supervisor.
@@ -295,7 +296,7 @@ class ElasticRun:
         return (took + ready)[: self.size]
 
     def fitting(self) -> list[str]:
-        """Returns the largest number of candidates for which a plan may exist.
+        """Returns the first candidates, as many as a plan may exist for.
 
         They may be fewer than the least number; then the run waits for others.
         """

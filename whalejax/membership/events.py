@@ -65,7 +65,7 @@ class Started(NamedTuple):
     """A process was started, and waits until its start is in the journal.
 
     A later supervisor identifies it by its start time ``began``; ``agent`` is empty if
-    no agent runs it.
+    no agent runs it. ``machine`` is as ``processes.machine`` names it.
     """
 
     name: str

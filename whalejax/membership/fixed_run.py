@@ -154,7 +154,7 @@ class FixedRun:
 
     @property
     def status(self) -> int:
-        """Returns the shell status of the first rank that failed; 0 if none did."""
+        """Shell status of the first rank that failed; 0 if none did."""
         status = next(iter(self.failed.values()), 0)
         return status if status >= 0 else 128 - status
 

@@ -67,7 +67,7 @@ _REMEDY: Final = (
 
 
 def tells_of_loss(error: BaseException) -> bool:
-    """Returns whether an error of a step says that another process failed.
+    """Whether an error of a step says that another process failed.
 
     Args:
         error: Error raised by issuing a step, or by waiting for its results.

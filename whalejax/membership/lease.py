@@ -1,8 +1,8 @@
 """Leases: the time at which each holder was last seen, and the overdue holders.
 
-All checks for silence use it: for the members and agents of an elastic run, the peers
-and trainers of a swarm, and the processes of a launch. ``dead_members`` gives members
-of an elastic run up by it.
+All checks for silence use it, such as those for the members and agents of an elastic
+run, the peers of a swarm, the processes of a launch and those of tables.
+``dead_members`` gives members of an elastic run up by it.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class SupervisorSettings:
         restarts, window_seconds: More than ``restarts`` failures within
             ``window_seconds`` end the run.
         fruitless: Number of failures without a step between them that ends the run.
-        hold_seconds: Restart delay of a process that fails again; doubles with each
-            failure, up to ``most_hold_seconds``.
+        hold_seconds, most_hold_seconds: First and longest restart delay of a process
+            that fails again; it doubles with each failure.
     """
 
     least: int

@@ -62,8 +62,8 @@ class Launch:
         logs: Folder of one log per rank, on this machine.
         port: Port of process 0; default: a free one if all processes are here.
         remote_shell: Words before a host's name and the command for it.
-        tells: Whether to print the table of ranks, and rank 0's failure, which rank 0
-            has printed itself.
+        tells: Whether to print the table of ranks, and rank 0's failure in addition to
+            its own output.
         stops: Whether the failure of another rank than 0 stops all; else the others
             continue to their end, and the failed rank is named then.
         json: Whether to print only one line of JSON with the end of all ranks.
@@ -137,11 +137,11 @@ class Launch:
     def coordinator(self) -> str:
         """Returns the address of process 0, ``"host:port"``.
 
-        This process holds a local port until ``release_port``: another program could
-        take a port that is merely free before process 0 listens.
+        If all processes are local, this process holds the port until ``release_port``:
+        another program could take a port that is merely free before process 0 listens.
 
         Raises:
-            WhaleError: Process 0 is local, and the port is in use, or none is free.
+            WhaleError: All processes are local, and the port is in use or none is free.
         """
         if not self.is_local():
             return joined_address(self.hosts[0], self.port or PORT)
@@ -221,7 +221,7 @@ class Launch:
 
         Args:
             rank: Number of the rank.
-            environment: Variables in addition to the environment of its host.
+            environment: Variables in addition to the environment of another host.
 
         >>> launch = Launch(command=("python", "a b.py"), processes=1)
         >>> launch.words(0, {"X": "1"})

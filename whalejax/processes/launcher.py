@@ -139,6 +139,9 @@ class _Launched:
         Args:
             coordinator: Address of process 0.
             given: Environment variables of each process, except its identity.
+
+        Raises:
+            WhaleError: A rank cannot be started.
         """
         launch = self._launch
         if launch.tells and not launch.json:

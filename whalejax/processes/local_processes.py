@@ -191,7 +191,7 @@ class Processes:
                 os.killpg(entry.pid, signal.SIGCONT)
 
     def state(self, name: str) -> str:
-        """Returns Linux's letter for a process's state; empty on other systems."""
+        """Returns Linux's letter for a process's state; empty if it is unknown."""
         entry = self._there.get(name)
         with contextlib.suppress(OSError, IndexError):
             if entry is not None:
@@ -254,7 +254,8 @@ def start_child(
         folder: Working directory; None for that of this process.
         given: Descriptor of its input; default: nothing.
         output: Descriptor that it writes to; None for that of this process.
-        errors: Descriptor of its errors; None for that of its output.
+        errors: Descriptor of its errors; None for ``output``, or for that of this
+            process if ``output`` is None too.
         passed: Descriptors that it inherits.
         ends_with_this: Whether it is killed together with the thread that starts it.
 
@@ -299,9 +300,10 @@ def die_with_parent() -> None:
 def handled_signals(
     handler: Callable[[int, object], None], *more: signal.Signals
 ) -> Iterator[None]:
-    """Passes SIGTERM and SIGHUP to a function in the context, unless ignored.
+    """Passes SIGTERM, SIGHUP and ``more`` to a function in the context, unless ignored.
 
-    ``nohup`` ignores SIGHUP for the program that it starts.
+    ``nohup`` ignores SIGHUP for the program that it starts. Only the main thread can
+    handle signals; elsewhere the context does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -319,8 +321,9 @@ def handled_signals(
 
 
 def began_at(pid: int) -> str:
-    """Returns the start time of a process, in ticks since boot; empty if it has
-    ended.
+    """Returns the start time of a process, in ticks since boot.
+
+    The text is empty if the process has ended, and on systems other than Linux.
     """
     try:
         said = Path(f"/proc/{pid}/stat").read_text()

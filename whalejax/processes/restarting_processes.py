@@ -1,9 +1,9 @@
 """A run of a leader process and of servers, started and restarted from here.
 
 It is the policy of ``whalejax swarm serve --processes``. A killed process, or a failed
-server, is restarted, and so is one that stands still after it began its beats; the run
-is over when the leader ends by itself. Repeated failures, or the same error twice, end
-the run, unless other servers serve it.
+server, is restarted, and so is one whose heartbeats stop; the run is over when the
+leader ends by itself. Repeated failures, or the same error twice, end the run, unless
+other servers serve it.
 """
 
 from __future__ import annotations

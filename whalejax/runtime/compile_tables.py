@@ -71,7 +71,9 @@ def compile_tables(
         processes until its ``close``.
 
     Raises:
-        PlanError: The plan is for another model, batch or machine.
+        WhaleError: Arguments are invalid; lists all.
+        PlanError: The plan is for another model, batch or machine, or two sections are
+            to run in several processes.
     """
     problems = Arguments("wh.compile_tables")
     problems.of("plan", plan, TablesPlan, "what wh.plan_tables gave")

@@ -42,6 +42,10 @@ def dense_runner(
         devices: Devices of the plan, in node order.
         trains: Executor that trains, if this one only evaluates; None if this one
             trains.
+
+    Raises:
+        PlanError: The devices lack the plan's host memory, or the optimizer's state
+            differs in size from the plan's.
     """
     own = dense_adapter(adapter, program, program.batch)
     check_host_memory(plan, devices[0])

@@ -38,6 +38,10 @@ class Evaluations:
         patience: Number of evaluations in a row without a better value that end the
             run, or None.
 
+    Raises:
+        WhaleError: The folder keeps the best checkpoint of another run, or by another
+            metric or mode.
+
     Attributes:
         done: (step, metrics by name) of every evaluation, in order.
         best: Checkpoint of the best evaluation, earlier runs included, or None.

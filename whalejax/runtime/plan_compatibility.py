@@ -52,7 +52,7 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
 
     Raises:
         PlanError: The plan has other hardware, another order of kinds, or another
-            number of devices.
+            number of devices; or given devices are none, or repeated.
     """
     if isinstance(devices, Iterator):
         devices = list(devices)
@@ -267,7 +267,11 @@ def check_planned_state(
 
 
 def check_host_memory(plan: Plan, device: Any) -> None:
-    """Refuses a plan with offload if the devices cannot access host memory."""
+    """Refuses a plan with offload if the devices cannot access host memory.
+
+    Raises:
+        PlanError: They have no such memory.
+    """
     kinds = [memory.kind for memory in device.addressable_memories()]
     if plan.offload and HOST_MEMORY not in kinds:
         saved = plan.memory.host_bytes

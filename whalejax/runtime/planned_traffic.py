@@ -45,7 +45,10 @@ class Quantity:
 
     @property
     def difference(self) -> float | None:
-        """Predicted over compiled, minus one; None if one is missing or 0."""
+        """Predicted over compiled, minus one.
+
+        It is 0 if both are 0, and None if only one is, or if one is missing.
+        """
         if not self.predicted or not self.compiled:
             return 0.0 if self.predicted == self.compiled == 0 else None
         return self.predicted / self.compiled - 1
@@ -126,10 +129,10 @@ def unplanned_traffic(
     *,
     least: float = CLOSE,
 ) -> tuple[Finding, ...]:
-    """Returns collectives over axes with more traffic than planned, largest first.
+    """Returns the largest collectives over axes with more traffic than planned.
 
     The collectives are identified by size. As the compiler merges and splits
-    collectives, this is only a hint; the sums are exact.
+    collectives, this is only a hint; the sums are exact. At most five are returned.
 
     Args:
         plan: Plan that was compiled.

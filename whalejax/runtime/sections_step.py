@@ -73,8 +73,8 @@ class PipelineMetrics(Mapping[str, Any]):
 class PipelineState:
     """The state after steps that may be in flight.
 
-    A step donates it and returns the next one. Reading any attribute except ``step``
-    waits until those steps are done and their updates applied.
+    A step donates it and returns the next one. Reading its arrays waits until those
+    steps are done and their updates applied.
 
     Attributes:
         step: Number of steps, including those in flight.
@@ -258,7 +258,7 @@ class SectionsStep(TableStep):
 
     @property
     def _plain_beside(self) -> TablePrograms | None:
-        """Programs for tables on devices, with vectors exchanged by sample."""
+        """Programs for tables on devices, with vectors exchanged by sample, or None."""
         return None if self.beside is None else self.beside.plain
 
     def close(self) -> None:
@@ -375,6 +375,7 @@ class SectionsStep(TableStep):
             The new state, and metrics; reading them waits for the step.
 
         Raises:
+            PlanError: The step was compiled without an optimizer.
             WhaleError: An id is out of range, the batch has another shape than the
                 plan's, or a section failed.
         """
@@ -405,6 +406,7 @@ class SectionsStep(TableStep):
             The state and metrics of each step, as calls return them.
 
         Raises:
+            PlanError: The step was compiled without an optimizer.
             WhaleError: The step was compiled without ``job``, or a section failed.
         """
         self._check_trains()

@@ -70,6 +70,9 @@ class LossesInFlight:
         Args:
             step: Number of the step.
             metrics: Metrics of the step.
+
+        Raises:
+            NotFiniteError: The loss of an earlier step is not finite.
         """
         self._in_flight.append((step, dict(metrics)))
         while len(self._in_flight) > self._most_in_flight:
@@ -137,7 +140,10 @@ class StepTimer:
             self._opened = (done, self._clock())
 
     def close(self, done: int) -> float | None:
-        """Ends the window, starts the next, and returns the latest step seconds."""
+        """Ends the window, starts the next, and returns the latest step seconds.
+
+        They are None if no step was measured yet.
+        """
         if self._opened is not None and done > self._opened[0]:
             count = done - self._opened[0]
             each = (self._clock() - self._opened[1]) / count
@@ -146,5 +152,8 @@ class StepTimer:
         return self._seconds[-1] if self._seconds else None
 
     def median_seconds(self) -> float | None:
-        """Returns the median over measured steps; each has the mean of its window."""
+        """Returns the median over measured steps, or None without any.
+
+        Each step counts with the mean of its window.
+        """
         return statistics.median(self._seconds) if self._seconds else None

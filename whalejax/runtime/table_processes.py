@@ -1,8 +1,8 @@
 """Processes that share a step with tables: agreement, batches, and decisions of one.
 
 Every process has some of the mesh's devices and runs the same programs in the same
-order. A step of a single process uses the same functions, which then do nothing
-beside.
+order. A step of a single process uses the same functions, which then compare and
+exchange nothing.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class TableProcesses:
 
         Raises:
             PlanError: A leaf has another structure, shape or type than planned.
+            WhaleError: An integer does not fit in 32 bits; see ``check_32_bits``.
         """
         check_32_bits(batch)
         leaves = batch_leaves(planned)

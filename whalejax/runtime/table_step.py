@@ -134,6 +134,9 @@ class TableStep:
         Args:
             plan, adapter, optimizer, out_of_range, devices, replace_every: Arguments of
                 ``compile_tables``, unchanged.
+
+        Raises:
+            WhaleError: The plan is of another loss, or does not run on the devices.
         """
         self.plan, self.adapter, self._replace_every = plan, adapter, replace_every
         self._counts, self.crowded_steps = LookupCounts(), 0
@@ -326,6 +329,9 @@ class TableStep:
         Args:
             model: Model with real arrays.
             rng: Random key for losses that take one; None uses key 0.
+
+        Raises:
+            WhaleError: The model is abstract.
         """
         key = jax.random.key(0) if rng is None else rng
         key = typed_key(key, for_loss=self.adapter.takes_rng)
@@ -392,8 +398,9 @@ class TableStep:
             values.
 
         Raises:
-            WhaleError: An id is out of range, the batch has another shape than the
-                plan's, or another process is gone.
+            WhaleError: The step has no optimizer, an id is out of range, the batch has
+                another shape than the plan's, the state was donated before, or another
+                process differs or is gone.
         """
         if not self._trains:
             raise PlanError(
@@ -505,7 +512,8 @@ class TableStep:
                 or processes.
 
         Raises:
-            PlanError: The state is of another model or optimizer.
+            PlanError: ``step`` is not a step with tables, the state is of another model
+                or optimizer, or there are several processes.
         """
         if not isinstance(step, TableStep):
             raise PlanError(
@@ -540,6 +548,10 @@ class TableStep:
         Args:
             state: State to evaluate; it is not donated.
             batch: Global batch, in the same form as for a step.
+
+        Raises:
+            WhaleError: An id is out of range, the batch has another shape than the
+                plan's, or the model in evaluation mode looks up other rows.
         """
         self._evaluator  # noqa: B018  (traced before the program that it is a part of)
         given = self._checked(state), self._place_batch(batch)

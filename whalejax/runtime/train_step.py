@@ -119,7 +119,7 @@ class TrainStep:
 
         Args:
             plan, adapter, captured, optimizer, devices, batch_axes: Plan, model, loss,
-                optimizer, devices and batch of the step.
+                optimizer, devices and batch dimensions of the step.
             batch: Structure of a batch.
             traced: Function that traces the loss for an adapter in another mode.
         """
@@ -201,6 +201,9 @@ class TrainStep:
         Args:
             model: Model with real arrays.
             rng: Random key for losses that take one; None uses key 0.
+
+        Raises:
+            WhaleError: The model is a class, or is abstract.
         """
         if inspect.isclass(model):
             raise WhaleError(
@@ -301,7 +304,8 @@ class TrainStep:
             training: Whether to run the model in training mode.
 
         Raises:
-            PlanError: The batch or the layout of the state differs from the plan's.
+            PlanError: The batch or the layout of the state differs from the plan's, or
+                the model combines samples that the plan splits in training mode.
         """
         problems = Arguments("TrainStep.eval")
         problems.switch("training", training)
@@ -479,7 +483,7 @@ class TrainStep:
 
         Raises:
             PlanError: As for a step.
-            WhaleError: The trace has no step.
+            WhaleError: Another profiler is running, or the trace has no step.
         """
         from whalejax.runtime.profiling.step_profile import profiled
 

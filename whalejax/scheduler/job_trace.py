@@ -106,7 +106,7 @@ def read_job_trace(path: Path) -> list[TracedJob]:
 def _rows(
     reader: csv.DictReader[str], problems: Problems
 ) -> Iterator[dict[str, str | None]]:
-    """Yields the rows up to one that is none."""
+    """Yields the rows up to the first line that is no row of a CSV file."""
     try:
         yield from reader
     except csv.Error as error:  # Such as a text of more than 131,072 characters.

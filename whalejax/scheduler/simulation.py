@@ -51,7 +51,7 @@ class JobRecord:
 
     @property
     def resizes(self) -> int:
-        """Returns the number of changes of its devices after its start."""
+        """Number of changes of its devices after its start."""
         return len(self.intervals) - 1
 
 

@@ -406,7 +406,7 @@ class Pipeline:
 
     @staticmethod
     def _has_log(own: _Rank, limit: int) -> bool:
-        """Returns whether a snapshot would shorten a log by ``limit`` bytes."""
+        """Whether a snapshot would shorten a log by ``limit`` bytes."""
         entries = own.version - own.durable
         return entries > 0 and own.log_bytes * entries > limit * len(own.log)
 

@@ -109,7 +109,9 @@ class ProcessRequests:
 
 
 def _columns_of_slots(each: WidthLayout, rank: int) -> np.ndarray | None:
-    """Returns the column of each slot (-1 for none); None if a slot sums several."""
+    """Returns the column of each slot (-1 for none); None if a slot sums several, or
+    there are none.
+    """
     used = np.flatnonzero(each.low[rank] < each.high[rank])
     slots = each.slot[rank][used]
     if len(np.unique(slots)) < len(slots) or not len(used):

@@ -120,7 +120,7 @@ class RemoteStore:
         return tables
 
     def collect(self, tables: RemoteTables, kind: str | None) -> dict[str, np.ndarray]:
-        """Returns all complete tables, or a state array of each, on the host by path.
+        """Returns all complete tables, or a state array of each, by path, on the host.
 
         Args:
             tables: All tables, after ``Pipeline.flush``.

@@ -66,7 +66,7 @@ class SparseSection:
         count: Number of processes.
         folder: Folder of keys, logs and snapshots; removed at the end if it was created
             here.
-        replaced: Number of processes that were started as replacements.
+        replaced: Number of processes that ended before the section was closed.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class SparseSection:
 
         Args:
             count: Number of processes.
-            notify: Called when a process has registered.
-            fail: Called when the run is given up.
+            notify: Called when a process has registered or ended.
+            fail: Called with the error when the run is given up.
             run: Hosts and folder of the run; None for processes only on this machine.
             answer_seconds: Time without an answer after which a process is replaced.
         """
@@ -136,13 +136,14 @@ class SparseSection:
         return self.folder / f"rows-{rank}"
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Ends all processes and connections."""
         self.close_processes()
         self._caller.close()
         self._service.close()
 
     def at(self, rank: int) -> tuple[int, Address] | None:
-        """Returns the (incarnation, address) of a rank's process once registered.
+        """Returns the (incarnation, address) of a rank's process; None before it has
+        registered.
 
         Args:
             rank: The rank.
@@ -297,7 +298,9 @@ def _name(rank: int) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Returns environment variables of a process that computes on CPUs, as this one."""
+    """Returns environment variables of a process that computes on CPUs, with this
+    process's settings of JAX.
+    """
     config: Any = jax.config
     cache = config.jax_compilation_cache_dir or str(folder / "compiled")
     return {

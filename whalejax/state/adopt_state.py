@@ -62,8 +62,8 @@ class OwnStates:
                 gets only the parts that it needs.
 
         Raises:
-            PlanError: The state was donated or has another layout; the message lists
-                the differences.
+            PlanError: The value is not a state, or the state was donated, has one array
+                twice, or has another layout; lists the differences.
         """
         whole = checked(given)
         state = whole if trains else bare(whole)
@@ -138,10 +138,11 @@ _MOST_LISTED = 5
 
 
 def checked(state: Any) -> TrainState:
-    """Returns the state if all its arrays exist.
+    """Returns the state if all its arrays exist, with ``samples`` as an ``int``.
 
     Raises:
-        PlanError: The value is not a state, or a step has donated it.
+        PlanError: The value is not a state, a step has donated it, or its ``samples``
+            are invalid.
     """
     if not isinstance(state, TrainState):
         raise PlanError(
@@ -279,6 +280,10 @@ def to_save(given: Any, own: TrainState, *, trains: bool) -> TrainState:
         given: State to save.
         own: Abstract state of the step.
         trains: Whether the step trains; otherwise the optimizer state may be another's.
+
+    Raises:
+        PlanError: The value is not a state, or the state was donated, has no values, or
+            is another model's or optimizer's.
     """
     state = checked(given)
     compared = (state, own) if trains else (bare(state), bare(own))
@@ -296,12 +301,12 @@ def adopted(given: Any, abstract: TrainState) -> TrainState:
 
     Args:
         given: State of the same model and optimizer. An optimizer's state and a loss
-            scale are used only if the step has them.
+            scale are used only if the step has them; a missing loss scale starts anew.
         abstract: Abstract state of the step, with layouts.
 
     Raises:
-        PlanError: The state was donated, is another model's, or has parts in other
-            processes.
+        PlanError: The value is not a state, or the state was donated, has no values, is
+            another model's, or would move between devices of several processes.
     """
     state = checked(given)
     if not jax.tree.leaves(abstract.opt_state):

@@ -71,7 +71,7 @@ class Saver:
         self._writes = -1
 
     def is_due(self, step: int, last: int) -> bool:
-        """Returns whether the state after a step is to be saved and is not yet."""
+        """Whether the state after a step is to be saved and is not yet."""
         if self._folder is None or not step:
             return False
         due = step % self._every == 0 or step == last

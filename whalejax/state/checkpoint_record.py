@@ -140,7 +140,7 @@ def write_record(
     samples: int | None,
     batch_size: int | None,
 ) -> None:
-    """Writes the record of a checkpoint when all its files are written.
+    """Writes the record of a checkpoint after all its files.
 
     Args:
         building: Directory of the checkpoint.
@@ -178,12 +178,13 @@ def _hash_of(record: Mapping[str, Any]) -> str:
 
 
 def read_record(target: Path) -> Record:
-    """Reads the description of a checkpoint, without comparing hashes.
+    """Reads the description of a checkpoint, without comparing the hashes of its files.
 
     Raises:
         DamagedCheckpoint: The record cannot be read or was changed, or files are
-            missing or truncated; lists all.
-        WhaleError: No checkpoint exists at that path, or it has a newer format.
+            missing or have another size; lists all.
+        WhaleError: No checkpoint exists at that path, it cannot be accessed, or it has
+            another format.
     """
     try:
         is_there = target.is_dir()

@@ -35,7 +35,7 @@ _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 class FolderLock:
-    """Locks a folder while a block runs; creates its parents.
+    """Locks a folder while a block runs; creates it, with its parents.
 
     Example:
         >>> import tempfile

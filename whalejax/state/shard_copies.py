@@ -40,12 +40,12 @@ _LONGEST_HEADER: Final = 1 << 28
 Box = tuple[tuple[int, int], ...]
 
 Part = tuple[dict[str, Any], np.ndarray]
-"""Values of a part of a leaf, after a description: at least its ``leaf``, the place of
-the leaf in a state. The description is written as JSON."""
+"""Description of a part of a leaf, and the part's values. The description is written as
+JSON; its ``leaf`` identifies the leaf in a state."""
 
 
 class BadCopies(WhaleError):
-    """Copies that cannot be used."""
+    """Copies that cannot be written or used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -121,7 +121,7 @@ class CopiedPart:
         """
         size = int(np.prod(shape)) * dtype.itemsize
         try:
-            # Of a file of this machine it is a view, which takes no memory.
+            # A file of this machine gives a view, which takes no memory.
             raw = np.asarray(self._file[self._place : self._place + size])
         except OSError as error:
             raise BadCopies(f"a copy of {self.name} cannot be read: {error}") from error
@@ -283,8 +283,8 @@ class Copies:
         Args:
             parts: Parts of this process, from ``CopiedStates.parts``; the list is
                 emptied when they are written.
-            samples: Number of samples of the state's steps, or None.
-            copied: Set of the copy.
+            samples: Number of samples of all steps until the state, or None.
+            copied: Set that the copy belongs to.
             rank: Rank of this process.
             send: Function that puts the file on another machine; raises ``OSError`` on
                 failure.
@@ -320,8 +320,8 @@ class Copies:
             self._thread = None
 
     def problem(self) -> str:
-        """Returns the reason why the last set was not written, once; else an empty
-        text.
+        """Returns, once, the reason why the last set was not written or sent; empty
+        without one.
         """
         problem, self._error = self._error, ""
         return problem
@@ -369,6 +369,7 @@ def copy_file(path: Path) -> CopyFile:
 
     Raises:
         OSError: The file cannot be read.
+        ValueError: The file is empty.
     """
     return np.memmap(path, np.uint8, "r")
 

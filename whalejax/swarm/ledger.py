@@ -343,6 +343,9 @@ class Ledger:
 
         Args:
             digests: Digests of each stage's parameters and optimizer state.
+
+        Raises:
+            WhaleError: The assignment is not sealed, or a stage has no digest.
         """
         every = list(range(self.stages))
         stands = self._commit.is_sealed or sorted(self._commit.summed) == every
@@ -503,6 +506,9 @@ def check_partition(
         assignment: Micro-batches of each peer.
         micro_batches: Number of micro-batches of the step.
         where: Name of the assignment, for the error.
+
+    Raises:
+        WhaleError: A micro-batch is missing, occurs twice or is not of the step.
     """
     named: dict[int, list[str]] = {}
     for peer, numbers in assignment.items():

@@ -40,7 +40,7 @@ from whalejax.swarm.simulator import (
 
 
 LATENCY_SECONDS: Final = 0.02  # one-way, between homes on one continent
-BUSY: Final = 0.9  # part of the time below which a link is a bottleneck
+BUSY: Final = 0.9  # computing fraction below which a link is a bottleneck
 _FAST_BYTES_PER_SECOND: Final = 12.5e9  # of a data centre's network
 MOST_CALLS: Final = 20_000  # in a simulated step; larger steps use a closed form
 QUEUE: Final = 2  # micro-batches in flight per peer
@@ -58,7 +58,9 @@ def swarm_plan(
     wire: str | None,
     sum_wire: str = "f32",
 ) -> Plan:
-    """Returns the plan with the fewest stages that fit, in the most exact fast format.
+    """Returns the plan with the fewest stages that fit.
+
+    Its wire format is the most exact one with which links do not limit the peers.
 
     Args:
         again: Function that plans again with other settings, such as ``Plan.what_if``.
@@ -100,7 +102,10 @@ def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
 
     Args:
         plan: Plan for a swarm.
-        changes: Changes of the settings.
+        changes: Fields of ``Setting`` to replace.
+
+    Raises:
+        PlanError: The plan is for no swarm.
     """
     if plan.swarm is None:
         raise PlanError("plan is for no swarm; plan with swarm=True and a bandwidth")
@@ -108,7 +113,7 @@ def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
 
 
 def swarm_note(again: Again, plan: Plan) -> tuple[str, ...]:
-    """Returns a note if a swarm would be faster than the plan on slow links.
+    """Returns a note that compares a swarm with the plan, if links are slow.
 
     Args:
         again: Function that plans again with other settings, such as ``Plan.what_if``.
@@ -268,7 +273,7 @@ def _networks(
     """Yields one peer of each stage on two networks; either may lead to better cuts.
 
     In a pipeline with one device per stage, every transfer is a wait, so a slow network
-    makes stages uneven for a narrow border. A swarm computes other micro-batches
+    makes stages uneven for a narrow cut. A swarm computes other micro-batches
     meanwhile. A fast network gives even stages, whatever the transfers.
     """
     faster = 4 * 256 / wire_bytes(256, wire)

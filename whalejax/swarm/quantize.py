@@ -48,8 +48,9 @@ def quantize(values: Any, block: int = BLOCK) -> Quantized:
         block: Number of values per scale.
 
     Raises:
-        WhaleError: A value of a NumPy array is not finite. A tracer cannot be checked:
-            there, a non-finite value makes its whole block NaN.
+        WhaleError: ``block`` is below 1, or a value of a NumPy array is not finite. A
+            tracer cannot be checked: there, a non-finite value makes its whole block
+            NaN.
 
     Example:
         >>> import numpy as np

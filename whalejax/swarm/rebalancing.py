@@ -41,7 +41,8 @@ class PeerLoad:
     Attributes:
         peer: Name of the peer.
         stage: Number of the stage that it serves.
-        queue_length: Mean number of its waiting calls since the last check.
+        queue_length: Number of its waiting and running calls, as last announced; in
+            simulations, their mean since the last check.
         speeds: Micro-batches per second that it would compute in each stage; forward
             and backward, including its links.
         held: Micro-batches of the current step whose gradients it has; others recompute
@@ -117,9 +118,10 @@ def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
 
 
 def paper_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
-    """Returns the move of the paper's rule, by queues; None if it would empty a stage.
+    """Returns the move of the paper's rule, by queues, or None.
 
     A stage's load is the number of its waiting calls; without peers it is the largest.
+    There is no move if no stage with less load than the fullest has a peer to spare.
 
     Args:
         peers: All peers.
@@ -201,7 +203,7 @@ def best_counts(
         at_least: Peers that each stage must have.
 
     Raises:
-        WhaleError: There are too few peers.
+        WhaleError: There are too few peers, or seconds that are not above 0.
 
     Example:
         >>> best_counts(8, [1.0, 2.0, 1.0])
@@ -316,6 +318,9 @@ class Rebalancer:
             period: Seconds between checks.
             threshold: Gain that a move must bring, as a part of the previous speed.
             horizon: Seconds within which a move must regain its cost.
+
+        Raises:
+            WhaleError: A number is out of its range.
         """
         if stages < 1 or not period > 0 or threshold < 0 or not horizon > 0:
             raise WhaleError(
@@ -347,7 +352,7 @@ class Rebalancer:
         costs: Sequence[MoveCost],
         present: Collection[str] = (),
     ) -> PeerMove | None:
-        """Returns the move to make now, which then counts as under way.
+        """Returns the move to make now, which then counts as under way, or None.
 
         Args:
             peers: Serving peers, without a moving one.
@@ -431,7 +436,9 @@ def _best_step(
     sums: Sequence[float],
     counts: Sequence[int],
 ) -> tuple[PeerLoad, int] | None:
-    """Returns the peer and the stage that improve the speeds of all stages most."""
+    """Returns the peer and the stage that improve the speeds of all stages most; None
+    if no move improves them.
+    """
     best, step = _measure(sums), None
     slowest = min(range(len(sums)), key=lambda s: (sums[s], s))
     for peer in peers:

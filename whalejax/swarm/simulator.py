@@ -378,7 +378,7 @@ class Simulator(SimulatedCalls):
             self._sum_if_complete()
 
     def _has_lost_a_stage(self) -> bool:
-        """Whether the state of some stage is lost."""
+        """Whether the state of some stage is lost; never with an oracle."""
         if self.setting.oracle:
             return False
         for stage in range(self._count):

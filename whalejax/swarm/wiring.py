@@ -19,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 FORWARD_TASK: Final = 1.0
-BACKWARD_TASK: Final = 2.5  # value in the paper's code: one backward, in forwards
+BACKWARD_TASK: Final = 2.5  # forwards per backward, in the paper's code
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class _Peer:
         weighted_seconds: Uncorrected moving average of the seconds per task.
         weight: Share of measurements in the average; 1 after many.
         guessed_tasks: Tasks charged before the first measurement.
-        guessed_seconds: Estimated seconds of its pending calls.
+        guessed_seconds: Seconds charged for ``guessed_tasks``.
         in_flight: Pending calls of this trainer.
-        queued_by_others: Waiting calls of other trainers.
+        queued_by_others: Calls of other trainers that wait or run.
         answered: Time of its last answer.
         is_banned: Whether nothing is sent to it until it announces itself again.
     """
@@ -92,7 +92,7 @@ class StageWiring:
         self._newest_virtual_time = 0.0
 
     def announce(self, peer: str, incarnation: int, now: float, expires: float) -> None:
-        """Records a peer's announcement; ignores a known one.
+        """Records a peer's announcement, unless it is known or has expired.
 
         A new peer gets the smallest virtual time, so it is tried at once and has
         neither debt nor credit. A ban ends with a higher incarnation, or with an
@@ -134,7 +134,7 @@ class StageWiring:
 
         Args:
             peer: Name of the peer.
-            queue_length: Number of waiting calls of all trainers.
+            queue_length: Number of waiting and running calls of all trainers.
         """
         known = self._peers.get(peer)
         if known is None:
@@ -196,9 +196,9 @@ class StageWiring:
         """Records an answered call.
 
         If the call was sent before the peer's last answer, only the time since that
-        answer counts. Waits behind this trainer's own calls show their number, not the
-        peer's speed, and averages of them oscillate when a step begins. Waits behind
-        others' calls count.
+        answer counts. A wait behind this trainer's own calls measures their number, not
+        the peer's speed, and would make averages oscillate when a step begins. A wait
+        behind others' calls counts.
 
         Args:
             peer: Name of the peer.
@@ -299,8 +299,9 @@ class StageWiring:
                 self._push(peer)
 
     def _expected(self, known: _Peer) -> float:
-        """Returns the expected seconds of a task at a peer; if unmeasured, the others'
-        mean.
+        """Returns the expected seconds of a task at a peer.
+
+        An unmeasured peer gets the mean of the measured ones, or ``initial_seconds``.
         """
         if known.weight > 0:
             return known.weighted_seconds / known.weight

@@ -48,7 +48,7 @@ class Checkpoints:
             np.asarray(jax.random.key_data(x) if is_key(x) else x)
             for x in jax.tree.leaves(state)
         ]
-        # With delayed updates, the next step is computed as the first one is.
+        # With delayed updates, previous values equal the current ones, as at the start.
         arrays = {
             stage: [
                 raw[n] for n in (*self._cut.leaf_numbers(stage), *self._cut.late(stage))
@@ -68,7 +68,11 @@ class Checkpoints:
         return state
 
     def newest(self, folder: Path) -> tuple[Snapshot, tuple[str, ...]] | None:
-        """Returns the newest complete checkpoint of a folder with notes, or None."""
+        """Returns the newest complete checkpoint of a folder with notes, or None.
+
+        Raises:
+            WhaleError: A run with another batch size wrote it.
+        """
         newest = restore_newest(self, checkpoints(folder))
         if newest is None:
             return None

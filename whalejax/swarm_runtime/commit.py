@@ -62,6 +62,8 @@ class SwarmStepCommit:
 
         Raises:
             StageLost: A stage has no peer left.
+            StopRequested: The step is to end.
+            WhaleError: The peers of a stage failed in all rounds.
         """
         context = self._context
         stages = range(context.cut.stages)

@@ -156,8 +156,9 @@ class StepContext:
         loses: bool = True,
         late: bool = False,
     ) -> None:
-        """Finds out which of two peers is at fault if one cannot reach the other; drops
-        it.
+        """Finds out which of two peers is at fault if one cannot reach the other.
+
+        That peer is dropped; neither is if this remains unclear.
 
         Args:
             reporter: Peer that reports the fault.
@@ -187,7 +188,10 @@ class StepContext:
             self.lose(culprit, why)
 
     def overflow(self, stage: int, member: PeerRecord, why: str) -> None:
-        """Records a non-finite sum or state; a second such peer ends the run.
+        """Records a non-finite sum or state of finite gradients.
+
+        A second such peer ends the run, and also one that is the only peer with the
+        state of its stage.
 
         Raises:
             WhaleError: The model is at fault, not the peer.
@@ -312,10 +316,13 @@ class MicroBatchRoute:
         """Sends the micro-batch through all stages and back.
 
         Args:
-            first: Smallest attempt number not used by another trainer.
+            first: Largest attempt number that may be another trainer's.
 
         Raises:
             StageLost: A stage has no peer left.
+            StopRequested: The step is to end.
+            WhaleError: The model or the code of the peers is at fault, or one part was
+                tried too often.
         """
         with self._lock:
             self._attempts = max(self._attempts, first)
@@ -501,7 +508,9 @@ class MicroBatchRoute:
         return self._record_answer(stage, phase, made, attempt, answer.arrays)
 
     def _begin(self, stage: int, phase: Phase, member: PeerRecord) -> Attempt | None:
-        """Begins an attempt in the ledger; a forward result may be made twice."""
+        """Begins an attempt in the ledger; returns None for a forward pass, whose
+        result may be made twice.
+        """
         context = self._context
         with context.lock:
             if (str(phase), stage) in self._made:

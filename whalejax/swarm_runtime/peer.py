@@ -96,6 +96,9 @@ class Peer:
             patience_seconds: Longest wait in seconds for a registry that stopped
                 answering.
             hook: Function called at points of the protocol.
+
+        Raises:
+            WhaleError: This machine cannot listen at the address.
         """
         self._cut, self._registry, self._wanted = cut, registry, stage
         self._beat_seconds, self._patience_seconds = beat_seconds, patience_seconds

@@ -153,8 +153,8 @@ class Fleet:
             )
 
     def seconds_per_task(self, member: PeerRecord) -> float | None:
-        """Returns the measured seconds per forward at a peer, including queue
-        and wire.
+        """Returns the measured seconds per forward at a peer, including queue and wire;
+        None without a measurement.
         """
         with self._lock:
             return self._wirings[member.stage].seconds_per_task(member.name)

@@ -40,7 +40,7 @@ class PeerRecord:
         stage: Stage that it serves.
         expires: End of its lease.
         generation, step: Run generation and step of its newest state; -1 without one.
-        queue: Number of waiting calls.
+        queue: Number of waiting and running calls.
         done: Number of micro-batches computed since it joined.
         seconds: Duration of its last call on the device.
         leaving: Whether it wants to leave.
@@ -174,12 +174,13 @@ class Registry:
             raise RefusedRequestError("failed", differs)
 
     def announce(self, name: str, now: float, **told: Any) -> PeerRecord | None:
-        """Renews a lease; returns None if the peer is unknown.
+        """Renews a lease; returns None if the peer is unknown, or has joined anew.
 
         Args:
             name: Name of the peer.
             now: Current time in seconds.
-            told: Other attributes of ``PeerRecord``, with current values.
+            told: Other attributes of ``PeerRecord``, with current values; the
+                incarnation is among them.
         """
         with self._lock:
             known = self._members.get(name)

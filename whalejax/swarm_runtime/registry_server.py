@@ -59,7 +59,7 @@ ERRORS: Final = ("sum_error", "wire_error")
 """Metrics of each step that ``SwarmStatus`` shows: errors of wire formats."""
 
 _MOST_LINKS: Final = 8
-"""Most links between a joining peer and others that are tried."""
+"""Maximum number of links between a joining peer and others that are tried."""
 
 _MOST_THREADS: Final = 64
 _MOST_WORDS: Final = 2000
@@ -70,7 +70,7 @@ class RegistryServer:
 
     Attributes:
         address: Address of both.
-        trainer: Trainer that leads the run.
+        trainer: Primary trainer of the run.
         registry: Registry of its peers.
     """
 
@@ -224,8 +224,8 @@ class RegistryServer:
         return ""
 
     def _neighbours(self, address: Address) -> list[PeerRecord]:
-        """Returns some peers of each stage, with which a joining peer exchanges
-        tensors.
+        """Returns a few peers, of as many stages as possible, to check links with a
+        joining process.
         """
         members = self.registry.members(time.monotonic())
         others = [m for m in members if m.address != address]

@@ -85,7 +85,7 @@ class StageMover:
 
 
 def loads_of(trainer: Trainer, members: Sequence[PeerRecord]) -> list[PeerLoad] | None:
-    """Returns the measured loads of peers; None if one has not been measured yet.
+    """Returns the loads of peers; None if one is unmeasured, or a stage has no peer.
 
     For another stage than a peer's own, times are scaled by the stages' means.
     """

@@ -72,7 +72,7 @@ from whalejax.wire.messages import MOST_ARRAY_BYTES, MOST_ARRAYS
 
 
 EVERY = -1
-"""Stands for all stages as the owner of a leaf."""
+"""Owner of a leaf that all stages have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class StagedJob:
         division: Loss in parts, one for each stage.
         program: Loss, optimizer and plan of the full model.
         abstract: Shapes and dtypes of the full state.
-        ready: Stages with compiled programs, by number.
+        ready: Compiled programs of stages, by number.
     """
 
     def __init__(
@@ -339,12 +339,12 @@ class StagedJob:
         return [n for n in range(self.params) if self.owner(n) == stage]
 
     def state_bytes(self, stage: int) -> int:
-        """Returns the bytes of a stage's parameters and optimizer state."""
+        """Returns the bytes of a stage's arrays, which ``raw_avals`` lists."""
         avals = self.raw_avals(stage)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in avals)
 
     def gradient_bytes(self, stage: int) -> int:
-        """Returns the bytes of a stage's gradients of one micro-batch."""
+        """Returns the bytes of a stage's float32 gradients of one micro-batch."""
         return sum(
             math.prod(leaf.shape) * 4
             for number, leaf in enumerate(jax.tree.leaves(self.abstract.params))
@@ -415,7 +415,7 @@ class StagedJob:
     def _batch(self, step: int) -> list[Any]:
         if step not in self._batches:
             leaves = jax.tree.leaves(self.job.batch_at(step, self.size))
-            # Only of this step and, with delayed updates, of the previous one.
+            # Only of this step and of the previous one, which delayed updates need.
             kept = [n for n in self._batches if n == step - 1]
             self._batches = {**{n: self._batches[n] for n in kept}, step: leaves}
         return self._batches[step]
@@ -603,14 +603,14 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
 
 
 def _untied_borders(units: Units, starts: Sequence[str]) -> Sequence[str]:
-    """Returns cut points near a plan's between which no two parts share a parameter.
+    """Returns cut points near a plan's that separate no two readers of a parameter.
 
-    Layers with shared weights then stay in one stage. The plan's own cut points if
-    there are too few such ones.
+    Layers with shared weights then stay in one stage. If there are too few such cut
+    points, it returns the plan's own.
 
     Args:
         units: The program.
-        starts: First units of every part after the first, as in ``Units.borders``.
+        starts: Names in ``Units.borders`` of the cut points of the plan.
     """
     spans: dict[int, tuple[int, int]] = {}
     for index, unit in enumerate(units.units):

@@ -1,7 +1,8 @@
-"""Leads a run: calls peers for each micro-batch's parts, commits steps, takes
-snapshots.
+"""Runs the steps of a swarm: calls peers for each micro-batch's parts, commits steps,
+takes snapshots.
 
-It computes nothing, and no tensors pass through it except micro-batches and snapshots.
+It only adds up losses and metrics. Of other tensors, only micro-batches and snapshots
+pass through it.
 Joining peers download the state during steps, and snapshots are taken during steps;
 between two steps, leaving peers are let go.
 
@@ -67,7 +68,7 @@ class _ComputedStep:
 
 
 class Trainer(TrainerState):
-    """Leads the steps of one run.
+    """Runs the steps of one run.
 
     Attributes:
         ledger: Ledger of the current step.
@@ -135,7 +136,11 @@ class Trainer(TrainerState):
     # Requests of peers.
 
     def give_batch(self, asked: Batch) -> Tensors:
-        """Returns the leaves of a micro-batch of the current step."""
+        """Returns the leaves of a micro-batch of the current step.
+
+        Raises:
+            RefusedRequestError: The step, the micro-batch or a leaf does not exist now.
+        """
         self._check_now(asked, ahead=int(self.cut.delayed_updates))
         if not 0 <= asked.number < self.cut.count:
             raise RefusedRequestError(
@@ -250,7 +255,7 @@ class Trainer(TrainerState):
     def _is_alone(self) -> bool:
         """Whether a step must be applied before another begins.
 
-        That is true for the last step, and if a leaving peer has gradients of the step.
+        That is true for the last step, and if a peer is leaving.
         """
         is_last = self.step + 1 == self.settings.steps
         return is_last or any(m.leaving for m in self.fleet.members())
@@ -360,7 +365,7 @@ class Trainer(TrainerState):
     ) -> None:
         """Sends all micro-batches through the stages; raises the first error.
 
-        Secondary trainers lead their own micro-batches.
+        Secondary trainers run their own micro-batches.
         """
         peers = len(self.fleet.synced())
         count = max(1, min(self.settings.in_flight or 2 * peers, len(passages)))
@@ -426,7 +431,7 @@ class Trainer(TrainerState):
         return self._computing is not None
 
     def gradients_at(self) -> Counter[str]:
-        """Returns the number of the current step's gradients on each peer."""
+        """Returns the number of a step's gradients on each peer; else nothing."""
         context = self._open_step
         if context is None:
             return Counter()
@@ -435,7 +440,7 @@ class Trainer(TrainerState):
 
     @property
     def _open_step(self) -> StepContext | None:
-        """Step whose gradients are on peers, and which is not yet summed."""
+        """Step whose gradients are on peers, and which is not yet summed; or None."""
         if self._computing is None and self._pending is not None:
             return self._pending.context
         return self._computing
@@ -443,7 +448,11 @@ class Trainer(TrainerState):
     # Between steps.
 
     def _ready(self) -> None:
-        """Brings all peers to the step, and waits for stages without peers."""
+        """Starts state downloads for the step, and waits for stages without peers.
+
+        Raises:
+            WhaleError: A stage has had no peer for ``patience_seconds``.
+        """
         begun = whole = self.fleet.now()
         said: list[int] = []
         while True:
@@ -481,17 +490,15 @@ class Trainer(TrainerState):
     def _waits_at_first(self, since: float) -> bool:
         """Whether a step waits for joining peers before it is computed.
 
-        It does if most peers download the state, such as at the start, and if updates
-        are delayed: its sum then begins with it.
+        It does if most peers download the state, such as at the start. It also does if
+        updates are delayed, because the gradient sum then begins with the step.
         """
         most = len(self._coming_now()) > len(self.fleet.usable())
         waits = most or self.cut.delayed_updates
         return waits and self._waits_for_newcomers(since)
 
     def _let_go(self) -> None:
-        """Lets leaving peers go, since their results are no longer needed
-        after a step.
-        """
+        """Lets leaving peers go, unless a computed step still needs their gradients."""
         if self._pending is not None:
             return
         for member in self.fleet.members():
@@ -603,7 +610,7 @@ def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
 
     Args:
         count: Number of threads.
-        stop: Event that ends them.
+        stop: Event that ends them; set if the body raises.
     """
     pool = ThreadPoolExecutor(count)
     try:

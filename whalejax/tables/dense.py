@@ -36,7 +36,8 @@ OLD_PREFIXES: Final = ("dense.", "rest.")
 def lookup_axes(plan: Plan) -> dict[str, int]:
     """Returns the mesh axes that divide lookups and tables, with their sizes.
 
-    These are all axes; that of pipeline stages comes last.
+    These are all axes of several devices; that of pipeline stages comes last. If each
+    stage has its own axes, or no axis has several devices, it is one ``data`` axis.
 
     Args:
         plan: Plan of the dense part.
@@ -52,7 +53,8 @@ def lookup_axes(plan: Plan) -> dict[str, int]:
 def dense_params(
     adapter: Adapter, program: TableProgram, params: Any
 ) -> dict[str, Any]:
-    """Returns the trained leaves that are not tables, by their paths.
+    """Returns the trained leaves that are not tables, by their paths; without any, the
+    placeholder ``UNUSED``.
 
     Args:
         adapter: The model.
@@ -217,7 +219,7 @@ class DenseLoss:
 
 
 def lookup_forms(program: TableProgram) -> list[tuple[Any, ...]]:
-    """Returns what lookups have in common for any number of samples.
+    """Returns the properties of lookups that do not depend on the number of samples.
 
     Args:
         program: Loss, cut at its lookups.

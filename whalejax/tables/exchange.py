@@ -276,7 +276,7 @@ def update_buffers(
         gradients: Gradients of the vectors that it sent, ``[samples, elements]``.
         step: Number of steps before this one.
         rank: Index of the rank in the layouts.
-        more: Further rows of each buffer and their gradients.
+        more: Additional rows of each buffer, and their gradients.
     """
     new_buffers: dict[Any, Any] = {}
     new_states: dict[Any, RowState] = {}

@@ -60,8 +60,7 @@ def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
 
     Args:
         layout: Buffers and columns.
-        sums: ``[rows, width + 1]`` by name of each such table; the
-            last column counts lookups.
+        sums: ``[rows, width + 1]`` by table name; the last column counts lookups.
         dtype: Element type of the exchange.
     """
     packed = jnp.zeros((layout.ranks, layout.block_elements(1)), dtype)

@@ -162,6 +162,9 @@ def split_loss(
         more: Further arguments, such as a random key.
         paths: Dotted path of each trained leaf.
         batch_paths: Path of each leaf of the batch.
+
+    Raises:
+        WhaleError: The loss looks rows up by ids that are not integers.
     """
     sizes = len(trained), len(rest), len(batch)
 
@@ -407,7 +410,9 @@ class _Finder:
         return (), None
 
     def _mask(self, equation: Any, vectors: Any) -> tuple[Any, bool] | None:
-        """Returns the mask of ``where(mask, vectors, 0)``, and whether True keeps."""
+        """Returns the mask of ``where(mask, vectors, 0)``, and whether True keeps; None
+        for other equations.
+        """
         if equation.primitive.name == "select_n":
             which, *cases = equation.invars
             if len(cases) != 2 or sum(case is vectors for case in cases) != 1:

@@ -137,7 +137,7 @@ def optimizer_named(text: str) -> SparseOptimizer:
     """Returns the optimizer of rows that a text names.
 
     Args:
-        text: Kind and learning rate.
+        text: Kind and learning rate, with a colon between them.
 
     Raises:
         WhaleError: The text names no optimizer.

@@ -85,7 +85,9 @@ def whole_plan(plan: TablesPlan) -> Plan:
 
 
 def _whole_work(plan: TablesPlan) -> ModelWork | None:
-    """Returns the size of the model with tables, and the work of the dense part."""
+    """Returns the size of the model with tables, and the work of the dense part; None
+    if the work is unknown.
+    """
     work = plan.dense.work
     if work is None:
         return None

@@ -50,7 +50,7 @@ def attention(
         Array ``[batch, rows, heads, head_dim]``.
 
     Raises:
-        WhaleError: The shapes are incompatible; lists every problem.
+        WhaleError: An argument has a wrong type, or the shapes are incompatible.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((2, 8, 4, 16))

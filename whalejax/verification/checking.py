@@ -50,8 +50,10 @@ def check(
             if this one does not; None to search for none.
 
     Raises:
-        PlanError: The plan is an estimate, or for another number of devices.
-        WhaleError: The compiler is not available, died or took too long.
+        PlanError: The plan is an estimate, has uneven shares or pipelines, or is for
+            another number of devices.
+        WhaleError: An argument is invalid, or the compiler is not available, died or
+            took too long.
     """
     if not plan.runnable:
         raise PlanError(

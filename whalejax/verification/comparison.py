@@ -220,7 +220,7 @@ _REMATERIALIZED = re.compile(
 def rematerializations(
     words: str, traffic: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Finding, ...]:
-    """Returns values that the compiler warned to gather completely, once a place.
+    """Returns values that the compiler warned to gather, one for each place.
 
     Args:
         words: Output of the compiler.

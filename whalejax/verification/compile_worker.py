@@ -1,8 +1,8 @@
 """The process that compiles: ``python -m whalejax.verification.compile_worker``.
 
 Compilers for absent hardware may abort or hang, so they run outside the user's process.
-The request is a pickle of ``CompileRequest``; the answer is one JSON file, which
-appears complete or not at all.
+The request is a file with JAX's settings and a ``CompileRequest``, both pickled; the
+answer is one JSON file, which appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ _HEAP = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
 
 
 def _dumped(lowered: Any, plan: Plan) -> tuple[Any, int | None]:
-    """Returns a compiled program, and the size of its heap on a device.
+    """Returns a compiled program, and the size of its heap on a device, if reported.
 
     The peak in the compiler's statistics is the larger of the allocations on the device
     and in host memory; the report on the heap has each alone.
@@ -284,7 +284,7 @@ def _dumped(lowered: Any, plan: Plan) -> tuple[Any, int | None]:
 
 
 def _memory(stats: Any, platform: str, heap: int | None = None) -> dict[str, int]:
-    """Returns bytes on one device; aliased ones count as arguments and outputs.
+    """Returns bytes on one device; aliased outputs count as arguments only.
 
     The peak decides whether a program fits. Temporaries are the peak minus the
     arguments; they include outputs that are not aliased to arguments. The compiler's

@@ -41,7 +41,7 @@ def folder() -> Path:
 
 
 def packages() -> Sequence[str]:
-    """Returns the folder of the compiler's packages.
+    """Returns the folders of the compiler's packages.
 
     Raises:
         NoCompiler: The compiler was not set up.

@@ -1,4 +1,4 @@
-"""Runs the compiling process with a deadline, and keeps the end of its output."""
+"""Runs the compiling process, or another, with a deadline, and keeps its output."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def run(
         xla_flags: Further flags of XLA.
 
     Raises:
-        VerifyError: It did not end in time, or died; includes the end of its output.
+        VerifyError: The request cannot be pickled, or the process did not end in time,
+            or died; in these cases the error includes the end of its output.
     """
     compiles = not task
     task = task or f"compiling for {request.target.words}"
@@ -158,7 +159,7 @@ def _by_value(request: Any) -> bytes:
 
 
 def _lives_here_only(module: Any) -> bool:
-    """Returns whether no other process can import a module by its name.
+    """Whether no other process can import a module by its name.
 
     Modules made by hand have no file, and those loaded from a file may be outside the
     import path. Parts of a package count like their package.

@@ -31,7 +31,7 @@ CHIP_CONFIGS: Final = {"v4": "megacore"}
 """Chip configuration by kind, if libtpu's default differs from JAX's."""
 
 GPU_KINDS: Final = ("h100",)
-"""Kinds of the catalogue whose properties ``gpu_targets`` holds."""
+"""Kinds of the catalogue whose properties ``gpus.toml`` holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,9 @@ from whalejax.wire.messages import CONTROL_BYTES
 
 
 MOST_STRANGERS: Final = 256
-"""Maximum number of connections with an unfinished handshake. A silent one is dropped
-first; if all of them speak, others wait to be accepted."""
+"""Maximum number of connections with an unfinished handshake. Beyond it, the oldest one
+that is silent or has had time to speak is dropped; if there is none, others wait to be
+accepted."""
 
 MOST_CHANNELS: Final = 4096
 """Maximum number of other connections."""
@@ -112,7 +113,7 @@ class _Stranger:
         loop().watch(self.link, self, wants)
 
     def _greeted(self) -> bool:
-        """Returns whether a side without a key has sent its complete greeting.
+        """Whether a side without a key has sent its complete greeting.
 
         Raises:
             ValueError: It sends something else.
@@ -178,8 +179,9 @@ class Acceptor:
         loop().call(self._watch)
 
     def take_refused(self, now: float) -> RefusedConnections | None:
-        """Returns the connections that were refused since the last report; at most once
-        a second.
+        """Returns the connections that were refused since the last report.
+
+        It returns None if there are none, or the last report is less than a second old.
         """
         with self._lock:
             if not self._refused or now - self._said_at < _SAY_SECONDS:

@@ -78,7 +78,7 @@ class ConnectionClosedError(WireError):
 
 
 class WireTimeoutError(WireError):
-    """Data did not arrive in time."""
+    """Data did not arrive, or was not accepted, in time."""
 
 
 class WrongKey(WireError):
@@ -90,7 +90,10 @@ class OtherProtocol(WireError):
 
 
 class Admission(Message):
-    """First message of a listener: its protocol, and the reason for a refusal."""
+    """First message of a listener: its protocol, and the reason for a refusal.
+
+    If the refusal is final, to dial again does not help.
+    """
 
     protocol: Text
     refused: Text = ""
@@ -106,7 +109,7 @@ class Channel:
     Attributes:
         peer: Host and port of the other side, for messages to a reader.
         name: Name in the other side's certificate.
-        heard_at: Time of the last received data, by ``time.monotonic``.
+        heard_at: Time of the last complete header or message, by ``time.monotonic``.
     """
 
     def __init__(
@@ -122,8 +125,8 @@ class Channel:
             link: Socket after its handshake; ``close`` closes it.
             name: Name in the certificate of the other side; empty without a key.
             most_bytes: Largest size of a message, in either direction.
-            notify: Function that the loop calls when something can be received; it must
-                not wait.
+            notify: Function that the loop calls when something can be received, and
+                when the connection ends; it must not wait.
         """
         self._link, self._most_bytes, self._notify = link, most_bytes, notify
         self.name = name
@@ -158,13 +161,15 @@ class Channel:
 
         Args:
             message: Message to send.
-            seconds: Deadline of the other side.
-            gives_up: Called now and then while the other side accepts nothing.
+            seconds: Time within which the other side must accept all of it.
+            gives_up: Called now and then while the other side accepts nothing; True
+                ends the wait.
 
         Raises:
             ConnectionClosedError: The other side has ended the connection.
             WireTimeoutError: It did not accept it, or ``gives_up`` returned True; the
                 connection cannot be used any more.
+            WireError: The message is larger than a receiver accepts.
         """
         parts = self._frame(message)
         end = time.monotonic() + seconds
@@ -276,11 +281,11 @@ class Channel:
             until: Deadline of the complete message, on the clock of ``time.monotonic``.
 
         Raises:
-            WireTimeoutError: None began in that time, or it was not complete soon
-                after.
-            ConnectionClosedError: The other side has ended the connection.
+            WireTimeoutError: None began within ``seconds``, or it was not complete by
+                ``until``.
+            ConnectionClosedError: The connection has ended, also because the data was
+                no message or stopped in the middle of one.
             MalformedError: The message is not an expected one.
-            WireError: The data is no message; the connection cannot be used any more.
         """
         end = min(time.monotonic() + seconds, until)
         with self._changed:
@@ -390,7 +395,7 @@ class Channel:
             self._wants.append(memoryview(self._header))
 
     def tick(self, now: float) -> None:
-        """Ends the connection if an incoming or outgoing frame is not completed."""
+        """Ends the connection if a received or posted frame takes too long."""
         if now > self._frame_end:
             self._end(f"{self.peer} sent half a message, and no more in time")
         elif self._posted and now > self._posted_at + FRAME_SECONDS:
@@ -438,7 +443,7 @@ class Channel:
         return bool(self._why)
 
     def shut_down(self) -> None:
-        """Ends sending; received data can still be read.
+        """Ends sending; data that has arrived can still be read.
 
         It is for a sender that failed: the other side's last message, such as that the
         run is over, may have arrived and wait to be received.

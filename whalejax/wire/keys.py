@@ -162,7 +162,8 @@ def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
         days: Number of days for which it is valid, from now on.
 
     Raises:
-        WhaleError: The authority is missing, or the file cannot be written.
+        WhaleError: The name is invalid, the file exists, the authority is missing, or
+            the file cannot be written.
     """
     if not _NAME.fullmatch(name):
         raise WhaleError(

@@ -57,6 +57,7 @@ class RefusedRequestError(WhaleError):
             finite"``, ``"overflow"`` (a sum or a state that is not finite, of numbers
             that are), ``"shape"`` (another peer sent an impossible shape), ``"answer"``
             (the answer was not valid), ``"failed"``.
+        why: Reason in words.
         blame: Name of another peer that is at fault; empty if none.
     """
 
@@ -87,7 +88,7 @@ class Declined(Message, tag="refused"):
 
 
 class Service:
-    """Answers questions, each in its own thread."""
+    """Answers questions; connections with open ones have a thread each."""
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ class AxisMappings:
         compute: Dimensions of activations, the batch among them.
         experts: Dimensions inside the experts of a mixture, if they differ; else empty.
         parameters: Dimensions of stored parameters.
-        exceptions: Paths of parameters that the plan stores otherwise, with layers
-            merged, and the bytes of all of them.
+        exceptions: Bytes of the parameters that the plan stores otherwise, by path with
+            layers merged.
     """
 
     compute: Mapping[str, Axes]
@@ -68,7 +68,8 @@ def axis_mappings(plan: PlanData, form: str) -> AxisMappings:
 
     Raises:
         PlanError: Stages with layouts of their own, unequal shares, embedding tables,
-            or regions that shard one dimension over different axes.
+            regions that shard one dimension over different axes, or layers that are
+            stacked over stages along a dimension without a name.
     """
     check_one_program(plan, form)
     names = logical_names(plan)

@@ -154,7 +154,7 @@ class PlanDiff:
 
         Args:
             width: Columns of a line; None breaks none.
-            all_rows: Show every parameter, not only the largest changes.
+            all_rows: Whether to show every parameter, not only the largest changes.
         """
         check_lines(width, all_rows)
         if not self:
@@ -249,6 +249,9 @@ def diff(before: PlanData, after: PlanData) -> PlanDiff:
 
     Args:
         before, after: Plans of the same model or of two models, on any clusters.
+
+    Raises:
+        PlanError: ``after`` is not a plan.
     """
     if not isinstance(after, PlanData):
         raise PlanError(

@@ -45,9 +45,9 @@ def flax_rules(plan: PlanData) -> Rules:
     that ``fsdp`` shards in storage, and stacked layers, which ``stage`` divides.
 
     Raises:
-        PlanError: Two regions, or computation and storage, need different axes; or some
-            parameter would be stored otherwise than planned; or devices have unequal
-            shares.
+        PlanError: Two regions, or computation and storage, need different axes; some
+            parameter would be stored otherwise than planned; or the plan has stages
+            with their own layouts, unequal shares, or embedding tables.
     """
     check_one_program(plan, "a table of rules")
     wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
@@ -160,7 +160,8 @@ def maxtext_flags(plan: PlanData) -> dict[str, int]:
 
     Raises:
         PlanError: MaxText has no flags for the plan: stages with their own layouts,
-            unequal shares, or ``tensor`` sharding the batch in a part of the model.
+            unequal shares, embedding tables, or ``tensor`` sharding the batch in a part
+            of the model.
     """
     check_one_program(plan, "MaxText's flags")
     if any("tensor" in axes for leaf in plan.batch for axes in leaf.spec[:1]):

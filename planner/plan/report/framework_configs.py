@@ -118,9 +118,7 @@ def haliax_text(plan: PlanData) -> str:
 
 
 def levanter_text(plan: PlanData) -> str:
-    """Returns YAML of Levanter's ``trainer`` section: mesh, mappings, batch,
-    precision.
-    """
+    """Returns YAML of Levanter's ``trainer``: mesh, mappings, batch, precision."""
     found = named_mappings(plan, "Levanter")
     sizes = degrees(plan)
     inside = {axis: size for axis, (size, _) in sizes.items() if size > 1}

@@ -86,6 +86,9 @@ class Throughput:
 
         Args:
             units: Tokens of the run, or samples if a batch has no tokens.
+
+        Raises:
+            PlanError: ``units`` is not a number above 0.
         """
         problems = Arguments("Throughput", PlanError)
         problems.number("units", units, above=0)

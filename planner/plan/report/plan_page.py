@@ -47,7 +47,7 @@ BAR_CELLS = 24
 """Columns of a bar of 100 %."""
 
 SHOWN_ROWS = 12
-"""Number of rows of the parameter table, unless all are requested."""
+"""Number of rows of parameters and of traffic, unless all are requested."""
 
 SHOWN_REASONS = 5
 """Number of reasons why parameters stay unsharded, unless all are requested."""
@@ -79,7 +79,8 @@ def plan_lines(plan: PlanData, width: int | None, *, all_rows: bool) -> list[Lin
     Args:
         plan: The plan.
         width: Columns of a line; None breaks none.
-        all_rows: Show every kind of parameter and every reason, not only the largest.
+        all_rows: Whether to show all parameters, traffic and reasons, not only the
+            largest.
     """
     tables: list[Line] = [((line, ""),) for line in tables_text(plan).splitlines()]
     lines = [

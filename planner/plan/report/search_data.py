@@ -104,6 +104,9 @@ class ClusterCandidate:
 
         Args:
             n: Largest number of terms to return.
+
+        Raises:
+            WhaleError: ``n`` is not a whole number of 0 or more.
         """
         problems = Arguments("costs")
         problems.whole("n", n)

@@ -57,7 +57,7 @@ def named_axes(plan: PlanData) -> dict[str, str]:
 
 
 def only_shards_batch(plan: PlanData, axis: str) -> bool:
-    """Returns whether a mesh axis shards only samples, no weight or other dimension."""
+    """Whether a mesh axis shards only samples, no weight or other dimension."""
     roles = {
         role
         for region in plan.compute

@@ -162,14 +162,14 @@ class _Scope:
         return self.casts[atom, wanted]
 
     def is_narrow(self, atom: Any, dtype: Any) -> bool:
-        """Returns whether a value was float32 when traced, and now has another type."""
+        """Whether a value was float32 when traced, and now has the given type."""
         if _compat.is_literal(atom) or atom.aval.dtype != _WIDE:
             return False
         return bool(self.values[atom].dtype == dtype)
 
     def may_be_narrow(self, atom: Any, dtype: Any) -> bool:
-        """Returns whether a value is narrow or can become so: parameters, and numbers
-        that fit.
+        """Whether a value is narrow or can become so: parameters, and numbers that
+        fit.
         """
         known = not _compat.is_literal(atom) and atom in self.weights
         if known or self.is_narrow(atom, dtype):
@@ -339,27 +339,27 @@ def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
 
 
 def _is_wide(scope: _Scope, atom: Any, dtype: Any) -> bool:
-    """Returns whether a value is a float32 parameter used with 16-bit values."""
+    """Whether a value is a float32 parameter that is not in 16 bits here."""
     known = not _compat.is_literal(atom) and atom in scope.weights
     return known and atom.aval.dtype == _WIDE and not scope.is_narrow(atom, dtype)
 
 
 def _takes_any_type(product: Any) -> bool:
-    """Returns whether no float32 algorithm was requested for a product."""
+    """Whether no algorithm was requested by name for a product."""
     asked = product.params.get("precision")
     several = asked if isinstance(asked, tuple) else (asked,)
     return all(one is None or isinstance(one, jax.lax.Precision) for one in several)
 
 
 def _all_narrow(scope: _Scope, atoms: Sequence[Any], dtype: Any) -> bool:
-    """Returns whether some values are narrow and all others can become so."""
+    """Whether some values are narrow and all others can become so."""
     return any(scope.is_narrow(a, dtype) for a in atoms) and all(
         scope.may_be_narrow(a, dtype) for a in atoms
     )
 
 
 def _stays(equation: Any, dtype: Any) -> bool:
-    """Returns whether an operation may compute in a 16-bit type.
+    """Whether an operation may compute in a 16-bit type.
 
     Squares are excluded, as variances consist of them; float16 overflows at 40 cubed.
     """
@@ -385,7 +385,7 @@ def _opaque(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
 
 
 def _is_tame(jaxpr: Any, dtype: Any) -> bool:
-    """Returns whether all of a function would stay narrow, as ReLU does."""
+    """Whether all of a function would stay narrow, as ReLU does."""
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         if _compat.recursion(equation) == "inline":
             if not _is_tame(_compat.inner_jaxprs(equation)[0], dtype):

@@ -106,7 +106,7 @@ def compute_block(
     values: Sequence[Any],
     offsets: Mapping[int, Any],
 ) -> Any:
-    """Evaluates one equation on a block."""
+    """Evaluates the equation of a node for a block of ``shape`` at some offsets."""
     equation = node.equation
     operands = [
         atom.val if number is None else values[number]
@@ -155,7 +155,9 @@ def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | N
 
 
 def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | None:
-    """Returns operand tags of a lookup of single elements (``take_along_axis``)."""
+    """Returns operand tags of a lookup of single elements (``take_along_axis``); None
+    for other lookups.
+    """
     numbers = equation.params["dimension_numbers"]
     table, indices = (atom.aval.shape for atom in equation.invars)
     batch = tuple(numbers.operand_batching_dims)

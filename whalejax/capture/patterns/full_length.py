@@ -98,7 +98,9 @@ _CUTS = frozenset(("slice", "dynamic_slice"))
 
 
 def _one_cut(equation: Any) -> tuple[int, int, int, int] | None:
-    """Returns the only dimension of a slice, its length before and after, its start."""
+    """Returns the only dimension that a slice cuts, its length before and after, and
+    its start; None if there is not exactly one.
+    """
     if equation.primitive.name not in _CUTS:
         return None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -191,7 +193,7 @@ class _Runner:
     def _postpone_cut(
         self, equation: Any, operands: Sequence[Any], position: Position
     ) -> FullLengthValue | None:
-        """Returns the result of a cut that is postponed."""
+        """Returns the result of a cut that is postponed; None if it cannot be."""
         one = _one_cut(equation)
         if one is None or one[1:3] not in self.lengths:
             return None

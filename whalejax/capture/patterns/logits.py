@@ -357,7 +357,9 @@ def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | 
 def _arrangements(
     equation: Any, known: Tags, shape: tuple[int, ...], vocab: int
 ) -> Tags | None:
-    """Returns the tags of a result whose first operand's tags are known."""
+    """Returns the tags of a result whose first operand's tags are known; None if they
+    cannot be told.
+    """
     name, params = equation.primitive.name, equation.params
     if name == "transpose":
         return tuple(known[dim] for dim in params["permutation"])

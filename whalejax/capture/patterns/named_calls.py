@@ -149,7 +149,7 @@ def _flattened(jaxpr: Any) -> Any:
 
 
 def _instead_of_calls(equation: Any) -> Callable[..., list[Any]] | str | None:
-    """Returns how to replace an equation in a program without calls."""
+    """Returns how to replace an equation in a program without calls, or None."""
     kind = _inner_program_kind(equation)
     if kind is None or kind == "inline":
         return kind

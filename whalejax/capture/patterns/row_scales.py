@@ -66,7 +66,7 @@ def rescaled(body: Any) -> list[rebuild.EquationReplacement]:
 
 
 def holds_rescaled(jaxpr: Any) -> bool:
-    """Returns whether a program has any such product."""
+    """Returns whether a program has any product that reads scaled weights."""
     body = _compat.open_jaxpr(jaxpr)[0]
     return bool(rescaled(body)) or any(
         holds_rescaled(inner) for e in body.eqns for inner in _compat.inner_jaxprs(e)
@@ -194,7 +194,9 @@ class _Chains:
         return next((behind for behind in either if behind is not None), None)
 
     def _scale_through(self, equation: Any, place: int) -> _ScaledWeights | None:
-        """Returns weights and factors of an operand, with the other as a factor."""
+        """Returns weights and factors of an operand, with the other as a factor, or
+        None.
+        """
         lying = _factors(equation, place)
         result = None if lying is None else self.behind(equation.invars[place])
         if lying is None or result is None:

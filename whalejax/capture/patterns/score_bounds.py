@@ -38,7 +38,8 @@ def interval(
             dimensions are uncut.
 
     Returns:
-        The bounds; ``ANY`` itself if no rule exists for such equations.
+        The bounds; without a rule for such equations ``ANY`` itself, or ``BOOL`` itself
+        if the result is logical.
     """
     equation = node.equation
     if equation.primitive.name == "iota":
@@ -63,7 +64,8 @@ def equation_interval(
         extent: First and last position of an ``iota``; None for all.
 
     Returns:
-        The bounds; ``ANY`` itself if no rule exists for such equations.
+        The bounds; without a rule for such equations ``ANY`` itself, or ``BOOL`` itself
+        if the result is logical.
     """
     name = equation.primitive.name
     dtype = np.dtype(equation.outvars[0].aval.dtype)

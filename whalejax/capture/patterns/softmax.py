@@ -60,7 +60,7 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
 
 
 def _changed(equation: Any, maker: Mapping[Any, Any]) -> bool:
-    """Returns whether only factors and selections follow a softmax."""
+    """Whether a softmax is behind factors and selections alone."""
     waiting, met = [equation], set[int]()
     while waiting:
         equation = waiting.pop()
@@ -137,7 +137,7 @@ SPREADS: Final = frozenset("broadcast_in_dim reshape squeeze expand_dims".split(
 
 
 def _is_level(atom: Any, axis: int, maker: Mapping[Any, Any]) -> bool:
-    """Returns whether a value is one number for a whole row, as its maximum is.
+    """Whether a value is one number for a whole row, as its maximum is.
 
     A softmax is the same whatever is subtracted from all scores of a row.
     """

@@ -65,6 +65,7 @@ class ValueForms:
         changing: Inputs that every micro-batch changes, and random keys.
         statistics: Operations that mix samples for the loss itself, as batch
             normalisation does: their verdict applies to all values that depend on them.
+        forms: Form of each value by the id of its tensor, once ``run`` has found it.
     """
 
     pairing: Pairing
@@ -228,7 +229,7 @@ class ValueForms:
         return ValueForm(kind=Kind.PLACE) if own else MIXED
 
     def _cut_off(self, op: Op) -> bool:
-        """Returns whether an integer or boolean type rounds an operation's result."""
+        """Whether an integer or boolean type rounds an operation's result."""
         equation = self.pairing.equation(op)
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         truth = str(after) == "bool" != str(before)
@@ -291,7 +292,7 @@ class ValueForms:
         return SAME if any(values[0]) else ValueForm(power=None)
 
     def _is_batch_independent(self, op: Op) -> bool:
-        """Returns whether a loop's length or chosen branch is batch-independent."""
+        """Whether a loop's length or chosen branch is batch-independent."""
         pairing = self.pairing
         pair = pairing.equation(op), pairing.other_equation(op)
         if None in pair:

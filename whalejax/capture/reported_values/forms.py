@@ -97,7 +97,10 @@ def mixed(forms: Iterable[ValueForm], *sources: int) -> ValueForm:
 
 
 def join_forms(forms: Sequence[ValueForm]) -> ValueForm:
-    """Returns the form of a value that is one of several, such as a loop's carry."""
+    """Returns the form of a value that is linear in several, or one of several.
+
+    The carry of a loop, for example, is one of several values.
+    """
     if not forms:
         return SAME
     powers = {form.power for form in forms} - {None}

@@ -51,7 +51,7 @@ class Pairing:
         lost: Indices of results that are different tensors in the second trace.
         grown: Dimensions that grow with the samples, by tensor of the first trace.
         makers: For each trace, the operations that make each tensor.
-        literals: For each trace, its results that are scalar literals.
+        literals: For each trace, the scalar of each result; None for other results.
     """
 
     small: Trace
@@ -115,12 +115,12 @@ class Pairing:
         return operands
 
     def equation(self, op: Op) -> Any:
-        """Returns the equation of an operation in the smaller program."""
+        """Returns the equation of an operation in the smaller program, or None."""
         here = self._scalars[0].get(op.position)
         return None if here is None else here.equation
 
     def other_equation(self, op: Op) -> Any:
-        """Returns the equation of the same operation in the larger program."""
+        """Returns the equation of the same operation in the larger one, or None."""
         large = self._made_like(op)
         there = None if large is None else self._scalars[1].get(large.position)
         return None if there is None else there.equation
@@ -222,7 +222,8 @@ def decides(trace: Trace, op: Op) -> Value:
     """Returns the tensor that ends a loop or selects a branch.
 
     Returns:
-        The tensor; None if a literal of the program decides; ``UNKNOWN`` if not found.
+        The tensor; None for other operations, or if a literal of the program decides;
+        ``UNKNOWN`` if not found.
     """
     if op.kind not in ("while", "cond"):
         return None

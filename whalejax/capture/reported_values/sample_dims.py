@@ -119,7 +119,9 @@ class _Follow:
         return ranks, len(self.single)
 
     def value_rows(self, value: int) -> SampleRows | UnknownCombination | None:
-        """Returns the position of the samples in a value, or why it is unknown."""
+        """Returns the position of the samples in a value, or why it is unknown; None if
+        it holds none.
+        """
         shape = self.graph.tensors[value].shape
         dims = [self.where.get((value, dim)) for dim in range(len(shape))]
         rows = [

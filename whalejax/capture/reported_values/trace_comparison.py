@@ -32,7 +32,8 @@ from whalejax.capture.walk_records import Value
 
 
 Said = SampleRows | UnknownCombination | str | None
-"""Position of rows, another combination, or the reason why it is unknown."""
+"""Position of rows, the reason why the combination is unknown, or another one by name
+(``HOWS``)."""
 
 
 def judged(

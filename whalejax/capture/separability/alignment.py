@@ -28,7 +28,10 @@ PLACES: Final = "gives each place in the batch a number of its own"
 
 
 def merged_atoms(atoms: Sequence[Atom]) -> Dim:
-    """Merges neighbouring atoms of one kind, and drops atoms of size 1."""
+    """Merges neighbouring atoms of one kind, and drops atoms of size 1.
+
+    Atoms of samples stay as they are.
+    """
     result: list[Atom] = []
     for atom in atoms:
         if atom.part == atom.whole == 1 and atom.along is not Along.SAMPLES:
@@ -48,7 +51,8 @@ def align_dims(dims: Sequence[Dims]) -> Dims:
         dims: Dimensions of each operand, all of equal rank.
 
     Raises:
-        CoupledError: Samples are combined with batch indices, or with other samples.
+        CoupledError: Samples are combined with batch indices or with other samples, or
+            the sizes of a dimension differ.
     """
     result = dims[0]
     for other in dims[1:]:
@@ -73,7 +77,8 @@ def align_dim(a: Dim, b: Dim) -> Dim:
     """Returns the common form of one dimension of two operands.
 
     Raises:
-        CoupledError: Samples are combined with values of other samples.
+        CoupledError: Samples are combined with batch indices or with other samples, or
+            the sizes differ.
     """
     if size_of(a) != size_of(b):  # One side has one element, which is repeated.
         short, full = (a, b) if size_of(a) == (1, 1) else (b, a)

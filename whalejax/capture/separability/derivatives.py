@@ -88,7 +88,7 @@ def check_derivative(
 
 
 def _is_lost(value: Value) -> bool:
-    """Returns whether a value is coupled and not a row of a sort."""
+    """Whether a value is coupled and not a row of a sort."""
     return value.coupled and fact_of(value, Sorted) is None
 
 

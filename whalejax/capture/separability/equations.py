@@ -105,13 +105,13 @@ def combined_kind(values: Sequence[Value]) -> tuple[Dependence, bool]:
 
 
 def number(part: Any, whole: Any) -> Value:
-    """Returns a scalar that is a literal of the program."""
+    """Returns facts about a scalar literal of the program."""
     a, b = np.asarray(part), np.asarray(whole)
     return Value(kind=Dependence.FIXED, ratio=_ratio(a, b), numbers=(a, b))
 
 
 def constant(part: Any, whole: Any) -> Value:
-    """Returns an array that is a constant of the program.
+    """Returns facts about an array that is a constant of the program.
 
     Raises:
         CoupledError: Its elements differ between the traces.
@@ -142,7 +142,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _ratio(part: Any, whole: Any) -> float | None:
-    """Returns the ratio of two numbers; None for zeros."""
+    """Returns the ratio of two numbers; None for two zeros, NaN for no ratio."""
     a, b = np.asarray(part), np.asarray(whole)
     if a == b or (a != a and b != b):
         return None if a == 0 and a.dtype != bool else 1.0

@@ -59,7 +59,7 @@ def _same_place(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _is_wide(dtype: Any) -> bool:
-    """Returns whether an integer dtype can hold any index."""
+    """Whether a dtype is one of integers that can hold any index."""
     return not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize >= 4
 
 

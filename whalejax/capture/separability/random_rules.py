@@ -63,7 +63,7 @@ def _fresh_dims(equation: PairedEquation) -> list[Dim]:
 
 
 def _is_own(key: Value) -> bool:
-    """Returns whether draws from a key belong to each sample alone."""
+    """Whether draws from a key belong to each sample alone."""
     return key.key == "rng" or key.kind is Dependence.SAMPLE
 
 

@@ -46,7 +46,7 @@ def summed(value: Value, axes: Sequence[int], dims: Sequence[Dim]) -> Value:
 
 
 def with_sum(value: Value, gone: Sequence[Dim], dims: Sequence[Dim]) -> Value:
-    """Returns facts about a value after a sum over some dimensions."""
+    """Returns facts about a value after a sum over some dimensions; see ``summed``."""
     kind, ratio = value.kind, value.ratio
     atoms = [a for dim in gone for a in dim]
     over_samples = False
@@ -93,7 +93,7 @@ def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) ->
 
 
 def _reduce_end(equation: PairedEquation) -> list[Value]:
-    """Follows a maximum or a minimum, which a factor passes through."""
+    """Follows a maximum or a minimum, which commute with a positive factor."""
     (axes,) = equation.equal_params("axes")
     value = equation.values[0]
     _check_apart(equation, value, axes)
@@ -293,7 +293,7 @@ def _fft(equation: PairedEquation) -> list[Value]:
 
 
 def _over_places(equation: PairedEquation) -> list[Value]:
-    """Follows collectives over an axis that the loss binds: here a dimension."""
+    """Follows collectives over an axis that ``vmap`` binds, here a dimension."""
     (axes,) = equation.equal_params("axes")
     if not all(isinstance(axis, int) for axis in axes):
         raise CoupledError(f"calls {equation.name} over {axes}")

@@ -166,7 +166,7 @@ OTHER_RATIO: Final = f"adds or compares values one of which {SIZE}"
 
 
 def same_ratio(values: Sequence[Value]) -> float | None:
-    """Returns the common ratio of some values; zeros have any.
+    """Returns the common ratio of some values; None if all are zeros, which have any.
 
     Raises:
         CoupledError: Two values have different ratios.
@@ -185,7 +185,7 @@ def is_one(ratio: float | None) -> bool:
 
 
 def product_ratio(values: Sequence[Value]) -> float | None:
-    """Returns the ratio of a product."""
+    """Returns the ratio of a product; None if a factor is zero."""
     if any(v.ratio is None for v in values):
         return None
     return math.prod(v.ratio for v in values if v.ratio is not None)

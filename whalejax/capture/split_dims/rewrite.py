@@ -5,8 +5,8 @@ of a dimension, and so has every value until the three are separated. If a progr
 reshapes ``[batch, heads, ...]`` into ``[batch · heads, ...]``, or rows of a time-major
 batch into one dimension, the next values have a minor part too. No ``PartitionSpec``
 can name a minor part. So the program is evaluated again with such parameters reshaped
-and such reshapes postponed. Every operation that can carries the parts along as
-separate dimensions; others read the original value. The computation stays the same.
+and such reshapes postponed. Operations keep the parts as separate dimensions if they
+can; others read the original value. The computation stays the same.
 """
 
 from __future__ import annotations

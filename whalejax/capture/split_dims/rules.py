@@ -62,7 +62,7 @@ def _together(operands: Sequence[Any]) -> dict[int, Shape] | None:
 
 
 def spread(equation: Any, operands: list[Any]) -> list[Any] | None:
-    """Evaluates a broadcast, and records its operand."""
+    """Evaluates a broadcast, and records its operand; None for other equations."""
     if equation.primitive.name != "broadcast_in_dim" or len(operands) != 1:
         return None
     operand = flat_of(operands[0])

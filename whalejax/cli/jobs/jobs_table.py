@@ -19,7 +19,7 @@ from whalejax.scheduler.live.requests import JobReport, Jobs
 
 _AGAIN_SECONDS: Final = 1.0
 _ENDED: Final = 5
-"""Number of jobs that have ended in the table."""
+"""Number of ended jobs that the table shows unless all are asked for."""
 
 _NEWLINE: Final = "\n"
 _STYLES: Final = {
@@ -46,7 +46,7 @@ def live_table(find: Callable[[], Jobs], *, every: bool = False) -> None:
     """Shows the table as it changes, until Ctrl-C.
 
     Args:
-        find: Returns the current jobs.
+        find: Function that returns the current jobs.
         every: Whether to show every job that has ended, not only the last ones.
     """
     jobs = find()

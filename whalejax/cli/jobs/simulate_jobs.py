@@ -39,6 +39,9 @@ def simulated(command: JobsSimulateCommand, find_job: Callable[[str], Job]) -> i
 
     Returns:
         The exit status.
+
+    Raises:
+        WhaleError: An option or the trace is invalid, or a job cannot be planned.
     """
     for name in ("every", "resize", "horizon"):
         value = getattr(command, name)

@@ -237,7 +237,7 @@ class AgentFleet(Generic[Link]):
             self._close(link)  # On reconnection it learns which of its processes end.
 
     def _unlink(self, record: AgentRecord[Link]) -> Link | None:
-        """Forgets the connection of an agent, and returns it."""
+        """Forgets the connection of an agent, and returns it, if it has one."""
         link, record.link = record.link, None
         if link is not None:
             self._linked.pop(link, None)

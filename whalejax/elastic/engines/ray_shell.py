@@ -55,7 +55,8 @@ def main(words: Sequence[str]) -> int:
             and the command.
 
     Returns:
-        Exit status of the command.
+        Exit status of the command; 0 after SIGTERM, 1 if its node is lost, and 2 if the
+        cluster cannot be reached.
     """
     address, cpus, gpus, _, command = words
     asked = threading.Event()
@@ -74,7 +75,7 @@ def main(words: Sequence[str]) -> int:
                 status, output = ray.get(running)
                 print(output, end="", flush=True)
                 return int(status)
-        if ray.wait([ready], timeout=0)[0]:  # It still waits for a node.
+        if ray.wait([ready], timeout=0)[0]:  # Otherwise it still waits for a node.
             actor.end.remote()
             ray.wait([running], timeout=_END_SECONDS)
         return 0

@@ -20,8 +20,8 @@ from whalejax.wire.run_messages import GradientPart, Total
 
 
 SMALL_BYTES: Final = 1 << 16
-"""Bytes below which every member sums the full buffers: a second round would
-cost more.
+"""Largest size of buffers that every member sums in full: a second round would cost
+more.
 """
 
 BLOCK_ELEMENTS: Final = 1 << 24
@@ -61,7 +61,8 @@ def exchanged(
         Buffers, and the micro-batches from each member.
 
     Raises:
-        WhaleError: Micro-batches are missing or duplicate.
+        WhaleError: Micro-batches are missing or duplicate, or a member sent arrays of
+            unexpected form.
     """
     small = rounds_of(sum(size * dtype.itemsize for size, dtype in shapes)) == 1
     result = [np.empty(size, dtype) for size, dtype in shapes]

@@ -35,7 +35,7 @@ def memory_folders(key: Path) -> list[Path]:
 
 
 def remove_copies(key: Path, *, but: str | None = None) -> None:
-    """Removes the copies of runs with a key."""
+    """Removes the copies of runs with a key, except those of the run ``but``."""
     for folder in memory_folders(key):
         if but is None or folder != memory_folder(key, but):
             shutil.rmtree(folder, ignore_errors=True)

@@ -107,7 +107,7 @@ _FAREWELL_SECONDS: Final = 5.0
 
 
 class Supervisor:
-    """Runs until all members have finished their steps, or the run cannot go on."""
+    """Starts, watches and replaces the members of a run until its end."""
 
     def __init__(self, run: Supervised) -> None:
         """Prepares the run; starts no process yet."""
@@ -149,7 +149,8 @@ class Supervisor:
             or job are invalid; else 1.
 
         Raises:
-            WhaleError: Another supervisor runs in the folder, or it cannot be written.
+            WhaleError: Another supervisor, or processes of a lost run, use the folder;
+                it cannot be written; or the address cannot be listened on.
         """
         with self._held, handled_signals(self._handle, signal.SIGINT, AT_ONCE):
             try:
@@ -297,8 +298,8 @@ class Supervisor:
                     self._take(now, ev.ProcessExitEvent(name, None, log))
 
     def _handle(self, number: int, _: object) -> None:
-        """Ends the run after a step, with its state saved (SIGTERM, SIGINT and SIGHUP),
-        or without waiting for that (``AT_ONCE``)."""
+        """Asks for the run's end, after a step with its state saved (SIGTERM, SIGINT,
+        SIGHUP) or at once (``AT_ONCE``)."""
         self._terminated = True
         self._at_once = self._at_once or number == AT_ONCE
 
@@ -354,7 +355,7 @@ class Supervisor:
                 os.write(self._run.pulse, b"x")
 
     def _write_kept(self) -> None:
-        """Writes events that a full disk had prevented, and reports it."""
+        """Writes events that a full disk delayed; reports the problem and its end."""
         was_full, self._is_full = self._is_full, not self._is_written()
         problem = self._journal.problem or self._commits.problem
         if self._is_full and not was_full:
@@ -524,7 +525,9 @@ class Supervisor:
         self._send(channel, RunEnded(why="it cannot be run", well=False))
 
     def _starting_member(self, where: str, pid: int) -> MemberRecord | None:
-        """Returns the member of a process that was started and has not joined yet."""
+        """Returns the member of a process that was started and has not joined yet, or
+        None.
+        """
         for member in self._state.members.values():
             is_there = where == (member.machine or machine()) and pid == member.pid
             if member.status == "starting" and is_there:

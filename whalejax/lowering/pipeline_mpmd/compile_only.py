@@ -97,8 +97,7 @@ class CompiledStages:
     """Compiled stage programs, with their memory and transfers.
 
     Attributes:
-        programs: Compiled programs by part, in the order in which a step first runs
-            them.
+        programs: Compiled programs of each part in turn, then those of the update.
         memory: Memory of a device of each stage.
         moved: Transfers between parts.
         once_bytes: Bytes that the devices of each stage receive once in a step: inputs
@@ -348,7 +347,6 @@ class _Rehearsing:
     # Transfers between stages.
 
     def _part_transfers(self) -> Iterator[PartTransferBytes]:
-        """Yields the transfers of each part."""
         apart = self.apart
         sums: dict[tuple[int, Action], int] = {}
         for action, places in apart.moves.targets.items():

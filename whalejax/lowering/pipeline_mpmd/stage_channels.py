@@ -104,7 +104,9 @@ class StageChannel:
     def send(
         self, arrays: Sequence[Any], aside: TransferThread | None = None
     ) -> Coming:
-        """Sends arrays; returns them on the other stage, or None for each.
+        """Sends arrays; returns a function that returns them on the other stage.
+
+        That function returns None for each array if the other stage is not here.
 
         Args:
             arrays: Arrays of this process, or None for each that it does not have.
@@ -179,7 +181,7 @@ class _CrossProcessTransfer:
     def send(
         self, arrays: Sequence[Any], aside: TransferThread | None, *, alone: bool
     ) -> Coming:
-        """Sends arrays; returns them on the other stage, or None if it is not here."""
+        """Sends arrays, like ``StageChannel.send``."""
         if self.sends and not self._as_sent(arrays):
             arrays = self.unwrap(list(arrays))
         if aside is None:

@@ -292,8 +292,8 @@ class StageProgramsExecutor(StepRunner):
             batch: Flat leaves of the global batch, in their planned layout.
 
         Returns:
-            The new state, metrics, and gradients of the mean loss by the adapter's
-            ``batch_gradients``, in one process.
+            The new state, metrics, and gradients of the mean loss for the batch leaves
+            that the adapter's ``batch_gradients`` names, which need one process.
         """
         run = SchedulePass(self, state, batch)
         for event in self.moves.order:

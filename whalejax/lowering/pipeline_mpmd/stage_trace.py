@@ -2,8 +2,7 @@
 
 The part is traced once together with its backward pass. The program is divided into
 two, or three if a schedule splits the backward pass; the first saves residuals for the
-others. Or it saves nothing, and the backward pass starts from the virtual stage's
-inputs.
+others. Another program for evaluation has only the forward pass, and saves nothing.
 """
 
 from __future__ import annotations
@@ -73,15 +72,15 @@ class VirtualStageSignature:
             ``TracedVirtualStage``.
         imports: Numbers of the imported values, in the order of the part's imports.
         rng, step, number, scale: Numbers of the run's key, the step, the micro-batch
-            and the loss scale; None if absent.
+            and the loss scale; ``rng`` and ``scale`` are None if absent.
         counted: Number of the input that counts earlier micro-batches, for counters.
         cotangents: Numbers of the cotangents of differentiable exports; the last
             virtual stage also has that of the loss.
         exports: Numbers of the exported values, in the order of the part's exports.
         fresh: Numbers of the non-trainable state after the micro-batch, in the order of
-            the part's.
+            the part's ``fresh``.
         sums: Total, weight and metrics, flat; only of the last virtual stage.
-        returns: Cotangents of differentiable imports.
+        returns: Numbers of the cotangents of differentiable imports.
         gradients: Numbers of the parameters' gradients.
     """
 
@@ -129,7 +128,7 @@ class TracedVirtualStage:
 
     @functools.cached_property
     def late(self) -> frozenset[int]:
-        """The values that only the backward pass computes or receives."""
+        """Numbers of the values that only the backward pass computes or receives."""
         return frozenset(self.steps.depending(self.names.cotangents))
 
     @functools.cached_property
@@ -147,7 +146,7 @@ class TracedVirtualStage:
 
     @functools.cached_property
     def residuals(self) -> list[int]:
-        """The residuals of the forward pass that are not inputs of the stage."""
+        """Numbers of the forward pass's residuals that are not inputs of the stage."""
         return self.steps.residual_numbers(self.behind, self.late)
 
 
@@ -159,7 +158,7 @@ class PipelineFacts:
         units: Units of the loss.
         avals: Abstract values of the loss.
         flows: Differentiable values.
-        scales: Whether the loss is scaled before differentiation.
+        scales: Whether a loss scale multiplies the cotangent of the loss.
         batch_paths: Paths of the batch's leaves.
     """
 
@@ -267,7 +266,9 @@ class _Tracer:
         )
 
     def _aval(self, number: int) -> Any:
-        """Returns the abstract input of the loss; batch leaves have their full size."""
+        """Returns an abstract input of the loss; if the stage slices its micro-batch, a
+        batch leaf has its full size.
+        """
         aval, place = self.facts.avals[(), number], number - self.first_batch
         shape = list(aval.shape)
         if self.cuts_batch and 0 <= place < len(self.program.batch_axes):

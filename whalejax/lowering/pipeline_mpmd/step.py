@@ -38,8 +38,8 @@ class SchedulePass:
         coming: Transferred arrays, by action, virtual stage and micro-batch.
         leaving: Computed values that are not transferred yet.
         sums, gradients: Accumulated sums and gradients of each virtual stage.
-        batch_gradients: Gradients of the totals by the adapter's ``batch_gradients``,
-            after ``summed``.
+        batch_gradients: Gradients for the batch leaves that the adapter's
+            ``batch_gradients`` names; empty before ``summed``.
     """
 
     def __init__(

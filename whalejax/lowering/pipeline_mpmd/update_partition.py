@@ -41,8 +41,8 @@ class UpdatePartition:
     Attributes:
         owners: Stage that owns each value.
         levels: Number of exchanges before each value is known.
-        gives, tells: Values of each part for other parts or the outputs, and scalars
-            that it broadcasts.
+        gives: Values of each part for other parts of its stage, or for the outputs.
+        tells: Scalars that each part broadcasts.
         reads: Values that each part reads.
     """
 

@@ -22,15 +22,15 @@ _KERNELS: Final = frozenset(
 
 
 def is_kernel(equation: Any) -> bool:
-    """Whether an equation runs a kernel."""
+    """Returns whether an equation runs a kernel."""
     return equation.primitive.name in _KERNELS
 
 
 def runs_whole(equation: Any, flows: Sequence[bool] | None = None) -> bool:
-    """Whether every device must run an equation in full.
+    """Returns whether every device must run an equation in full.
 
-    This holds for a kernel, a call or loop that contains one, and a call that contains
-    a grouped convolution.
+    This holds for a kernel, for a ``while`` loop or a call with its own derivative rule
+    that contains one, and for such a call that contains a grouped convolution.
 
     Args:
         equation: Equation to check.

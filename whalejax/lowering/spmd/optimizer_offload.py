@@ -46,7 +46,7 @@ class Follower:
         inputs: Numbers of the inputs of its shape: the parameter, its gradient.
         state: Pairs of input and output numbers: state before and after the update.
         fresh: Number of the output that is the updated parameter.
-        hosted: Numbers of the inputs that are offloaded, with their outputs.
+        hosted: Numbers of the inputs that are offloaded; their outputs are, too.
         spec: Spec of all of them; only needed to run the update.
     """
 

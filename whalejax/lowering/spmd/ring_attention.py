@@ -48,7 +48,8 @@ def attend(
         mesh: Mesh of the devices.
 
     Returns:
-        Result of the call; the sequences of queries and keys are sharded equally.
+        Result of the call, in the query's sharding. A ring runs only if a sequence
+        dimension of the query has the key's sharding; otherwise both are unsharded.
     """
     jaxpr = _compat.inner_jaxprs(equation)[0]
     one = attention_of(jaxpr)
@@ -66,7 +67,7 @@ class _AttentionLayout:
         one: Pattern of the attention.
         specs: Specs of query, key, value and the other operands.
         out: Spec of the output.
-        axes: Mesh axes that shard the sequence.
+        axes: Mesh axes that shard the sequence; empty if there is no ring.
         row: Sequence dimension among the query's own dimensions (an index into
             ``one.rows``).
         ring: Assignment of block pairs to devices and rounds.
@@ -505,7 +506,7 @@ class _Local:
     # Rounds.
 
     def _left_out(self) -> SkippedBlocks | None:
-        """Returns the masked blocks that rows attend to without effect, or None."""
+        """Returns the skipped blocks, or None if their scores have no weight."""
         if self.laid.filled is None:
             return None
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
@@ -543,7 +544,8 @@ class _Local:
             state: Values that do not move.
             block: Function from a pair, ``moving``, ``sums`` and ``state`` to state and
                 sums.
-            rest: Function like ``block`` for a round's skipped pairs.
+            rest: Function like ``block``, from the number of a round instead of a pair,
+                for the round's skipped pairs.
         """
         n, counts = self.ring.size, self.ring.counts
         pairs, own = here

@@ -607,7 +607,8 @@ def followers(
 ) -> list[Follower]:
     """Returns parameters to update in chunks, as they or their state are offloaded.
 
-    These are matrices with elementwise updates of parameter and state.
+    Parameter and state have elementwise updates. Those not in ``params`` are matrices,
+    unless ``small``.
 
     Args:
         optimizer: Optimizer of the model.

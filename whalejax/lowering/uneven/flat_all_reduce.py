@@ -2,7 +2,7 @@
 
 Replicas compile separate programs, perhaps for different devices, whose collectives may
 be in different orders. So they communicate only in one program, which contains an
-all-reduce of each buffer and nothing else.
+all-reduce (or all-gather) of each buffer and nothing else.
 """
 
 from __future__ import annotations

@@ -244,6 +244,9 @@ def profiled(
 
     Returns:
         The state after the last step, and the profile.
+
+    Raises:
+        WhaleError: Another profiler is running, or the trace has no step.
     """
     for _ in range(WARM_UP_STEPS):
         state = run(state)

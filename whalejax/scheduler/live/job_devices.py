@@ -37,8 +37,8 @@ class JobDevices:
 
     def masks(self, names: Sequence[str]) -> list[str]:
         """Returns the device names for the members of a run, as its supervisor gets
-        them: a GPU's name for ``CUDA_VISIBLE_DEVICES``; empty if all may use all
-        devices.
+        them: a GPU's name for ``CUDA_VISIBLE_DEVICES``, on named hosts after the host
+        and a ``/``; empty if all may use all devices.
 
         Args:
             names: Names of the devices, by slot; all of one kind.
@@ -117,8 +117,8 @@ def job_devices(
 
     Raises:
         JobError: A kind is neither CPU nor GPU, the nodes do not match the hosts, there
-            are more devices than this machine has, or nodes of a kind that an engine
-            gives have unlike numbers of devices.
+            are more GPUs than this machine has, or nodes of a kind that an engine gives
+            have unlike numbers of devices.
     """
     nodes = cluster.nodes
     if hosts and len(hosts) != len(nodes):

@@ -1,7 +1,7 @@
 """Plans jobs in the background, each in its own process.
 
 Usually that is one at a time. A job that takes long, or whose code hangs, does not keep
-the later ones waiting: a further one begins beside it.
+the later ones waiting: another begins in parallel.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ class Planning:
 
 
 def _result_in(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Returns the result among the lines that a process and the user's code printed."""
+    """Returns the result among the lines that a process and the user's code printed, or
+    None.
+    """
     for line in reversed(lines):
         try:
             told = json.loads(line)

@@ -164,7 +164,7 @@ class JobRun:
         Args:
             least, most: Fewest and most members.
             size: Number of members at the start.
-            devices: Names of their devices, by slot; empty on CPUs.
+            devices: Names of their devices, by slot; empty on the CPUs of one host.
             batch: Samples of the global batch; 0 for that of the request.
             steps: Number of steps after which the run ends; 0 for the request's.
             rate: Ratio of the learning rate to that of the job's own batch.
@@ -256,7 +256,12 @@ class JobRun:
     def resize(self, size: int, devices: Sequence[str]) -> None:
         """Asks the supervisor for another number of members; 0 ends the run.
 
-        The result is in the run's journal.
+        The result is in the run's journal, or the reason in ``refusal``. Does nothing
+        while another request is unanswered.
+
+        Args:
+            size: Number of members.
+            devices: Names of their devices, as for ``start``.
         """
         if self._asking is None:
             told = list(devices) or None

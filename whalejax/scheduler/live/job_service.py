@@ -96,7 +96,7 @@ class JobService:
         """Finds the devices; starts nothing yet.
 
         Raises:
-            JobError: The cluster cannot be divided among jobs.
+            WhaleError: The cluster is invalid, or cannot be divided among jobs.
         """
         self._settings = settings
         self._cluster = parse_cluster(settings.cluster)
@@ -122,7 +122,8 @@ class JobService:
             opened: Function that receives messages on its address and its end.
 
         Raises:
-            WhaleError: Another scheduler uses the folder, or it cannot be written.
+            WhaleError: Another scheduler uses the folder, it cannot be written, or it
+                has jobs on another cluster.
         """
         with self._held, handled_signals(self._handle, signal.SIGINT):
             self.open()
@@ -156,7 +157,8 @@ class JobService:
         """Locks the folder, restores the jobs from its journal, and listens.
 
         Raises:
-            WhaleError: Another scheduler uses the folder, or it cannot be written.
+            WhaleError: Another scheduler uses the folder, it cannot be written, or it
+                has jobs on another cluster.
         """
         folder = self._settings.folder
         make_private(folder)

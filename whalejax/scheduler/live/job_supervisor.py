@@ -51,7 +51,8 @@ def main(words: Sequence[str]) -> int:
         words: Single argument: the fields of ``JobLaunch`` as JSON.
 
     Returns:
-        Exit status of the run's supervisor.
+        Exit status of the run's supervisor; ``IS_HELD`` if another such process runs,
+        and 1 after an error.
     """
     told = msgspec.json.decode(words[0], type=JobLaunch)
     home = Path(told.home)

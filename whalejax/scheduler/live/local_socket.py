@@ -1,8 +1,8 @@
 """The local socket of a scheduler, in a folder that only its user can open.
 
 Adding a job runs code, so anyone who can open the socket has all rights of its user.
-Therefore the folder has mode 0700 and the socket 0600. Paths that are too long for a
-socket address are reached by a descriptor of the folder.
+Therefore the folder has mode 0700 and the socket 0600. On Linux, the socket is reached
+by a descriptor of the folder: its path may be too long for a socket address.
 """
 
 from __future__ import annotations
@@ -83,6 +83,9 @@ class LocalSocket:
         Args:
             folder: Folder of the scheduler, which holds its lock: so an existing socket
                 belongs to an earlier scheduler.
+
+        Raises:
+            JobError: The socket cannot be made.
         """
         self.requests: queue.SimpleQueue[WaitingRequest] = queue.SimpleQueue()
         self._path = folder / SOCKET

@@ -40,11 +40,13 @@ class Add(Message):
         settings: Settings of the model, each ``NAME=VALUE``.
         batch: Samples of a global batch; the job's own number if None.
         most_batch: Samples of the largest allowed batch; None keeps the batch.
-        rate_rule: Learning rate of larger batches, ``"linear"`` or ``"sqrt"``.
+        rate_rule: Learning rate of larger batches, ``"linear"`` or ``"sqrt"``; empty
+            keeps that of the job.
         steps: Total number of steps at its own batch.
         devices: Fewest and most devices.
         priority: Priority; higher ones are admitted first, and get more weight.
-        micro_batches: Number of micro-batches in a step, which members divide.
+        micro_batches: Number of micro-batches in a step, which members divide; the
+            default of ``train_elastic`` if None.
         precision: Values of ``--precision``.
         mesh: Values of ``--mesh``.
         save_every: Steps between checkpoints.

@@ -46,7 +46,7 @@ class SimulatedDownload:
     """Download of the state by a peer.
 
     Attributes:
-        place: Stage and place of the state.
+        place: Committed steps and rollbacks of the state.
         began: Time of the start.
         takes: Total seconds.
     """
@@ -358,7 +358,7 @@ class SimulatedCalls(abc.ABC):
         )
 
     def _recompute(self, peer: SimulatedPeer) -> int:
-        """Repeats a dead peer's work on others, including gradients."""
+        """Repeats a dead peer's work on others; returns how many gradients it lost."""
         calls, peer.calls = peer.calls, {}
         for call in calls.values():
             self._failed(peer, call, is_gone=True)

@@ -137,7 +137,7 @@ class TransferRates:
 
 
 class TrainerState:
-    """State of the led run.
+    """State of a run in its trainer.
 
     Attributes:
         pace: Measured costs of moves.
@@ -271,7 +271,7 @@ class TrainerState:
 
     @property
     def _keeping(self) -> set[int]:
-        """Stages of peers that are checked for already having the state."""
+        """Stages of peers whose claim to have the state is being checked."""
         now = self.generation, self.step
         return {c.stage for c in self._coming.values() if c.keeps and c.at == now}
 
@@ -388,7 +388,10 @@ class TrainerState:
             self.tell("not synced", peer=member.name, why=why)
 
     def _take_in(self, member: PeerRecord, digest: str, at: tuple[int, int]) -> bool:
-        """Checks a peer's reported state; returns whether it is that of the step."""
+        """Checks a peer's reported state; returns False if it is not that of the step.
+
+        A report that comes too late is not checked.
+        """
         with self._lock:
             if (self.generation, self.step) != at or self._is_summing:
                 return True  # Too late: it restarts with a later step.
@@ -507,7 +510,10 @@ class TrainerState:
             self.tell("not_saved", step=self.step, why=why)
 
     def snapshot(self, pull: SnapshotDownload) -> Snapshot | None:
-        """Returns the state of all stages at the next step's start; None after a loss.
+        """Takes a snapshot of all stages at the next step's start.
+
+        Returns:
+            The snapshot; None if no peer gave a stage's state, or after a cancellation.
 
         Args:
             pull: Download with its current source, which may be cancelled meanwhile.
