@@ -19,11 +19,10 @@ from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost_terms import Remat, TimeTerms
-from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.combined_steps import scheduled_step
 from whalejax.planner.pipeline.heterogeneous_stages import HeterogeneousPlacement, notes
-from whalejax.planner.pipeline.layer_stack import STAGE, devices_of_stage
+from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedule_bounds import PricedStages, StageSeconds
 from whalejax.planner.pipeline.schedules import Schedule, schedule
@@ -40,7 +39,7 @@ from whalejax.planner.plan.stage_notes import (
 )
 from whalejax.planner.plan_entries import BatchLeaf, VirtualStagePrediction
 from whalejax.planner.plan_errors import NotFaster, PlanError
-from whalejax.planner.search.layout_search import Search, ranked
+from whalejax.planner.search.layout_search import ranked
 from whalejax.planner.search.least_paces import least_steps, not_faster
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd_search import by_marks
@@ -122,14 +121,16 @@ def decide_mpmd(
     result: list[_MpmdCandidate] = []
     problems: list[PlanError] = []
     counts = [*_counts(graph, request, piped)]
-    least = _least_steps(graph, cluster, request, stages, [n for _, n in counts])
+    numbers = [count for _, count in counts]
+    least = dict.fromkeys(numbers, 0.0)
+    if len(counts) > 1 or known_seconds < math.inf:
+        least = least_steps(graph, cluster, request, stages, numbers)
     counts.sort(key=lambda pair: least[pair[1]])
     policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
     for remat in policies:
         program = traced(remat)
         if remat and request.remat is None and program.graph is graph:
             continue
-        smallest = min(count for _, count in counts)
         ask = _Ask(
             cluster=cluster,
             request=request,
@@ -137,10 +138,10 @@ def decide_mpmd(
             schedule=piped.schedule or "1f1b",
             program=program,
             cuts=ModelCuts(
-                whole=program, cluster=cluster, marked=marked, count=smallest
+                whole=program, cluster=cluster, marked=marked, count=min(numbers)
             ),
             remat=remat,
-            count=smallest,
+            count=min(numbers),
             batch=batch,
             priced=PricedStages(stages),
         )
@@ -170,35 +171,6 @@ def _runner_up_seconds(found: Sequence[_MpmdCandidate]) -> float:
             known = steps.get(one.layout, math.inf)
             steps[one.layout] = min(known, one.time.step_seconds)
     return sorted((*steps.values(), math.inf, math.inf))[1]
-
-
-def _least_steps(
-    graph: Graph,
-    cluster: Cluster,
-    request: Request,
-    stages: int,
-    counts: Sequence[int],
-) -> dict[int, float]:
-    """Returns lower bounds on the step seconds, by number of micro-batches.
-
-    Stages together take at least the time of the full model on the devices of one
-    stage. A micro-batch passes forward through all stages. There are no bounds on mixed
-    device kinds.
-
-    Args:
-        graph, cluster, request, stages: Arguments of the search, unchanged.
-        counts: Numbers of micro-batches.
-    """
-    if len(counts) < 2 or not cluster.is_uniform:
-        return dict.fromkeys(counts, 0.0)
-    devices = request.num_devices // stages
-    asked = replace(
-        request, num_devices=devices, num_micro_batches=None, **options_off()
-    )
-    analysed = analyse_graph(graph)
-    part = devices_of_stage(cluster, devices, stages)
-    search = Search(analysed.graph, analysed.dims, part, asked)
-    return least_steps(search, counts, stages)
 
 
 def _check_interleaved(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.uneven_replica_plans import counts
 from whalejax.planner.plan_entries import Candidate, Collective, LeafPlan
 from whalejax.planner.plan_errors import NothingFits, PlanError
+from whalejax.planner.search.least_paces import least_steps
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd_search import check_marks
 from whalejax.planner.search.stage_models import TooFewParts
@@ -41,8 +43,9 @@ from whalejax.planner.search.user_shares import DATA, check_shares, said_of
 from whalejax.planner.sharding.layout import divisors
 
 
-Decide = Callable[[Cluster, Request], Plan]
-"""Function that returns the plan of one pipeline on its devices."""
+Decide = Callable[[Cluster, Request, float], Plan]
+"""Function that returns the plan of one pipeline on its devices, if its step can take
+less than a number of seconds."""
 
 MOST_COUNTS = 3
 """Largest number of micro-batch counts to evaluate for each number of pipelines."""
@@ -186,7 +189,6 @@ def decide_pipelines(
     _check(graph, request, stages, asked)
     result: list[_ParallelPipelines] = []
     problems: list[PlanError] = []
-    weigh = functools.partial(_weigh, cluster, request, stages, asked, decide)
     here = math.inf
     for replicas in _replicas(request, stages, asked):
         least = 2 * stages * replicas
@@ -194,10 +196,15 @@ def decide_pipelines(
         free = asked is None and DATA not in (request.mesh or {})
         if free and several[-1] < replicas:
             continue  # Some pipelines would have no micro-batch.
-        some = [*_while_faster(functools.partial(weigh, replicas), several, problems)]
+        steps = [one.step_seconds for one in result if one.lacks_bytes <= 0]
+        limit = min(known_seconds, *steps, math.inf)
+        weigh = functools.partial(
+            _weigh, graph, cluster, request, stages, asked, decide, limit, replicas
+        )
+        some = [*_while_faster(weigh, several, problems)]
         result += some
-        steps = (one.step_seconds for one in some if one.lacks_bytes <= 0)
-        before, here = here, min(steps, default=math.inf)
+        ends = (one.step_seconds for one in some if one.lacks_bytes <= 0)
+        before, here = here, min(ends, default=math.inf)
         if known_seconds * (1 + FAR) < here and before * (1 - LESS) < here < math.inf:
             break
     if not result and problems:
@@ -288,15 +295,21 @@ def _replicas(
 
 
 def _weigh(
+    graph: Graph,
     cluster: Cluster,
     request: Request,
     stages: int,
     asked: Sequence[int] | None,
     decide: Decide,
+    limit: float,
     replicas: int,
     count: int,
 ) -> _ParallelPipelines:
-    """Evaluates a number of pipelines with a total number of micro-batches."""
+    """Evaluates a number of pipelines with a total number of micro-batches.
+
+    Raises:
+        NotFaster: No shares take less than ``limit`` seconds a step.
+    """
     size = request.num_devices // replicas
     mesh = {**(request.mesh or {}), DATA: 1}
     one = dataclasses.replace(
@@ -305,11 +318,22 @@ def _weigh(
     # Parts of the same kinds have one plan. The others copy the setting of the first,
     # so the part with least memory comes first.
     parts = [cluster.part(size, r * size) for r in range(replicas)]
+    alike = Counter(_kinds_of(part) for part in parts)
+    # Upper bounds on the steps per second that pipelines of equal kinds do together.
+    speeds = dict.fromkeys(alike, math.inf)
+    if limit < math.inf:
+        for part in {_kinds_of(part): part for part in parts}.values():
+            least = least_steps(graph, part, one, stages, [count])[count]
+            if least:
+                speeds[_kinds_of(part)] = alike[_kinds_of(part)] / least
     known: dict[tuple[str, ...], _Pipeline] = {}
     for part in sorted(parts, key=lambda part: part.memory_bytes):
-        if _kinds_of(part) not in known:
-            result = decide(part, one)
-            known[_kinds_of(part)] = _Pipeline(result)
+        kinds = _kinds_of(part)
+        if kinds not in known:
+            needed = 1 / limit - sum(s for k, s in speeds.items() if k != kinds)
+            result = decide(part, one, alike[kinds] / max(needed, 1e-9))
+            known[kinds] = _Pipeline(result)
+            speeds[kinds] = alike[kinds] / result.time.step_seconds
             inner = {axis: n for axis, n in result.axes if axis != STAGE}
             one = dataclasses.replace(one, mesh={**mesh, **inner}, remat=result.remat)
     plans = [known[_kinds_of(part)] for part in parts]

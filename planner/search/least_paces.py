@@ -7,8 +7,8 @@ no pipeline can be fast enough.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.cost.layout_cases import LayoutCases
 from whalejax.planner.cost_terms import ALL, Remat
+from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import stacked_loops
+from whalejax.planner.pipeline.heterogeneous_stages import by_memory, grounds
 from whalejax.planner.pipeline.schedule_bounds import (
     StageSeconds,
     least_divided_seconds,
@@ -112,7 +114,8 @@ def least_stage_steps(
             pace, ahead = _paces(search, cases)
             step = np.maximum(pace / number * (cases.count + number - 1), ahead)
         else:
-            step = _least_divided(search, cases, number, recomputes=bool(remat))
+            total = _least_total(search, cases, recomputes=bool(remat))
+            step = least_divided_seconds(total, number, cases.count)
         for n in stages:
             here = float(step[number == n].min(initial=np.inf))
             steps[n] = min(here, steps.get(n, np.inf))
@@ -157,41 +160,66 @@ def _paces(search: Search, cases: LayoutCases) -> tuple[np.ndarray, np.ndarray]:
 
 
 def least_steps(
-    search: Search, counts: Collection[int], stages: int
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    stages: int,
+    counts: Collection[int],
 ) -> dict[int, float]:
     """Returns lower bounds on the step seconds of stages with programs of their own.
 
+    Stages together take at least the time of the full model on the devices of one
+    stage; of several kinds, each kind at least its part of the work. Layouts count
+    whether they fit or not.
+
     Args:
-        search: Search of the program without remat, on the devices of one stage.
-        counts: Numbers of micro-batches.
+        graph: Captured loss.
+        cluster: Devices of all stages.
+        request: Options of the search, over all devices.
         stages: Number of stages.
+        counts: Numbers of micro-batches.
 
     Returns:
         Seconds of a step by number of micro-batches; 0 if no layout has that number,
         for which the search itself reports the reason.
+
+    Raises:
+        PlanError: A stage would have devices of several kinds.
     """
-    steps = dict.fromkeys(counts, 0.0)
-    cases = search.at_every_count({search.request.num_devices: counts})
-    if len(cases):
-        step = _least_divided(search, cases, stages, recomputes=False)
-        for count in counts:
+    devices = request.num_devices // stages
+    asked = dataclasses.replace(
+        request, num_devices=devices, num_micro_batches=None, **options_off()
+    )
+    analysed = analyse_graph(graph)
+    parts = grounds(graph, cluster, devices, stages)
+    speeds = dict.fromkeys(counts, 0.0)
+    for part in by_memory(parts):
+        search = Search(analysed.graph, analysed.dims, part.cluster, asked)
+        cases = search.at_every_count({devices: counts})
+        if not len(cases):
+            return dict.fromkeys(counts, 0.0)
+        total = _least_total(search, cases, recomputes=bool(request.remat))
+        alike = sum(other.kind.name == part.kind.name for other in parts)
+        if alike == stages:
+            step = least_divided_seconds(total, stages, cases.count)
+        else:
+            step = total.busy * part.ratio / alike
+        for count in speeds:
             some = step[cases.count == count]
-            steps[count] = float(some.min()) if len(some) else 0.0
-    return steps
+            speeds[count] += 1 / float(some.min()) if len(some) else math.inf
+    return {count: 1 / speed for count, speed in speeds.items()}
 
 
-def _least_divided(
-    search: Search, cases: LayoutCases, stages: Any, *, recomputes: bool
-) -> np.ndarray:
-    """Returns the least seconds of a step if stages divide the model, by case."""
+def _least_total(
+    search: Search, cases: LayoutCases, *, recomputes: bool
+) -> StageSeconds:
+    """Returns the least seconds of all stages that divide a model, by case."""
     times = search.evaluator.times(cases)
     _, step = times.sequence_parallel(cases.mesh["tensor"])
     reduction = times.terms["gradient"]
     once = times.terms["update"] + reduction
     passes = np.maximum(step - once, STAGES_SHARE * (times.step - once))
-    total = StageSeconds.of(passes, STAGES_SHARE * reduction, recomputes=recomputes)
-    least: np.ndarray = least_divided_seconds(total, stages, cases.count)
-    return least
+    return StageSeconds.of(passes, STAGES_SHARE * reduction, recomputes=recomputes)
 
 
 def not_faster(stages: int, known_seconds: float) -> NotFaster:

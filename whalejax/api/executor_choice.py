@@ -354,8 +354,8 @@ class _Staging:
             cluster,
             request,
             stages=self.asked.mesh[STAGE],
-            decide=lambda part, one: self.plan_parallel_pipelines(
-                graph, part, one, **options
+            decide=lambda part, one, known: self.plan_parallel_pipelines(
+                graph, part, one, known_seconds=known, **options
             ),
         )
         if isinstance(self.uneven, tuple):
@@ -465,7 +465,7 @@ class _Staging:
                 return plans[0]
             if problem and request.num_devices < cluster.num_devices:
                 raise problem
-            known = min(map(_seconds, plans), default=math.inf)
+            known = min(map(_seconds, plans), default=math.inf) / (1 + SURE)
             each = [
                 functools.partial(self.of(n, known), *given, **options)
                 for n in _whole_stages(cluster, request.num_devices)
