@@ -15,6 +15,7 @@ from whalejax.elastic.mesh_sizes import REPLICAS
 from whalejax.journals.journal import EVENTS, FOLDER, read_events
 from whalejax.journals.reduction_choice import COLLECTIVES
 from whalejax.journals.status import RunStatus, document, status_of
+from whalejax.processes.launcher import rank_row
 
 
 _NOT_RUN: Final = 2
@@ -60,12 +61,9 @@ def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
         return {**result, "failure": "no supervisor could run; standard error says why"}
     ranks = [
         {
-            "rank": member.rank,
-            "host": member.host,
-            "kind": None,
-            "devices": None,
-            "cpu_quota_percent": None,
-            "log": str(logs / FOLDER / f"{name}.log"),
+            **rank_row(
+                member.rank, host=member.host, log=logs / FOLDER / f"{name}.log"
+            ),
             "name": name,
             "pid": member.pid,
             "state": member.state,

@@ -230,9 +230,28 @@ class Processes:
             with self.log(name).open("rb") as log:
                 log.seek(0, os.SEEK_END)
                 log.seek(max(log.tell() - _MOST_OF_A_LOG, 0))
-                return log.read().decode(errors="replace")
+                return log.read(_MOST_OF_A_LOG).decode(errors="replace")
         except OSError:
             return ""
+
+
+def log_folder(path: Path, option: str = "--logs") -> Path:
+    """Creates a folder of logs, and returns it.
+
+    Args:
+        path: Path of the folder.
+        option: Option that names it, for the error.
+
+    Raises:
+        WhaleError: It cannot be created.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WhaleError(
+            f"{option} {path}: {error.strerror}. Name a folder that can be made"
+        ) from error
+    return path
 
 
 def start_child(

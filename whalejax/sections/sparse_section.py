@@ -24,6 +24,7 @@ from typing import Any, Final
 import jax
 
 from whalejax.membership.exit_status import exit_text
+from whalejax.membership.kept_run import SHELL_FAILED
 from whalejax.membership.lease import Lease
 from whalejax.membership.restart_policy import Failure, Failures
 from whalejax.membership.settings import SupervisorSettings
@@ -31,7 +32,6 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.processes.beat_file import begin_beats
 from whalejax.processes.launch_spec import is_here, words_there
 from whalejax.processes.local_processes import Processes
-from whalejax.processes.restarting_processes import SHELL_FAILED
 from whalejax.sections.section_run import SectionRun
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import load_key, make_key

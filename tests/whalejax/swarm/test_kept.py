@@ -274,7 +274,7 @@ def test_what_cannot_be_kept_is_refused(
 def test_one_that_always_fails_beside_others_that_serve_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whalejax.processes.restarting_processes.FRUITFUL_SECONDS", 0.5)
+    monkeypatch.setattr("whalejax.membership.kept_run.FRUITFUL_SECONDS", 0.5)
     monkeypatch.setattr(
         "whalejax.membership.restart_policy.Failures.hold", lambda *_: 0.0
     )
