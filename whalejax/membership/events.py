@@ -7,7 +7,7 @@ as a launch of a fixed number, have those without members and agents.
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from whalejax.membership.assignment import Node
@@ -44,10 +44,12 @@ class Tick(NamedTuple):
     Attributes:
         states: Linux's letter for the state of each process, for policies that find
             stopped ones by it.
+        beating: Names of the processes that have sent a heartbeat.
         silent: Seconds without a heartbeat of each process that stands still.
     """
 
     states: Mapping[str, str] = {}
+    beating: Collection[str] = ()
     silent: Mapping[str, float] = {}
 
 
@@ -216,9 +218,10 @@ class KillEffect(NamedTuple):
 
 
 class TerminateEffect(NamedTuple):
-    """Ask a process to end."""
+    """Ask a process to end, by a signal."""
 
     name: str
+    number: int = signal.SIGTERM
 
 
 class SayEffect(NamedTuple):

@@ -83,6 +83,7 @@ class Processes:
         command: Sequence[str] = (),
         output: int | None = None,
         errors: int | None = None,
+        passed: Sequence[int] = (),
     ) -> tuple[int, str]:
         """Starts a process, which waits for ``release``; returns its id and start time.
 
@@ -92,6 +93,7 @@ class Processes:
             command: Words of the program, if it is another one.
             output: Descriptor that it writes to; None for its log.
             errors: Descriptor of its errors; None for that of its output.
+            passed: Further descriptors that it inherits.
 
         Raises:
             WhaleError: The program does not exist.
@@ -115,6 +117,7 @@ class Processes:
                     given=read,
                     output=output,
                     errors=errors,
+                    passed=passed,
                     ends_with_this=self._ends_with_this,
                 )
         except BaseException:
@@ -174,20 +177,23 @@ class Processes:
         if entry is not None:
             self._end_group(entry)
 
-    def terminate(self, name: str, *, group: bool = False) -> None:
+    def terminate(
+        self, name: str, number: int = signal.SIGTERM, *, group: bool = False
+    ) -> None:
         """Asks a process to end.
 
         Args:
             name: Name of its member.
+            number: Signal that asks.
             group: Whether to signal its children too, even if it is stopped.
         """
         entry = self._there.get(name)
         if entry is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if not group:
-                    os.kill(entry.pid, signal.SIGTERM)
+                    os.kill(entry.pid, number)
                     return
-                os.killpg(entry.pid, signal.SIGTERM)
+                os.killpg(entry.pid, number)
                 os.killpg(entry.pid, signal.SIGCONT)
 
     def state(self, name: str) -> str:

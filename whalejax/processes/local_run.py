@@ -20,7 +20,7 @@ from typing import Final
 
 from whalejax.membership import events as ev
 from whalejax.membership.exit_status import Ending
-from whalejax.processes.beat_file import BeatListener
+from whalejax.processes.heartbeat_pipe import HeartbeatPipes
 from whalejax.processes.local_processes import (
     GRACE_SECONDS,
     Processes,
@@ -57,7 +57,7 @@ class LocalRun:
         own_seconds: float = 0.0,
         stopping: Callable[[Sequence[str]], None] = _ignore,
         releases: Mapping[str, Sequence[str]] = {},
-        beats: BeatListener | None = None,
+        beats: HeartbeatPipes | None = None,
     ) -> None:
         """Prepares the run; starts no process.
 
@@ -75,7 +75,7 @@ class LocalRun:
             stopping: Function that receives the names of processes before that.
             releases: Commands that free what a killed process leaves elsewhere, by
                 name.
-            beats: Listener to the processes' heartbeats; default: none have any.
+            beats: Pipes of the processes' heartbeats; default: none have any.
         """
         self.processes, self.lock = processes, threading.RLock()
         self._policy, self._selector = policy, selector
@@ -109,15 +109,19 @@ class LocalRun:
         for number in self._signals[self._heard_signals :]:
             self._heard_signals += 1
             self._react(ev.Terminate(self._heard_signals > 1, number))
-        names, now = self.processes.names, time.monotonic()
-        states = {name: self.processes.state(name) for name in names}
-        silent = {} if self._beats is None else self._beats.silent(names, now)
-        self._react(ev.Tick(states, silent))
+        states = {name: self.processes.state(name) for name in self.processes.names}
+        if (beats := self._beats) is None:
+            self._react(ev.Tick(states))
+        else:
+            self._react(ev.Tick(states, beats.beating, beats.overdue()))
 
     def _take_ends(self, seconds: float) -> None:
         """Waits at most ``seconds`` for processes to end, and reports their ends."""
         for key, _ in self._selector.select(seconds):
             name = key.data
+            if not isinstance(name, str):
+                name()
+                continue
             status = self.processes.take_exit_status(name)
             if self._beats is not None:
                 self._beats.forget(name)
@@ -140,8 +144,10 @@ class LocalRun:
                 self._start_in(slot)
             case ev.KillEffect(name=name):
                 self.processes.kill(name)
-            case ev.TerminateEffect(name=name):
-                self.processes.terminate(name)
+                if self._beats is not None:
+                    self._beats.forget(name)
+            case ev.TerminateEffect(name=name, number=number):
+                self.processes.terminate(name, number)
             case ev.SayEffect(text=text):
                 self._say(text)
             case ev.End(text=text):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.membership.kept_run import KeptRun
-from whalejax.processes.beat_file import SILENT_SECONDS, BeatListener
+from whalejax.processes.heartbeat_pipe import SILENT_SECONDS, HeartbeatPipes
 from whalejax.processes.local_processes import GRACE_SECONDS, Processes, log_folder
 from whalejax.processes.local_run import LocalRun
 
@@ -67,7 +67,7 @@ class Keeper:
         log_folder(logs)
         self._programs, selector = programs, selectors.DefaultSelector()
         self._processes = Processes((), {}, logs, selector, end_with_this=True)
-        self._beats = BeatListener(logs, silent_seconds)
+        self._beats = HeartbeatPipes(selector, silent_seconds)
         self._run = LocalRun(
             KeptRun([program.name for program in programs]),
             self._processes,
@@ -93,12 +93,13 @@ class Keeper:
 
     def _start(self, slot: int) -> None:
         program = self._programs[slot]
-        beats = self._beats.environment(program.name)
-        self._processes.start(
-            program.name,
-            {"PYTHONUNBUFFERED": "1", **beats, **program.environment},
-            command=program.command,
-            output=None if slot else 1,
-            errors=None if slot else 2,
-        )
+        with self._beats.pipe(program.name) as (pipe, beats):
+            self._processes.start(
+                program.name,
+                {"PYTHONUNBUFFERED": "1", **beats, **program.environment},
+                command=program.command,
+                output=None if slot else 1,
+                errors=None if slot else 2,
+                passed=[pipe],
+            )
         self._processes.release(program.name)

@@ -29,7 +29,7 @@ from whalejax.membership.lease import Lease
 from whalejax.membership.restart_policy import Failure, Failures
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes.beat_file import begin_beats
+from whalejax.processes.heartbeat_pipe import begin_beats
 from whalejax.processes.launch_spec import is_here, words_there
 from whalejax.processes.local_processes import Processes
 from whalejax.sections.section_run import SectionRun
