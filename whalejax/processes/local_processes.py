@@ -226,6 +226,10 @@ class Processes:
         """Names of processes that have not ended."""
         return [*self._there]
 
+    def identities(self) -> dict[str, tuple[int, str]]:
+        """Returns the id and start time of each, by which ``adopt`` finds it again."""
+        return {name: (there.pid, there.began) for name, there in self._there.items()}
+
     def log(self, name: str) -> Path:
         """Returns the path of a process's log."""
         return self._logs / f"{name}.log"
