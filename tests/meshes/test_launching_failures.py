@@ -420,13 +420,13 @@ def test_stopping_has_one_deadline_for_all(
     launch = Launch(command=("true",), processes=8, logs=tmp_path)
     with contextlib.ExitStack() as stack:
         made = launcher._Launched(launch, stack, "127.0.0.1:1", {})
-        monkeypatch.setattr(made._run, "processes", Stubborn())
+        monkeypatch.setattr(made._loop, "processes", Stubborn())
 
         def take_ends(seconds: float) -> None:
             clock[0] += seconds
 
-        monkeypatch.setattr(made._run, "_take_ends", take_ends)
-        made._run._stop()
+        monkeypatch.setattr(made._loop, "_take_ends", take_ends)
+        made._loop._stop()
     assert clock[0] <= 1.5 * GRACE_SECONDS + 1e-6
     said = capsys.readouterr().err
     assert "stopping rank 0, 1, 2, 3, 4, 5, 6, 7 by SIGTERM" in said

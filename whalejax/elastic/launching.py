@@ -6,7 +6,6 @@ Its members continue meanwhile.
 from __future__ import annotations
 
 import dataclasses
-import selectors
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +22,7 @@ from whalejax.membership import events as ev
 from whalejax.membership.exit_status import Ending, exit_text
 from whalejax.membership.settings import Supervised, SupervisorSettings
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes.heartbeat_pipe import BEAT_SECONDS, HeartbeatPipes
-from whalejax.processes.local_processes import Processes
+from whalejax.processes.heartbeat_pipe import BEAT_SECONDS
 from whalejax.processes.local_run import LocalRun
 
 
@@ -114,18 +112,9 @@ class _SupervisorProcess:
     def __init__(self, run: Supervised) -> None:
         """Prepares the process; starts none yet."""
         hold_standard_streams()
-        self._run, selector = run, selectors.DefaultSelector()
-        self._processes = Processes((), {}, run.folder, selector)
+        self._run = run
         seconds = max(run.settings.lease_seconds, 4 * BEAT_SECONDS)
-        self._beats = HeartbeatPipes(selector, seconds)
-        self._loop = LocalRun(
-            self,
-            self._processes,
-            selector,
-            self._start,
-            say=tell_user,
-            beats=self._beats,
-        )
+        self._loop = LocalRun(self, run.folder, say=tell_user, silent_seconds=seconds)
         self._starts = self._interrupts = 0
         self._hears = self._was_asked = False
 
@@ -133,12 +122,9 @@ class _SupervisorProcess:
         """Runs the supervisor to its end, and returns its exit status."""
         return self._loop.run().status
 
-    def react(self, now: float, event: ev.Event) -> list[ev.Effect]:
-        """Applies an event, and returns its effects; see ``RunPolicy``."""
+    def react(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
+        """Applies an event, and yields its effects; see ``RunPolicy``."""
         del now
-        return [*self._effects(event)]
-
-    def _effects(self, event: ev.Event) -> Iterator[ev.Effect]:
         match event:
             case ev.StartsAllowedEvent():
                 yield ev.StartEffect(0)
@@ -177,23 +163,16 @@ class _SupervisorProcess:
         if self._interrupts >= len(_INTERRUPTED):
             yield ev.TerminateEffect(_NAME, AT_ONCE)
 
-    def _start(self, slot: int) -> None:
+    def start(self, slot: int) -> None:
+        """Starts the supervisor, or its successor."""
         del slot
         again = self._starts > 0
         self._starts += 1
         run = dataclasses.replace(self._run, again=again)
         said = msgspec.json.encode(run, enc_hook=str).decode()
         seconds = AGAIN_BEAT_SECONDS if again else _FIRST_BEAT_SECONDS
-        with self._beats.pipe(_NAME, seconds) as (pipe, beats):
-            self._processes.start(
-                _NAME,
-                beats,
-                command=[sys.executable, "-m", "whalejax.elastic.launching", said],
-                output=1,
-                errors=2,
-                passed=[pipe],
-            )
-        self._processes.release(_NAME)
+        words = [sys.executable, "-m", "whalejax.elastic.launching", said]
+        self._loop.start(_NAME, command=words, output=1, errors=2, first_beat=seconds)
 
 
 def main(words: Sequence[str]) -> int:

@@ -27,7 +27,6 @@ from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.script_placement import await_placement, connection
 from whalejax.elastic.sharded_programs import SpreadPrograms
 from whalejax.elastic.supervisor_client import Control, on_notice
-from whalejax.elastic.table_programs import TableSpreadPrograms
 from whalejax.lowering.train_state import TrainState
 from whalejax.membership.elastic_run import AT_STEPS, MODE
 from whalejax.membership.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
@@ -73,7 +72,7 @@ class SpreadMember:
 
     def __init__(
         self,
-        programs: Callable[[], SpreadPrograms | TableSpreadPrograms],
+        programs: Callable[[], SpreadPrograms],
         training: Training,
         facts: dict[str, str],
         *,
@@ -91,7 +90,7 @@ class SpreadMember:
         self._supervised = supervised
         self._control: Control | None = None
         self._copying: ShardCopyManager | None = None
-        self._programs: SpreadPrograms | TableSpreadPrograms
+        self._programs: SpreadPrograms
         self._changed = threading.Condition()
         self._asked = -1
         self._leaves = self._told_leaving = self._stopped = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from whalejax.membership.assignment import Node
 from whalejax.membership.exit_status import STATUS, Ending
@@ -284,15 +284,3 @@ Effect = (
     | StepCommit
     | End
 )
-
-
-class RunPolicy(Protocol):
-    """Rules of a run of processes, which touch no process, pipe or clock."""
-
-    def react(self, now: float, event: Event) -> Sequence[Effect]:
-        """Applies an event, and returns its effects in the order to carry them out.
-
-        Args:
-            now: The time, in seconds.
-            event: Event that happened.
-        """

@@ -1,9 +1,10 @@
 """A run of a leader process and of servers, which are restarted if they are killed.
 
 This is the policy of ``whalejax swarm serve --processes`` and ``whalejax launch
---keep``. A killed process, or a failed server, is restarted, and so is one that stands
-still after it began its heartbeats; the run is over when the leader ends by itself.
-Repeated failures, or the same error twice, end the run, unless other servers serve it.
+--keep``, and without a leader that of the processes with tables. A killed process, or a
+failed server, is restarted, and so is one that stands still after it began its
+heartbeats; the run is over when the leader ends by itself. Repeated failures, or the
+same error twice, end the run, unless other servers serve the leader.
 """
 
 from __future__ import annotations
@@ -29,30 +30,39 @@ _TERMINATED: Final = 128 + signal.SIGTERM
 
 
 class KeptRun:
-    """A leader and servers, by name."""
+    """A leader and servers, by name.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    Attributes:
+        failures: Failures so far, which progress of the run disproves.
+        useful: Names of processes that are restarted without a delay, as they have
+            served.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, leads: bool = True, what: str = "the run"
+    ) -> None:
         """Starts without processes.
 
         Args:
-            names: Names of the processes; first the leader.
+            names: Names of the processes; first the leader, if there is one.
+            leads: Whether there is a leader; without one, the run has no end.
+            what: Name of the run in the reason for giving it up.
         """
-        self._names, self._leader = list(names), names[0]
-        self._failures = Failures(SupervisorSettings(least=len(names), most=len(names)))
+        self._names, self._leader = list(names), names[0] if leads else None
+        self.useful: set[str] = set()
+        self._what = what
+        self.failures = Failures(SupervisorSettings(least=len(names), most=len(names)))
         self._due: dict[str, float] = {}
         self._started_at: dict[str, float] = {}
         self._was_asked = False
 
-    def react(self, now: float, event: ev.Event) -> list[ev.Effect]:
-        """Applies an event, and returns its effects.
+    def react(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
+        """Applies an event, and yields its effects.
 
         Args:
             now: The time, in seconds.
             event: Event that happened.
         """
-        return [*self._effects(now, event)]
-
-    def _effects(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
         match event:
             case ev.StartsAllowedEvent():
                 self._due = dict.fromkeys(self._names, now)
@@ -94,29 +104,32 @@ class KeptRun:
             code = status if status >= 0 else 128 - status
             yield ev.End(Ending.FAILED if code else Ending.COMPLETE, "", code)
             return
-        if not status:
+        if not status and self._leader is not None:
             return  # It was asked to leave, or knows that the run is over.
         is_own = 0 < status != SHELL_FAILED
-        error = self._failures.error_of(name, log) if is_own else ""
+        error = self.failures.error_of(name, log) if is_own else ""
         why = f"ended {exit_text(status)}"
-        if now - since > FRUITFUL_SECONDS:
-            self._failures.progressed()
+        if self._leader is not None and now - since > FRUITFUL_SECONDS:
+            self.failures.progressed()
         failure = Failure(at=now, since=since, name=name, why=why, error=error)
-        self._failures.count(failure, log)
-        servers = (at for n, at in self._started_at.items() if n != self._leader)
-        # While others serve for long, one server may fail any number of times.
-        passed = name != self._leader and now - min(servers, default=now) > (
-            FRUITFUL_SECONDS
-        )
-        if given_up := self._failures.exceeded(now, passed=passed):
-            text = f"the run is given up: {given_up}"
+        self.failures.count(failure, log)
+        passed = False
+        if self._leader not in (None, name):
+            # While others serve for long, one server may fail any number of times.
+            servers = (at for n, at in self._started_at.items() if n != self._leader)
+            passed = now - min(servers, default=now) > FRUITFUL_SECONDS
+        if given_up := self.failures.exceeded(now, passed=passed):
+            text = f"{self._what} is given up: {given_up}"
             yield ev.End(Ending.FAILED, text, _FAILED)
             return
         yield self._restart(now, name, f"{why}{': ' if error else ''}{error}")
 
     def _restart(self, now: float, name: str, why: str) -> ev.Effect:
         """Restarts a process after a delay, and returns the message about it."""
-        seconds = self._failures.hold(now, self._names.index(name))
+        slot, seconds = self._names.index(name), 0.0
+        if name not in self.useful:
+            seconds = self.failures.hold(now, slot)
+        self.useful.discard(name)
         self._due[name] = now + seconds
         when = f" in {seconds:.0f} s" if seconds else ""
         return ev.SayEffect(f"{name} {why}; it is started again{when}")

@@ -89,21 +89,20 @@ class HeartbeatPipes:
 
     @contextlib.contextmanager
     def pipe(
-        self, name: str, first_seconds: float | None = None
+        self, name: str, first_seconds: float
     ) -> Iterator[tuple[int, dict[str, str]]]:
         """Opens a process's pipe; yields the descriptor for it, and its environment.
 
         Args:
             name: Name of the process, which is started in the context.
-            first_seconds: Deadline of its first heartbeat; default: none.
+            first_seconds: Deadline of its first heartbeat, or infinity.
         """
         self.forget(name)
         read, write = os.pipe()
         os.set_blocking(read, False)
         self._pipes[name] = read
         self._selector.register(read, selectors.EVENT_READ, lambda: self._read(name))
-        if first_seconds is not None:
-            self._lease.expect(name, time.monotonic() + first_seconds)
+        self._lease.expect(name, time.monotonic() + first_seconds)
         try:
             yield write, {BEAT_PIPE: f"{write}:{os.fstat(write).st_ino}"}
         finally:

@@ -13,14 +13,13 @@ import functools
 import json
 import os
 import resource
-import selectors
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from whalejax.distributed.cgroup_quota import Quota
 from whalejax.distributed.first_connection import shared_key
@@ -44,7 +43,7 @@ from whalejax.membership.fixed_run import FixedRun, rank_name
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.launch_spec import Launch as Launch
 from whalejax.processes.launch_spec import is_here as is_here
-from whalejax.processes.local_processes import GRACE_SECONDS, Processes, log_folder
+from whalejax.processes.local_processes import GRACE_SECONDS, log_folder
 from whalejax.processes.local_run import LocalRun
 from whalejax.processes.process_output import Log, Pump, TerminalOutput
 from whalejax.wire.keys import make_key
@@ -60,6 +59,17 @@ _OTHER_FILES: Final = 64
 
 UNPRINTED: Final = 2
 """Exit status if all ended well but the output could not be printed."""
+
+
+class RankReport(NamedTuple):
+    """Values of a process in the JSON of a launch; None for those that are unknown."""
+
+    rank: int | None
+    host: str | None
+    kind: str | None
+    devices: int | None
+    cpu_quota_percent: float | None
+    log: str
 
 
 def run(launch: Launch) -> int:
@@ -125,16 +135,11 @@ class _Launched:
             exit_seconds=launch.exit_seconds,
             now=time.monotonic(),
         )
-        selector = selectors.DefaultSelector()
-        self._processes = Processes(
-            launch.command, {}, launch.logs, selector, end_with_this=True
-        )
-        self._run = LocalRun(
+        self._loop = LocalRun(
             self,
-            self._processes,
-            selector,
-            self._start,
+            launch.logs,
             say=say_in_background,
+            end_with_this=True,
             groups=True,
             stopping=self._say_stopping,
         )
@@ -160,34 +165,43 @@ class _Launched:
             if warning := launch.gpus_shared():
                 say(f"whalejax: {warning}")
         try:
-            return self._run.run()
+            return self._loop.run()
         finally:
             self._read_all()  # Of those that were started before a failure.
             end = time.monotonic() + GRACE_SECONDS / 2
             for thread in self._threads:
                 thread.join(max(0.0, end - time.monotonic()))
 
-    def react(self, now: float, event: ev.Event) -> Sequence[ev.Effect]:
+    def react(self, now: float, event: ev.Event) -> list[ev.Effect]:
         """Applies an event by the rules of a fixed run; see ``RunPolicy``."""
         self._policy.written_at = {r: pump.last for r, pump in enumerate(self._pumps)}
         return self._policy.react(now, event)
 
-    def _start(self, rank: int) -> None:
-        launch, name = self._launch, rank_name(rank)
+    def start(self, slot: int) -> None:
+        """Starts a rank.
+
+        Raises:
+            WhaleError: It cannot be started.
+        """
+        launch, rank = self._launch, slot
         own = {**launch.environment_of(rank, self._coordinator), **self._given}
         words = launch.words(rank, own)
         read, write = os.pipe()
         self._stack.callback(os.close, read)
         try:
-            pid, _ = self._processes.start(name, own, command=words, output=write)
+            self._loop.start(
+                rank_name(rank),
+                own,
+                command=words,
+                output=write,
+                prepare=functools.partial(self._slow_down, rank),
+            )
         except OSError as error:
             raise WhaleError(
                 f"rank {rank} cannot be started: {words[0]}: {error.strerror}"
             ) from error
         finally:
             os.close(write)
-        self._slow_down(rank, pid)
-        self._processes.release(name)
         shows = rank == 0 and not launch.json
         outputs = (self._logs[rank], *((self._terminal,) if shows else ()))
         told = functools.partial(self._on_report, rank)
@@ -204,7 +218,7 @@ class _Launched:
 
     def _on_report(self, rank: int, said: DeviceReport | BlameReport | Joining) -> bool:
         """Records a rank's report; returns False if it is invalid."""
-        with self._run.lock:
+        with self._loop.lock:
             is_true = self._policy.hear(rank, said)
         if len(self._policy.reports) == self._launch.processes:
             self._show()
@@ -212,7 +226,7 @@ class _Launched:
 
     def _show(self) -> None:
         """Prints the table once, after all ranks have reported or ended."""
-        with self._run.lock:
+        with self._loop.lock:
             if self._launch.tells and not (self._shown or self._launch.json):
                 self._shown = True
                 say_in_background(self.table())
@@ -229,29 +243,30 @@ class _Launched:
 
     def log(self, rank: int) -> Path:
         """Returns the path of a rank's log."""
-        return self._processes.log(rank_name(rank))
+        return self._loop.processes.log(rank_name(rank))
 
-    def _rows(self) -> list[dict[str, Any]]:
-        """Returns what is known of each rank, by the names of the JSON."""
-        return [
-            rank_row(
+    def _ranks(self) -> list[RankReport]:
+        reports = []
+        for rank in range(self._launch.processes):
+            said = self._policy.reports.get(rank)
+            report = RankReport(
                 rank,
-                host=self._launch.host_of(rank),
-                log=self.log(rank),
-                devices=self._policy.reports.get(rank),
-                quota=self._launch.quotas[rank] if self._launch.quotas else None,
+                self._launch.host_of(rank),
+                None if said is None else said.kind,
+                None if said is None else said.devices,
+                self._launch.quotas[rank] if self._launch.quotas else None,
+                str(self.log(rank)),
             )
-            for rank in range(self._launch.processes)
-        ]
+            reports.append(report)
+        return reports
 
     def table(self) -> str:
         """Returns a table with one line for each rank."""
         rows: list[tuple[str, ...]]
         rows = [("rank", "host", "kind", "devices", "CPU quota", "log")]
-        for row in self._rows():
-            if (quota := row["cpu_quota_percent"]) is not None:
-                row["cpu_quota_percent"] = f"{quota:g} %"
-            rows.append(tuple("-" if v is None else str(v) for v in row.values()))
+        for *known, quota, log in self._ranks():
+            words = (*known, None if quota is None else f"{quota:g} %", log)
+            rows.append(tuple("-" if word is None else str(word) for word in words))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(
@@ -276,7 +291,7 @@ class _Launched:
         failed, status = self._policy.failure, end.status
         failure = self._failure(*failed) if failed else None
         if self._launch.json:
-            printed = _print_json(status, failure, self._rows())
+            printed = _print_json(status, failure, self._ranks())
             return status if printed else status or UNPRINTED
         if failed and failure and (self._launch.tells or failed[0]):
             say_in_background(failure)
@@ -307,36 +322,10 @@ class _Launched:
             )
 
 
-def rank_row(
-    rank: int | None,
-    *,
-    host: str | None,
-    log: Path,
-    devices: DeviceReport | None = None,
-    quota: float | None = None,
-) -> dict[str, Any]:
-    """Returns what the JSON of a launch says of a process.
-
-    Args:
-        rank: Rank of the process.
-        host: Host of the process, if known.
-        log: Path of its log.
-        devices: Devices that it reported, if any.
-        quota: CPU quota in percent of a core, if any.
-    """
-    return {
-        "rank": rank,
-        "host": host,
-        "kind": None if devices is None else devices.kind,
-        "devices": None if devices is None else devices.devices,
-        "cpu_quota_percent": quota,
-        "log": str(log),
-    }
-
-
-def _print_json(status: int, failure: str | None, ranks: Sequence[Any]) -> bool:
+def _print_json(status: int, failure: str | None, ranks: Sequence[RankReport]) -> bool:
     """Prints the end of a launch as one line of JSON; returns False if that fails."""
-    said = {"status": status, "failure": failure, "ranks": ranks}
+    rows = [rank._asdict() for rank in ranks]
+    said = {"status": status, "failure": failure, "ranks": rows}
     try:
         print(json.dumps(said), flush=True)
     except BrokenPipeError:  # the reader has closed the pipe

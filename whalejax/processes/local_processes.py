@@ -245,12 +245,11 @@ class Processes:
             return ""
 
 
-def log_folder(path: Path, option: str = "--logs") -> Path:
+def log_folder(path: Path) -> Path:
     """Creates a folder of logs, and returns it.
 
     Args:
         path: Path of the folder.
-        option: Option that names it, for the error.
 
     Raises:
         WhaleError: It cannot be created.
@@ -259,7 +258,7 @@ def log_folder(path: Path, option: str = "--logs") -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WhaleError(
-            f"{option} {path}: {error.strerror}. Name a folder that can be made"
+            f"--logs {path}: {error.strerror}. Name a folder that can be made"
         ) from error
     return path
 

@@ -9,18 +9,20 @@ messages too; they use the same ``Processes``.
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import shlex
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol
 
 from whalejax.membership import events as ev
 from whalejax.membership.exit_status import Ending
-from whalejax.processes.heartbeat_pipe import HeartbeatPipes
+from whalejax.processes.heartbeat_pipe import SILENT_SECONDS, HeartbeatPipes
 from whalejax.processes.local_processes import (
     GRACE_SECONDS,
     Processes,
@@ -32,59 +34,123 @@ _TICK_SECONDS: Final = 0.2
 _RELEASE_SECONDS: Final = 30.0
 
 
-def _ignore(names: Sequence[str]) -> None:
-    del names
+class RunPolicy(Protocol):
+    """Rules of a run, and the commands of its processes."""
+
+    def react(self, now: float, event: ev.Event) -> Iterable[ev.Effect]:
+        """Applies an event, and returns its effects in the order to carry them out.
+
+        Args:
+            now: The time, in seconds.
+            event: Event that happened.
+        """
+
+    def start(self, slot: int) -> None:
+        """Starts the process of a slot, by ``LocalRun.start``.
+
+        Raises:
+            OSError: It cannot be started now.
+            WhaleError: It never can be started.
+        """
 
 
 class LocalRun:
     """Runs processes by a policy, until it ends the run.
 
     Attributes:
-        processes: The processes; ``start`` adds some.
+        processes: The processes.
         lock: Lock held while the policy reacts, for other threads that change it.
     """
 
     def __init__(
         self,
-        policy: ev.RunPolicy,
-        processes: Processes,
-        selector: selectors.BaseSelector,
-        start: Callable[[int], None],
+        policy: RunPolicy,
+        logs: Path,
         *,
         say: Callable[[str], None],
+        end_with_this: bool = False,
+        silent_seconds: float = SILENT_SECONDS,
+        own_seconds: float = 0.0,
         asks: Sequence[float] = (GRACE_SECONDS,),
         groups: bool = False,
-        own_seconds: float = 0.0,
-        stopping: Callable[[Sequence[str]], None] = _ignore,
+        stopping: Callable[[Sequence[str]], None] | None = None,
         releases: Mapping[str, Sequence[str]] = {},
-        beats: HeartbeatPipes | None = None,
     ) -> None:
         """Prepares the run; starts no process.
 
         Args:
             policy: Rules of the run.
-            processes: Processes, none of which runs yet.
-            selector: Selector that reports their ends; closed at the end of the run.
-            start: Function that starts and releases the process of a slot.
+            logs: Folder of one log for each process.
             say: Function that receives a line for the user.
+            end_with_this: Whether the processes are killed together with this one; see
+                ``Processes``.
+            silent_seconds: Seconds without a heartbeat after which a process that
+                sends some is silent.
+            own_seconds: Seconds for processes to end by themselves after a complete
+                run, before they are asked to.
             asks: Seconds after each request to end, at the end of the run; processes
                 that are left then are killed.
             groups: Whether these requests also go to the processes' children.
-            own_seconds: Seconds for processes to end by themselves after a complete
-                run, before the first request.
-            stopping: Function that receives the names of processes before that.
+            stopping: Function that receives the names of processes before the first
+                request.
             releases: Commands that free what a killed process leaves elsewhere, by
                 name.
-            beats: Pipes of the processes' heartbeats; default: none have any.
         """
-        self.processes, self.lock = processes, threading.RLock()
-        self._policy, self._selector = policy, selector
-        self._start, self._say, self._stopping = start, say, stopping
+        self._selector = selectors.DefaultSelector()
+        self.processes = Processes(
+            (), {}, logs, self._selector, end_with_this=end_with_this
+        )
+        self.lock = threading.RLock()
+        self._beats = HeartbeatPipes(self._selector, silent_seconds)
+        self._policy, self._say, self._stopping = policy, say, stopping
         self._asks, self._groups, self._own_seconds = asks, groups, own_seconds
-        self._releases, self._beats = releases, beats
+        self._releases = releases
         self._signals: list[int] = []
         self._heard_signals = 0
         self._end: ev.End | None = None
+
+    def start(
+        self,
+        name: str,
+        environment: Mapping[str, str] = {},
+        *,
+        command: Sequence[str],
+        output: int | None = None,
+        errors: int | None = None,
+        first_beat: float | None = None,
+        prepare: Callable[[int], object] | None = None,
+    ) -> None:
+        """Starts a process, for ``RunPolicy.start``.
+
+        Args:
+            name: Name of the process.
+            environment: Environment variables that are added.
+            command: Words of the program.
+            output, errors: Descriptors of its output and errors, as in ``Processes``.
+            first_beat: Deadline of its first heartbeat in seconds, or infinity;
+                default: it sends none.
+            prepare: Function that receives its id before it runs.
+
+        Raises:
+            WhaleError: The program does not exist.
+            OSError: The system cannot start it now.
+        """
+        passed, given = [], dict(environment)
+        with contextlib.ExitStack() as stack:
+            if first_beat is not None:
+                pipe, beats = stack.enter_context(self._beats.pipe(name, first_beat))
+                passed, given = [pipe], {**beats, **given}
+            pid, _ = self.processes.start(
+                name,
+                given,
+                command=command,
+                output=output,
+                errors=errors,
+                passed=passed,
+            )
+        if prepare is not None:
+            prepare(pid)
+        self.processes.release(name)
 
     def run(self) -> ev.End:
         """Runs the processes; returns the policy's end, when none is left.
@@ -110,10 +176,7 @@ class LocalRun:
             self._heard_signals += 1
             self._react(ev.Terminate(self._heard_signals > 1, number))
         states = {name: self.processes.state(name) for name in self.processes.names}
-        if (beats := self._beats) is None:
-            self._react(ev.Tick(states))
-        else:
-            self._react(ev.Tick(states, beats.beating, beats.overdue()))
+        self._react(ev.Tick(states, self._beats.beating, self._beats.overdue()))
 
     def _take_ends(self, seconds: float) -> None:
         """Waits at most ``seconds`` for processes to end, and reports their ends."""
@@ -123,8 +186,7 @@ class LocalRun:
                 name()
                 continue
             status = self.processes.take_exit_status(name)
-            if self._beats is not None:
-                self._beats.forget(name)
+            self._beats.forget(name)
             if status != 0:
                 self._release(name)
             log = self.processes.log_tail(name) if status else ""
@@ -134,7 +196,7 @@ class LocalRun:
         if self._end is not None:
             return
         with self.lock:
-            effects = self._policy.react(time.monotonic(), event)
+            effects = [*self._policy.react(time.monotonic(), event)]
         for effect in effects:
             self._do(effect)
 
@@ -144,8 +206,7 @@ class LocalRun:
                 self._start_in(slot)
             case ev.KillEffect(name=name):
                 self.processes.kill(name)
-                if self._beats is not None:
-                    self._beats.forget(name)
+                self._beats.forget(name)
             case ev.TerminateEffect(name=name, number=number):
                 self.processes.terminate(name, number)
             case ev.SayEffect(text=text):
@@ -157,7 +218,7 @@ class LocalRun:
 
     def _start_in(self, slot: int) -> None:
         try:
-            self._start(slot)
+            self._policy.start(slot)
         except OSError as error:  # Too many processes or files, or too little memory.
             self._react(ev.NotStarted(slot, error.strerror or str(error)))
 
@@ -182,9 +243,11 @@ class LocalRun:
     def _stop(self) -> None:
         """Ends the processes that are left; a further signal kills them at once."""
         told = len(self._signals)
-        if self._end is not None and self._end.how is Ending.COMPLETE:
+        # After an error, no end of a process is a reason to start another.
+        self._end = self._end or ev.End(Ending.FAILED, "")
+        if self._end.how is Ending.COMPLETE:
             self._wait_for_ends(self._own_seconds, told)
-        if names := self.processes.names:
+        if self._stopping is not None and (names := self.processes.names):
             self._stopping(names)
         for seconds in self._asks:
             for name in self.processes.names:

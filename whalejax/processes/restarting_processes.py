@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-import selectors
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from whalejax.membership import events as ev
 from whalejax.membership.kept_run import KeptRun
-from whalejax.processes.heartbeat_pipe import SILENT_SECONDS, HeartbeatPipes
-from whalejax.processes.local_processes import GRACE_SECONDS, Processes, log_folder
+from whalejax.processes.heartbeat_pipe import SILENT_SECONDS
+from whalejax.processes.local_processes import GRACE_SECONDS, log_folder
 from whalejax.processes.local_run import LocalRun
 
 
@@ -64,20 +65,17 @@ class Keeper:
         Raises:
             WhaleError: The folder cannot be created.
         """
-        log_folder(logs)
-        self._programs, selector = programs, selectors.DefaultSelector()
-        self._processes = Processes((), {}, logs, selector, end_with_this=True)
-        self._beats = HeartbeatPipes(selector, silent_seconds)
-        self._run = LocalRun(
-            KeptRun([program.name for program in programs]),
-            self._processes,
-            selector,
-            self._start,
+        self._programs = programs
+        self._rules = KeptRun([program.name for program in programs])
+        self._loop = LocalRun(
+            self,
+            log_folder(logs),
             say=say,
-            asks=(AT_ONCE_SECONDS, GRACE_SECONDS),
+            end_with_this=True,
+            silent_seconds=silent_seconds,
             own_seconds=AT_ONCE_SECONDS + GRACE_SECONDS,
+            asks=(AT_ONCE_SECONDS, GRACE_SECONDS),
             releases={program.name: program.release for program in programs},
-            beats=self._beats,
         )
 
     def run(self) -> int:
@@ -89,17 +87,20 @@ class Keeper:
         Raises:
             WhaleError: A program does not exist.
         """
-        return self._run.run().status
+        return self._loop.run().status
 
-    def _start(self, slot: int) -> None:
+    def react(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
+        """Applies an event, and returns its effects; see ``RunPolicy``."""
+        return self._rules.react(now, event)
+
+    def start(self, slot: int) -> None:
+        """Starts a program."""
         program = self._programs[slot]
-        with self._beats.pipe(program.name) as (pipe, beats):
-            self._processes.start(
-                program.name,
-                {"PYTHONUNBUFFERED": "1", **beats, **program.environment},
-                command=program.command,
-                output=None if slot else 1,
-                errors=None if slot else 2,
-                passed=[pipe],
-            )
-        self._processes.release(program.name)
+        self._loop.start(
+            program.name,
+            {"PYTHONUNBUFFERED": "1", **program.environment},
+            command=program.command,
+            output=None if slot else 1,
+            errors=None if slot else 2,
+            first_beat=math.inf,
+        )

@@ -288,19 +288,25 @@ BEATS = ev.Tick(beating=["supervisor"])
 TERMINATES = [ev.TerminateEffect("supervisor")]
 
 
+def react(
+    rules: launching._SupervisorProcess, now: float, event: ev.Event
+) -> list[ev.Effect]:
+    return [*rules.react(now, event)]
+
+
 def test_a_signal_waits_until_the_supervisor_can_hear_it(tmp_path: Path) -> None:
     rules = launcher_of(tmp_path)
-    assert rules.react(0.0, ev.StartsAllowedEvent()) == STARTS
-    assert not rules.react(1.0, ev.Terminate(at_once=False))
-    assert not rules.react(1.0, Tick()), "it would end it while it starts"
-    assert rules.react(2.0, BEATS) == TERMINATES
-    assert not rules.react(3.0, BEATS)
+    assert react(rules, 0.0, ev.StartsAllowedEvent()) == STARTS
+    assert not react(rules, 1.0, ev.Terminate(at_once=False))
+    assert not react(rules, 1.0, Tick()), "it would end it while it starts"
+    assert react(rules, 2.0, BEATS) == TERMINATES
+    assert not react(rules, 3.0, BEATS)
     # One that takes its place is told again.
-    told = rules.react(4.0, ev.ProcessExitEvent("supervisor", -9))
+    told = react(rules, 4.0, ev.ProcessExitEvent("supervisor", -9))
     said = "the supervisor ended by SIGKILL; it is started again"
     assert told == [ev.SayEffect(said), *STARTS]
-    assert rules.react(5.0, BEATS) == TERMINATES
-    (end,) = rules.react(6.0, ev.ProcessExitEvent("supervisor", 143))
+    assert react(rules, 5.0, BEATS) == TERMINATES
+    (end,) = react(rules, 6.0, ev.ProcessExitEvent("supervisor", 143))
     assert isinstance(end, ev.End) and end.status == 143
 
 
@@ -312,7 +318,8 @@ def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
     monkeypatch.setattr(launching, "AGAIN_BEAT_SECONDS", 0.2)
     monkeypatch.setattr(launching, "_MOST_RESTARTS", 3)
     rules = launcher_of(tmp_path)
-    start, waits = rules._processes.start, ["sleep", "1000"]
+    processes = rules._loop.processes
+    start, waits = processes.start, ["sleep", "1000"]
     commands: list[str] = []
 
     def sleeps(*given: Any, command: list[str], **more: Any) -> Any:
@@ -320,7 +327,7 @@ def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
         first = ["sh", "-c", "kill -9 $$"]
         return start(*given, command=waits if commands[1:] else first, **more)
 
-    monkeypatch.setattr(rules._processes, "start", sleeps)
+    monkeypatch.setattr(processes, "start", sleeps)
     assert rules.run() == 1
     again = [json.loads(text)["again"] for text in commands]
     assert again == [False, True, True]
@@ -328,12 +335,12 @@ def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
 
 def test_the_third_interrupt_ends_all_at_once(tmp_path: Path) -> None:
     rules = launcher_of(tmp_path)
-    rules.react(0.0, BEATS)
-    assert rules.react(1.0, ev.Terminate(at_once=False)) == TERMINATES
+    react(rules, 0.0, BEATS)
+    assert react(rules, 1.0, ev.Terminate(at_once=False)) == TERMINATES
     said: list[str] = []
     for number in range(1, 4):
         interrupt = ev.Terminate(at_once=True, number=signal.SIGINT)
-        text, *asks = rules.react(1.0 + number, interrupt)
+        text, *asks = react(rules, 1.0 + number, interrupt)
         assert isinstance(text, ev.SayEffect)
         said.append(text.text)
         at_once = [ev.TerminateEffect("supervisor", AT_ONCE)] * (number == 3)

@@ -577,7 +577,7 @@ def test_a_command_that_is_refused_is_not_started_for_ever(tmp_path: Path) -> No
         assert len(log.read_text().split()) == 3
         agents.set_hosts([])
         agents.set_hosts(["a"])
-        assert not agents.react(time.monotonic(), ev.Tick())
+        assert not [*agents.react(time.monotonic(), ev.Tick())]
         write_refusals(tmp_path, agents.refused)
     add = Add(name="a", model="mlp", steps=9, devices=(1, 2), folder=str(tmp_path))
     shells = {"a": ["srun"], "b": ["srun"], "c": ["srun", "-p", "other"]}

@@ -100,7 +100,7 @@ def test_heartbeats_begin_end_and_go_to_no_other_pipe(
     monkeypatch.setattr(heartbeat_pipe, "BEAT_SECONDS", 0.01)
     with selectors.DefaultSelector() as selector:
         pipes = heartbeat_pipe.HeartbeatPipes(selector, seconds=1000.0)
-        with pipes.pipe("peer-1") as (_, variables):
+        with pipes.pipe("peer-1", 1000.0) as (_, variables):
             for name, value in variables.items():
                 monkeypatch.setenv(name, value)
             end = heartbeat_pipe.begin_beats()

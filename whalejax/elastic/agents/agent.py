@@ -31,12 +31,14 @@ from whalejax.elastic.environment import (
 from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
+from whalejax.journals.journal import FOLDER
 from whalejax.membership.elastic_run import process_count_text
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.processes.local_gpus import VISIBLE, own_gpus, refusal, visible_gpus
 from whalejax.processes.local_processes import (
     Processes,
     handled_signals,
+    log_folder,
     machine,
 )
 from whalejax.wire.connection import (
@@ -67,9 +69,6 @@ from whalejax.wire.run_messages import (
     ToAgent,
 )
 
-
-FOLDER: Final = "elastic"
-"""Folder of logs, inside that of ``--logs``."""
 
 _NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _TICK_SECONDS: Final = 0.2
@@ -149,14 +148,7 @@ class Agent:
         )
         self.name = options.name or default_name()
         self._host = _check(self.name, options.host)
-        self._logs = (options.logs / FOLDER).absolute()
-        try:
-            self._logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WhaleError(
-                f"--logs {options.logs}: {error.strerror}. Name a folder that can be "
-                "made"
-            ) from error
+        self._logs = log_folder((options.logs / FOLDER).absolute())
         self._token = secrets.token_hex(16)
         self._selector, self._waker = selectors.DefaultSelector(), Waker()
         self._selector.register(self._waker, selectors.EVENT_READ, self._waker)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import signal
 import sys
 import threading
@@ -14,20 +13,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from whalejax.elastic.agents.agent import FOLDER
 from whalejax.elastic.supervisor.event_messages import tell_user
+from whalejax.elastic.supervisor.run_folder import KEY
+from whalejax.journals.journal import FOLDER
 from whalejax.membership import events as ev
 from whalejax.membership.exit_status import Ending, exit_text
 from whalejax.membership.restart_policy import Failures
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.launch_spec import is_here, words_there
-from whalejax.processes.local_processes import Processes, handled_signals, runs
+from whalejax.processes.local_processes import handled_signals, runs
 from whalejax.processes.local_run import LocalRun
 from whalejax.wire.keys import make_key
 
 
-KEY: Final = "key"
 AGENTS: Final = "agents.json"
 """File with the commands of agents that run: their process ids and start times."""
 
@@ -99,18 +98,15 @@ class HostAgents:
         self._refusals: dict[str, int] = {}
         self._output_from: dict[str, int] = {}
         self._failures = Failures(SupervisorSettings(least=1, most=1))
-        selector = selectors.DefaultSelector()
-        self._commands = Processes((), {}, logs / FOLDER, selector)
         self._loop = LocalRun(
             self,
-            self._commands,
-            selector,
-            self._start,
+            logs / FOLDER,
             say=tell_user,
-            asks=(_END_SECONDS,),
             own_seconds=_END_SECONDS,
+            asks=(_END_SECONDS,),
             releases=releases,
         )
+        self._commands = self._loop.processes
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> HostAgents:
@@ -190,11 +186,8 @@ class HostAgents:
             return agent
         return words_there(self._shells[host], host, agent)
 
-    def react(self, now: float, event: ev.Event) -> list[ev.Effect]:
-        """Applies an event, and returns its effects; see ``RunPolicy``."""
-        return [*self._effects(now, event)]
-
-    def _effects(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
+    def react(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
+        """Applies an event, and yields its effects; see ``RunPolicy``."""
         match event:
             case ev.Tick() if self._over is not None:
                 yield ev.End(self._over, "")
@@ -257,18 +250,22 @@ class HostAgents:
         except OSError:
             return ""
 
-    def _start(self, slot: int) -> None:
+    def start(self, slot: int) -> None:
+        """Starts the command of a host's agent.
+
+        Raises:
+            OSError: It cannot be started now.
+        """
         host = [*self._shells][slot]
         with self._log(host).open("ab") as log:
             self._output_from[host] = log.tell()
             try:
-                self._commands.start(
+                self._loop.start(
                     host,
                     self._environments.get(host, {}),
                     command=self.words(host),
                     output=log.fileno(),
+                    prepare=lambda _: self._record(),
                 )
             except WhaleError as error:  # It is tried again.
                 raise OSError(str(error)) from error
-        self._record()
-        self._commands.release(host)

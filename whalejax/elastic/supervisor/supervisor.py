@@ -40,6 +40,7 @@ from whalejax.elastic.supervisor.run_folder import (
     remove_unfinished,
     write_pointer,
 )
+from whalejax.elastic.supervisor.run_folder import KEY as KEY
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership import events as ev
@@ -95,7 +96,6 @@ from whalejax.wire.run_messages import (
 
 
 ADDRESS: Final = "supervisor.json"
-KEY: Final = "key"
 
 _TICK_SECONDS: Final = 0.1
 _LONGEST_WHY: Final = 5000
