@@ -43,7 +43,11 @@ from whalejax.membership.fixed_run import FixedRun, rank_name
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.launch_spec import Launch as Launch
 from whalejax.processes.launch_spec import is_here as is_here
-from whalejax.processes.local_processes import GRACE_SECONDS, log_folder
+from whalejax.processes.local_processes import (
+    GRACE_SECONDS,
+    handled_signals,
+    log_folder,
+)
 from whalejax.processes.local_run import LocalRun
 from whalejax.processes.process_output import Log, Pump, TerminalOutput
 from whalejax.wire.keys import make_key
@@ -96,7 +100,7 @@ def run(launch: Launch) -> int:
         shared_key(given)  # Loaded once here, not by every rank.
     log_folder(launch.logs)
     coordinator = launch.coordinator()
-    with contextlib.ExitStack() as stack:
+    with handled_signals(_interrupt), contextlib.ExitStack() as stack:
         stack.callback(release_port, split_address(coordinator)[1])
         if launch.is_local() and not given.get(KEY_FILE):
             folder = stack.enter_context(
@@ -343,6 +347,11 @@ def _allow_files(count: int) -> None:
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _interrupt(number: int, _: object) -> None:
+    """Ends a launch, before its first process, on SIGTERM and SIGHUP as on Ctrl-C."""
+    raise SystemExit(128 + number)
 
 
 def words_after(words: Sequence[str]) -> list[str]:
