@@ -29,6 +29,7 @@ from whalejax.elastic.sharded_programs import SpreadPrograms
 from whalejax.elastic.supervisor_client import Control, on_notice
 from whalejax.lowering.train_state import TrainState
 from whalejax.membership.elastic_run import AT_STEPS, MODE
+from whalejax.membership.exit_status import TERMINATED
 from whalejax.membership.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.plan.plan import Plan
@@ -54,7 +55,6 @@ from whalejax.wire.run_messages import (
 )
 
 
-_TERMINATED_STATUS: Final = 143
 _KEEP_SECONDS: Final = 300.0
 _STOPS: Final = "stops"
 _COPIES: Final = "copies"
@@ -297,7 +297,7 @@ class SpreadMember:
                 case Prepare(generation=generation):
                     self._asked = generation
                 case Stop(why=why, well=well) | RunEnded(why=why, well=well):
-                    self._status = _TERMINATED_STATUS if well else 1
+                    self._status = TERMINATED if well else 1
                     if not self._stopped:
                         text = f"whalejax: {why}\n"
                         with contextlib.suppress(OSError):

@@ -14,11 +14,11 @@ from whalejax.distributed.launch_env import printable
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.reduction_choice import GradientReduction
+from whalejax.membership.exit_status import TERMINATED
 from whalejax.meshes.errors import WhaleError
 from whalejax.state.folder_lock import is_held
 
 
-_INTERRUPTED_STATUS: Final = 143
 _LONGEST: Final = 500
 
 STATE_OF: Final = {
@@ -286,7 +286,7 @@ def _before_end(events: Events) -> Events:
 
 def _end_of(ending: Mapping[str, Any]) -> str:
     """Describes the end of a run, by its event or its exit status."""
-    by_status = {0: "complete", _INTERRUPTED_STATUS: "interrupted"}
+    by_status = {0: "complete", TERMINATED: "interrupted"}
     return str(ending.get("how") or by_status.get(ending["status"], "failed"))
 
 

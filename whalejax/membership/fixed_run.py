@@ -21,7 +21,7 @@ from whalejax.distributed.launch_env import (
     Joining,
 )
 from whalejax.membership import events as ev
-from whalejax.membership.exit_status import Ending, signal_name
+from whalejax.membership.exit_status import Ending, shell_status, signal_name
 from whalejax.membership.lease import Lease
 
 
@@ -120,7 +120,7 @@ class FixedRun:
             return [ev.End(Ending.COMPLETE, "")]
         self.failure = self._first_failure(states)
         status = next(iter(self.failed.values()))
-        return [ev.End(Ending.FAILED, "", status if status >= 0 else 128 - status)]
+        return [ev.End(Ending.FAILED, "", shell_status(status))]
 
     def _on_end(self, now: float, rank: int, status: int) -> None:
         """Records the end of a process; a status below 0 means a signal."""

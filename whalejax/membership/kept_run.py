@@ -9,12 +9,11 @@ same error twice, end the run, unless other servers serve the leader.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from whalejax.membership import events as ev
-from whalejax.membership.exit_status import Ending, exit_text
+from whalejax.membership.exit_status import Ending, exit_text, shell_status
 from whalejax.membership.restart_policy import Failure, Failures
 from whalejax.membership.settings import SupervisorSettings
 
@@ -26,7 +25,6 @@ SHELL_FAILED: Final = 255
 """Exit status of ssh itself, if a host is unreachable."""
 
 _FAILED: Final = 1
-_TERMINATED: Final = 128 + signal.SIGTERM
 
 
 class KeptRun:
@@ -70,7 +68,7 @@ class KeptRun:
             case ev.Terminate(at_once=at_once):
                 self._was_asked = True
                 if at_once or self._leader not in self._started_at:
-                    yield ev.End(Ending.INTERRUPTED, "", _TERMINATED)
+                    yield ev.End(Ending.INTERRUPTED, "")
                 else:
                     yield ev.TerminateEffect(self._leader)
             case ev.NotStarted(slot=slot, why=why):
@@ -101,7 +99,7 @@ class KeptRun:
     ) -> Iterator[ev.Effect]:
         """Handles the end of a process: restarts it, or ends the run."""
         if name == self._leader and (status >= 0 or self._was_asked):
-            code = status if status >= 0 else 128 - status
+            code = shell_status(status)
             yield ev.End(Ending.FAILED if code else Ending.COMPLETE, "", code)
             return
         if not status and self._leader is not None:

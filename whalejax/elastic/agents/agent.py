@@ -33,6 +33,7 @@ from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.elastic_run import process_count_text
+from whalejax.membership.exit_status import TERMINATED
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.processes.local_gpus import VISIBLE, own_gpus, refusal, visible_gpus
 from whalejax.processes.local_processes import (
@@ -77,7 +78,6 @@ _FIRST_BEAT_SECONDS: Final = 1.0
 _SEND_SECONDS: Final = 5.0
 _DIAL_SECONDS: Final = 5.0
 _MOST_SAID: Final = 4000
-_TERMINATED: Final = 143
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class Agent:
     def _obey_signals(self) -> None:
         if self._told > 1:
             tell_user("asked to end twice: the members of this machine are ended")
-            self._status = _TERMINATED
+            self._status = TERMINATED
         elif self._told and not self._passed_on:
             self._passed_on, self._beat_at = True, 0.0
             names = self._processes.names
