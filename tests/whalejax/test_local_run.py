@@ -39,9 +39,9 @@ class Restarts:
     def start(self, slot: int) -> None:
         if slot and self.fails:
             raise WhaleError("the second cannot be started")
-        self.loop.start(
-            f"p{slot}", command=("sleep", "1000"), prepare=self.started.append
-        )
+        pid, _ = self.loop.processes.start(f"p{slot}", command=("sleep", "1000"))
+        self.loop.processes.release(f"p{slot}")
+        self.started.append(pid)
 
 
 def test_after_an_error_what_ends_is_not_started_again(tmp_path: Path) -> None:
@@ -77,7 +77,8 @@ class Ends:
                 yield ev.End(Ending.INTERRUPTED, "", 128 + number)
 
     def start(self, slot: int) -> None:
-        self.loop.start("p", command=STUBBORN)
+        self.loop.processes.start("p", command=STUBBORN)
+        self.loop.processes.release("p")
         self.pids += self.loop.processes.identities().values()
 
 

@@ -172,7 +172,12 @@ class _SupervisorProcess:
         said = msgspec.json.encode(run, enc_hook=str).decode()
         seconds = AGAIN_BEAT_SECONDS if again else _FIRST_BEAT_SECONDS
         words = [sys.executable, "-m", "whalejax.elastic.launching", said]
-        self._loop.start(_NAME, command=words, output=1, errors=2, first_beat=seconds)
+        processes = self._loop.processes
+        with self._loop.beats.pipe(_NAME, seconds) as (pipe, beats):
+            processes.start(
+                _NAME, beats, command=words, output=1, errors=2, passed=[pipe]
+            )
+        processes.release(_NAME)
 
 
 def main(words: Sequence[str]) -> int:

@@ -108,16 +108,17 @@ class HeartbeatPipes:
         finally:
             os.close(write)
 
-    def _read(self, name: str) -> None:
+    def _read(self, name: str) -> tuple[()]:
         try:
             data = os.read(self._pipes[name], 4096)
         except (KeyError, BlockingIOError):
-            return  # Its process ended in the same turn, and may run again.
+            return ()  # Its process ended in the same turn, and may run again.
         if not data or _LAST in data:
             self.forget(name)
-            return
-        self.beating.add(name)
-        self._lease.renew(name, time.monotonic())
+        else:
+            self.beating.add(name)
+            self._lease.renew(name, time.monotonic())
+        return ()
 
     def forget(self, name: str) -> None:
         """Forgets a process, and closes its pipe.

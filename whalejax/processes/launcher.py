@@ -187,25 +187,21 @@ class _Launched:
         Raises:
             WhaleError: It cannot be started.
         """
-        launch, rank = self._launch, slot
+        launch, rank, name = self._launch, slot, rank_name(slot)
         own = {**launch.environment_of(rank, self._coordinator), **self._given}
         words = launch.words(rank, own)
         read, write = os.pipe()
         self._stack.callback(os.close, read)
         try:
-            self._loop.start(
-                rank_name(rank),
-                own,
-                command=words,
-                output=write,
-                prepare=functools.partial(self._slow_down, rank),
-            )
+            pid, _ = self._loop.processes.start(name, own, command=words, output=write)
         except OSError as error:
             raise WhaleError(
                 f"rank {rank} cannot be started: {words[0]}: {error.strerror}"
             ) from error
         finally:
             os.close(write)
+        self._slow_down(rank, pid)
+        self._loop.processes.release(name)
         shows = rank == 0 and not launch.json
         outputs = (self._logs[rank], *((self._terminal,) if shows else ()))
         told = functools.partial(self._on_report, rank)

@@ -1,15 +1,14 @@
 """The loop that starts, watches and ends processes of this machine.
 
 It is the same for all runs whose processes are children of one process: a launch of a
-fixed number, a leader with servers that are restarted, the commands of agents. A policy
-of ``whalejax.membership`` decides: events go to it, and its effects are carried out.
-The supervisor of an elastic run and an agent have loops of their own, as they read
-messages too; they use the same ``Processes``.
+fixed number, a leader with servers that are restarted, the members of an agent, the
+commands of agents. A policy decides: events go to it, and its effects are carried out.
+Only the supervisor of an elastic run has a loop of its own, for the messages of its
+members; it uses the same ``Processes``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import shlex
 import signal
@@ -28,6 +27,7 @@ from whalejax.processes.local_processes import (
     Processes,
     handled_signals,
 )
+from whalejax.wire.connection_loop import Waker
 
 
 _TICK_SECONDS: Final = 0.2
@@ -46,7 +46,7 @@ class RunPolicy(Protocol):
         """
 
     def start(self, slot: int) -> None:
-        """Starts the process of a slot, by ``LocalRun.start``.
+        """Starts and releases the process of a slot.
 
         Raises:
             OSError: It cannot be started now.
@@ -58,7 +58,8 @@ class LocalRun:
     """Runs processes by a policy, until it ends the run.
 
     Attributes:
-        processes: The processes.
+        processes: The processes, which the policy starts.
+        beats: Pipes of those that send heartbeats.
         lock: Lock held while the policy reacts, for other threads that change it.
     """
 
@@ -101,7 +102,7 @@ class LocalRun:
             (), {}, logs, self._selector, end_with_this=end_with_this
         )
         self.lock = threading.RLock()
-        self._beats = HeartbeatPipes(self._selector, silent_seconds)
+        self.beats = HeartbeatPipes(self._selector, silent_seconds)
         self._policy, self._say, self._stopping = policy, say, stopping
         self._asks, self._groups, self._own_seconds = asks, groups, own_seconds
         self._releases = releases
@@ -109,48 +110,14 @@ class LocalRun:
         self._heard_signals = 0
         self._end: ev.End | None = None
 
-    def start(
-        self,
-        name: str,
-        environment: Mapping[str, str] = {},
-        *,
-        command: Sequence[str],
-        output: int | None = None,
-        errors: int | None = None,
-        first_beat: float | None = None,
-        prepare: Callable[[int], object] | None = None,
-    ) -> None:
-        """Starts a process, for ``RunPolicy.start``.
+    def watch(self, source: Waker, read: Callable[[], Iterable[ev.Effect]]) -> None:
+        """Watches another source of effects, such as messages.
 
         Args:
-            name: Name of the process.
-            environment: Environment variables that are added.
-            command: Words of the program.
-            output, errors: Descriptors of its output and errors, as in ``Processes``.
-            first_beat: Deadline of its first heartbeat in seconds, or infinity;
-                default: it sends none.
-            prepare: Function that receives its id before it runs.
-
-        Raises:
-            WhaleError: The program does not exist.
-            OSError: The system cannot start it now.
+            source: Object that becomes readable with them.
+            read: Function that yields effects; each is carried out before the next.
         """
-        passed, given = [], dict(environment)
-        with contextlib.ExitStack() as stack:
-            if first_beat is not None:
-                pipe, beats = stack.enter_context(self._beats.pipe(name, first_beat))
-                passed, given = [pipe], {**beats, **given}
-            pid, _ = self.processes.start(
-                name,
-                given,
-                command=command,
-                output=output,
-                errors=errors,
-                passed=passed,
-            )
-        if prepare is not None:
-            prepare(pid)
-        self.processes.release(name)
+        self._selector.register(source, selectors.EVENT_READ, read)
 
     def run(self) -> ev.End:
         """Runs the processes; returns the policy's end, when none is left.
@@ -176,17 +143,20 @@ class LocalRun:
             self._heard_signals += 1
             self._react(ev.Terminate(self._heard_signals > 1, number))
         states = {name: self.processes.state(name) for name in self.processes.names}
-        self._react(ev.Tick(states, self._beats.beating, self._beats.overdue()))
+        self._react(ev.Tick(states, self.beats.beating, self.beats.overdue()))
 
     def _take_ends(self, seconds: float) -> None:
         """Waits at most ``seconds`` for processes to end, and reports their ends."""
         for key, _ in self._selector.select(seconds):
             name = key.data
             if not isinstance(name, str):
-                name()
+                for effect in name():
+                    self._do(effect)
+                    if self._end is not None:
+                        break
                 continue
             status = self.processes.take_exit_status(name)
-            self._beats.forget(name)
+            self.beats.forget(name)
             if status != 0:
                 self._release(name)
             log = self.processes.log_tail(name) if status else ""
@@ -201,12 +171,16 @@ class LocalRun:
             self._do(effect)
 
     def _do(self, effect: ev.Effect) -> None:
+        if self._end is not None:
+            return
         match effect:
             case ev.StartEffect(slot=slot):
                 self._start_in(slot)
+            case ev.ReleaseEffect(name=name):
+                self.processes.release(name)
             case ev.KillEffect(name=name):
                 self.processes.kill(name)
-                self._beats.forget(name)
+                self.beats.forget(name)
             case ev.TerminateEffect(name=name, number=number):
                 self.processes.terminate(name, number)
             case ev.SayEffect(text=text):

@@ -96,11 +96,13 @@ class Keeper:
     def start(self, slot: int) -> None:
         """Starts a program."""
         program = self._programs[slot]
-        self._loop.start(
-            program.name,
-            {"PYTHONUNBUFFERED": "1", **program.environment},
-            command=program.command,
-            output=None if slot else 1,
-            errors=None if slot else 2,
-            first_beat=math.inf,
-        )
+        with self._loop.beats.pipe(program.name, math.inf) as (pipe, beats):
+            self._loop.processes.start(
+                program.name,
+                {"PYTHONUNBUFFERED": "1", **beats, **program.environment},
+                command=program.command,
+                output=None if slot else 1,
+                errors=None if slot else 2,
+                passed=[pipe],
+            )
+        self._loop.processes.release(program.name)

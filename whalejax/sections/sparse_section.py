@@ -258,12 +258,8 @@ class SparseSection:
             given = [f"{key}={value}" for key, value in own.items()]
             words = ["env", *given, *command]
             command = words_there(self._run.remote_shell, host, words)
-        self._loop.start(
-            name,
-            own,
-            command=command,
-            prepare=lambda pid: self._pids.update({rank: pid}),
-        )
+        self._pids[rank], _ = self._loop.processes.start(name, own, command=command)
+        self._loop.processes.release(name)
 
 
 def _name(rank: int) -> str:

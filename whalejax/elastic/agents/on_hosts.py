@@ -260,12 +260,13 @@ class HostAgents:
         with self._log(host).open("ab") as log:
             self._output_from[host] = log.tell()
             try:
-                self._loop.start(
+                self._commands.start(
                     host,
                     self._environments.get(host, {}),
                     command=self.words(host),
                     output=log.fileno(),
-                    prepare=lambda _: self._record(),
                 )
             except WhaleError as error:  # It is tried again.
                 raise OSError(str(error)) from error
+        self._record()
+        self._commands.release(host)
