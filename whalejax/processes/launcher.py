@@ -36,6 +36,7 @@ from whalejax.distributed.standard_streams import (
     hold_standard_streams,
     say,
     say_in_background,
+    wait_for_lines,
 )
 from whalejax.membership import events as ev
 from whalejax.membership.exit_status import Ending
@@ -295,6 +296,7 @@ class _Launched:
             return status if printed else status or UNPRINTED
         if failed and failure and (self._launch.tells or failed[0]):
             say_in_background(failure)
+        wait_for_lines()  # Nothing waits for this process any more.
         # Without ``tells``, the logs are removed at the end.
         lost = self._terminal.lost and not self._launch.tells
         return status or (UNPRINTED if lost else 0)
