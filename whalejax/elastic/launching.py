@@ -116,7 +116,7 @@ class _SupervisorProcess:
         seconds = max(run.settings.lease_seconds, 4 * BEAT_SECONDS)
         self._loop = LocalRun(self, run.folder, say=tell_user, silent_seconds=seconds)
         self._starts = self._interrupts = 0
-        self._hears = self._was_asked = False
+        self._hears = self._was_asked = self._is_due = False
 
     def run(self) -> int:
         """Runs the supervisor to its end, and returns its exit status."""
@@ -130,7 +130,11 @@ class _SupervisorProcess:
                 yield ev.StartEffect(0)
             case ev.NotStarted(why=why):
                 text = f"the supervisor cannot be started ({why})"
-                yield ev.End(Ending.FAILED, text)
+                if not self._starts:
+                    yield ev.End(Ending.FAILED, text, _ERROR_STATUS)
+                elif not self._is_due:
+                    self._is_due = True
+                    yield ev.SayEffect(f"{text}; it is tried again")
             case ev.ProcessExitEvent(status=int(status)) if status >= 0:
                 yield ev.End(Ending.COMPLETE, "", status)
             case ev.ProcessExitEvent(status=status):
@@ -150,6 +154,8 @@ class _SupervisorProcess:
                         yield ev.SayEffect(_INTERRUPTED[self._interrupts - 1])
                 if self._hears:
                     yield from self._asks()
+            case ev.Tick() if self._is_due:
+                yield ev.StartEffect(0)
             case ev.Tick(beating=beating, silent=silent):
                 if beating and not self._hears:
                     self._hears = True
@@ -167,7 +173,6 @@ class _SupervisorProcess:
         """Starts the supervisor, or its successor."""
         del slot
         again = self._starts > 0
-        self._starts += 1
         run = dataclasses.replace(self._run, again=again)
         said = msgspec.json.encode(run, enc_hook=str).decode()
         seconds = AGAIN_BEAT_SECONDS if again else _FIRST_BEAT_SECONDS
@@ -178,6 +183,7 @@ class _SupervisorProcess:
                 _NAME, beats, command=words, output=1, errors=2, passed=[pipe]
             )
         processes.release(_NAME)
+        self._starts, self._is_due = self._starts + 1, False
 
 
 def main(words: Sequence[str]) -> int:

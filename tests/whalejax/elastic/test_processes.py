@@ -333,6 +333,23 @@ def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
     assert again == [False, True, True]
 
 
+def test_a_supervisor_that_cannot_be_started_again_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its members go on meanwhile; without a first one, there are none."""
+    rules = launcher_of(tmp_path)
+    failed = ev.NotStarted(0, "Cannot allocate memory")
+    (end,) = react(rules, 0.0, failed)
+    assert isinstance(end, ev.End) and end.status == 2
+    monkeypatch.setattr(rules._loop.processes, "start", lambda *_, **__: (1, ""))
+    rules.start(0)
+    (said,) = react(rules, 1.0, failed)
+    assert isinstance(said, ev.SayEffect) and "it is tried again" in said.text
+    assert react(rules, 2.0, Tick()) == STARTS and not react(rules, 2.0, failed)
+    rules.start(0)
+    assert not react(rules, 3.0, Tick())
+
+
 def test_the_third_interrupt_ends_all_at_once(tmp_path: Path) -> None:
     rules = launcher_of(tmp_path)
     react(rules, 0.0, BEATS)
