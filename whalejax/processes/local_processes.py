@@ -236,13 +236,22 @@ class Processes:
 
     def log_tail(self, name: str) -> str:
         """Returns the end of a process's log."""
-        try:
-            with self.log(name).open("rb") as log:
-                log.seek(0, os.SEEK_END)
-                log.seek(max(log.tell() - _MOST_OF_A_LOG, 0))
-                return log.read(_MOST_OF_A_LOG).decode(errors="replace")
-        except OSError:
-            return ""
+        return end_of_log(self.log(name))
+
+
+def end_of_log(path: Path) -> str:
+    """Returns the end of a log; empty if it cannot be read.
+
+    Args:
+        path: Path of the log.
+    """
+    try:
+        with path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(log.tell() - _MOST_OF_A_LOG, 0))
+            return log.read(_MOST_OF_A_LOG).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def log_folder(path: Path) -> Path:
