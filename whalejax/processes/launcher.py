@@ -121,17 +121,7 @@ class _Launched:
         coordinator: str,
         given: Mapping[str, str],
     ) -> None:
-        """Creates the logs; starts no process yet.
-
-        Args:
-            launch: Processes to start.
-            stack: Stack that is closed after their end.
-            coordinator: Address of process 0.
-            given: Environment variables of each process, except its identity.
-
-        Raises:
-            WhaleError: A log cannot be created.
-        """
+        """Creates the logs; ``given`` are the environment variables of each rank."""
         self._launch, self._stack = launch, stack
         self._coordinator, self._given = coordinator, given
         self._policy = FixedRun(
@@ -159,11 +149,7 @@ class _Launched:
             stack.callback(log.close)
 
     def run(self) -> ev.End:
-        """Starts the ranks, waits for their end, and reads the rest of their output.
-
-        Raises:
-            WhaleError: A rank cannot be started.
-        """
+        """Starts the ranks, waits for their end, and reads the rest of their output."""
         launch = self._launch
         if launch.tells and not launch.json:
             say(f"whalejax: {launch.listens(self._coordinator)}")
@@ -183,11 +169,6 @@ class _Launched:
         return self._policy.react(now, event)
 
     def start(self, slot: int) -> None:
-        """Starts a rank.
-
-        Raises:
-            WhaleError: It cannot be started.
-        """
         launch, rank, name = self._launch, slot, rank_name(slot)
         own = {**launch.environment_of(rank, self._coordinator), **self._given}
         words = launch.words(rank, own)
@@ -243,7 +224,6 @@ class _Launched:
                 say(f"whalejax: running without CPU quotas: {error}")
 
     def log(self, rank: int) -> Path:
-        """Returns the path of a rank's log."""
         return self._loop.processes.log(rank_name(rank))
 
     def _ranks(self) -> list[RankReport]:
@@ -262,7 +242,6 @@ class _Launched:
         return reports
 
     def table(self) -> str:
-        """Returns a table with one line for each rank."""
         rows: list[tuple[str, ...]]
         rows = [("rank", "host", "kind", "devices", "CPU quota", "log")]
         for *known, quota, log in self._ranks():
@@ -279,11 +258,7 @@ class _Launched:
     # The end.
 
     def outcome(self, end: ev.End) -> int:
-        """Prints the end of the run, and returns its exit status.
-
-        Raises:
-            SystemExit, KeyboardInterrupt: A signal has ended it.
-        """
+        """Prints the end of the run, and returns its exit status."""
         if end.how is Ending.INTERRUPTED:
             if end.status == 128 + signal.SIGINT:
                 raise KeyboardInterrupt
