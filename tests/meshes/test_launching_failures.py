@@ -15,8 +15,10 @@ from typing import Any, Final
 import pytest
 
 from whalejax.distributed.launch_env import MARK, BlameReport, DeviceReport
+from whalejax.membership import fixed_run
+from whalejax.membership.fixed_run import rank_name
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes import launcher
+from whalejax.processes import launcher, local_run
 from whalejax.processes.launcher import Launch
 from whalejax.processes.local_processes import GRACE_SECONDS
 from whalejax.processes.process_output import TAIL_BYTES, Log, Pump, TerminalOutput
@@ -370,7 +372,7 @@ def test_one_that_ends_well_while_others_wait_for_it_to_join(
 def test_one_that_a_signal_has_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(fixed_run, "STOPPED_SECONDS", 0.5)
     program = (
         "import os, signal, time\n"
         "if os.environ['WHALEJAX_PROCESS_ID'] == '1':\n"
@@ -398,7 +400,7 @@ def test_systems_that_watch_processes_otherwise(
 class Stubborn:
     """Stands for processes that nothing ends before they are killed."""
 
-    names = tuple(map(str, range(8)))
+    names = tuple(rank_name(rank) for rank in range(8))
 
     def terminate(self, name: str, *, group: bool) -> None:
         assert name in self.names and group
@@ -406,23 +408,26 @@ class Stubborn:
     def kill(self, name: str) -> None:
         assert name in self.names
 
+    def log(self, name: str) -> Path:
+        return Path(os.devnull)
+
 
 def test_stopping_has_one_deadline_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(launcher.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(local_run.time, "monotonic", lambda: clock[0])
     launch = Launch(command=("true",), processes=8, logs=tmp_path)
     with contextlib.ExitStack() as stack:
-        made = launcher._Launched(launch, stack)
-        monkeypatch.setattr(made, "_processes", Stubborn())
+        made = launcher._Launched(launch, stack, "127.0.0.1:1", {})
+        monkeypatch.setattr(made._loop, "processes", Stubborn())
 
-        def turn(seconds: float) -> None:
+        def take_ends(seconds: float) -> None:
             clock[0] += seconds
 
-        monkeypatch.setattr(made, "_turn", turn)
-        made.stop()
-    assert clock[0] <= 1.5 * GRACE_SECONDS
+        monkeypatch.setattr(made._loop, "_take_ends", take_ends)
+        made._loop._stop()
+    assert clock[0] <= 1.5 * GRACE_SECONDS + 1e-6
     said = capsys.readouterr().err
     assert "stopping rank 0, 1, 2, 3, 4, 5, 6, 7 by SIGTERM" in said
     assert "in 10 s is killed" in said

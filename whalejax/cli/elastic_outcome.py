@@ -15,6 +15,7 @@ from whalejax.elastic.mesh_sizes import REPLICAS
 from whalejax.journals.journal import EVENTS, FOLDER, read_events
 from whalejax.journals.reduction_choice import COLLECTIVES
 from whalejax.journals.status import RunStatus, document, status_of
+from whalejax.processes.launcher import RankReport
 
 
 _NOT_RUN: Final = 2
@@ -60,12 +61,14 @@ def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
         return {**result, "failure": "no supervisor could run; standard error says why"}
     ranks = [
         {
-            "rank": member.rank,
-            "host": member.host,
-            "kind": None,
-            "devices": None,
-            "cpu_quota_percent": None,
-            "log": str(logs / FOLDER / f"{name}.log"),
+            **RankReport(
+                member.rank,
+                member.host,
+                kind=None,
+                devices=None,
+                cpu_quota_percent=None,
+                log=str(logs / FOLDER / f"{name}.log"),
+            )._asdict(),
             "name": name,
             "pid": member.pid,
             "state": member.state,

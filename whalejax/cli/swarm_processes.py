@@ -15,11 +15,11 @@ from whalejax.distributed.standard_streams import say
 from whalejax.elastic.engines.engine_shells import (
     leave_allocation,
     ray_shell,
+    slurm_allocation,
     slurm_options,
-    slurm_release,
     slurm_shell,
 )
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.errors import Problems
 from whalejax.processes.launch_spec import (
     check_hosts,
     is_here,
@@ -89,8 +89,7 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
         else:
             words = words_there(shell, host, words)
         if command.slurm is not None:
-            own = {"SLURM_JOB_NAME": f"{run}-{name}"}
-            release = slurm_release(own["SLURM_JOB_NAME"])
+            own, release = slurm_allocation(f"{run}-{name}")
         kept = KeptCommand(name=name, command=words, environment=own, release=release)
         programs.append(kept)
     keeper = Keeper(programs, command.logs, lambda text: say(f"whalejax: {text}"))
@@ -126,13 +125,8 @@ def _places(command: SwarmServeCommand) -> tuple[Sequence[str], list[str]]:
     numbers = range(1, command.processes + 1)
     if command.slurm is not None:
         options = slurm_options(command.slurm)
-        if any(word.startswith(("--job-name", "-J")) for word in options):
-            raise WhaleError(
-                f"--slurm {command.slurm} names the allocations, and each peer's has "
-                "a name of its own, by which it is ended. Leave --job-name out"
-            )
         shell = slurm_shell(options)
-        leave_allocation("swarm")
+        leave_allocation()
         return shell, [f"slurm-{number}" for number in numbers]
     if command.ray is not None:
         shell = ray_shell(

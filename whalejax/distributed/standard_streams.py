@@ -153,12 +153,14 @@ class BackgroundLines:
             if not self._is_stuck:
                 self._is_stuck = not self._drained(_LINE_SECONDS)
 
-    def flush(self, seconds: float) -> bool:
-        """Waits until all is written; returns whether it is."""
+    def flush(self, seconds: float | None = None) -> bool:
+        """Waits until all is written, without a limit if there is none; returns whether
+        it is.
+        """
         with self._changed:
             return self._drained(seconds)
 
-    def _drained(self, seconds: float) -> bool:
+    def _drained(self, seconds: float | None) -> bool:
         return self._changed.wait_for(lambda: not self._lines, seconds)
 
     def _work(self) -> None:
@@ -185,6 +187,11 @@ def _write_errors(line: bytes) -> None:
 
 _errors = BackgroundLines(_write_errors)
 atexit.register(_errors.flush, _END_SECONDS)
+
+
+def wait_for_lines() -> None:
+    """Waits until the lines of ``say_in_background`` are written."""
+    _errors.flush()
 
 
 def say_in_background(text: str) -> None:

@@ -6,31 +6,32 @@ Its members continue meanwhile.
 from __future__ import annotations
 
 import dataclasses
-import os
-import select
 import signal
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from whalejax.distributed.standard_streams import hold_standard_streams
 from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.event_messages import tell_user
+from whalejax.membership import events as ev
+from whalejax.membership.exit_status import Ending, exit_text
 from whalejax.membership.settings import Supervised, SupervisorSettings
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes.local_processes import start_child
+from whalejax.processes.heartbeat_pipe import BEAT_SECONDS
+from whalejax.processes.local_run import LocalRun
 
 
 _MOST_RESTARTS: Final = 1000
-_FIRST_PULSE_SECONDS: Final = 120.0
-_AGAIN_PULSE_SECONDS: Final = SUPERVISOR_SECONDS / 3
+_FIRST_BEAT_SECONDS: Final = 120.0
+AGAIN_BEAT_SECONDS: Final = SUPERVISOR_SECONDS / 3
 """Deadline of the first heartbeat of a restarted supervisor, before members give up."""
 
-_PULSE_SECONDS: Final = 1.0
+_NAME: Final = "supervisor"
 _ERROR_STATUS: Final = 2
 
 _INTERRUPTED: Final = (
@@ -101,81 +102,91 @@ def supervise(
         devices=devices,
         environment=environment,
     )
-    ends = _SignalForwarder()
-    for number in range(_MOST_RESTARTS):
-        status = _run_once(dataclasses.replace(run, again=number > 0), ends)
-        if status >= 0:
-            return status
-        name = signal.Signals(-status).name
-        tell_user(f"the supervisor ended by {name}; it is started again")
-    raise WhaleError(f"the supervisor was ended by signals {_MOST_RESTARTS} times")
+    return _SupervisorProcess(run).run()
 
 
-def _run_once(run: Supervised, ends: _SignalForwarder) -> int:
-    """Starts a supervisor and waits for its end; kills one that is frozen."""
-    read, write = os.pipe()
-    try:
-        run = dataclasses.replace(run, pulse=write)
-        said = msgspec.json.encode(run, enc_hook=str).decode()
-        ends.hears = False
-        words = [sys.executable, "-m", "whalejax.elastic.launching", said]
-        child = ends.child = start_child(words, passed=[write])
-    finally:
-        os.close(write)
-    with open(read, "rb", buffering=0) as pulse:
-        seconds = _AGAIN_PULSE_SECONDS if run.again else _FIRST_PULSE_SECONDS
-        while True:
-            ready, _, _ = select.select([pulse], [], [], seconds)
-            if not ready:
-                child.kill()
-            if not ready or not pulse.read(4096):
-                ends.hears = False
-                return child.wait()
-            ends.beats()
-            seconds = max(run.settings.lease_seconds, _PULSE_SECONDS * 4)
+class _SupervisorProcess:
+    """Process of a supervisor, and the rules by which it is restarted.
 
-
-class _SignalForwarder:
-    """Forwards signals that end this process to the supervisor.
-
-    A supervisor that is still starting cannot handle them: it gets them after its first
-    heartbeat. The third Ctrl-C ends the run at once.
-
-    Attributes:
-        child: The supervisor.
-        hears: Whether the supervisor has sent a heartbeat, after which signals do not
-            end it.
-        told: Whether this process got such a signal.
-        interrupts: Number of times that the user pressed Ctrl-C.
+    A supervisor that is still starting cannot handle signals: it gets them after its
+    first heartbeat. The third Ctrl-C ends the run at once.
     """
 
-    def __init__(self) -> None:
-        self.child: subprocess.Popen[bytes] | None = None
-        self.hears = self.told = False
-        self.interrupts = 0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._pass_on)
+    def __init__(self, run: Supervised) -> None:
+        """Prepares the process; starts none yet."""
+        hold_standard_streams()
+        self._run = run
+        seconds = max(run.settings.lease_seconds, 4 * BEAT_SECONDS)
+        self._loop = LocalRun(self, run.folder, say=tell_user, silent_seconds=seconds)
+        self._starts = self._interrupts = 0
+        self._hears = self._was_asked = self._is_due = False
 
-    def beats(self) -> None:
-        """Handles a heartbeat of the supervisor."""
-        first, self.hears = not self.hears, True
-        if first and self.told:
-            self._tell()
+    def run(self) -> int:
+        """Runs the supervisor to its end, and returns its exit status."""
+        return self._loop.run().status
 
-    def _pass_on(self, number: int, _: object) -> None:
-        self.told = True
-        self.interrupts += number == signal.SIGINT
-        if number == signal.SIGINT and self.interrupts <= len(_INTERRUPTED):
-            tell_user(_INTERRUPTED[self.interrupts - 1])
-        if self.hears:
-            self._tell()
+    def react(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
+        """Applies an event, and yields its effects; see ``RunPolicy``."""
+        del now
+        match event:
+            case ev.StartsAllowedEvent():
+                yield ev.StartEffect(0)
+            case ev.NotStarted(why=why):
+                text = f"the supervisor cannot be started ({why})"
+                if not self._starts:
+                    yield ev.End(Ending.FAILED, text, _ERROR_STATUS)
+                elif not self._is_due:
+                    self._is_due = True
+                    yield ev.SayEffect(f"{text}; it is tried again")
+            case ev.ProcessExitEvent(status=int(status)) if status >= 0:
+                yield ev.End(Ending.COMPLETE, "", status)
+            case ev.ProcessExitEvent(status=status):
+                self._hears = False
+                ended = f"the supervisor ended {exit_text(status)}"
+                if self._starts >= _MOST_RESTARTS:
+                    text = f"{ended}, for the {_MOST_RESTARTS}th time"
+                    yield ev.End(Ending.FAILED, text)
+                    return
+                yield ev.SayEffect(f"{ended}; it is started again")
+                yield ev.StartEffect(0)
+            case ev.Terminate(number=number):
+                self._was_asked = True
+                if number == signal.SIGINT:
+                    self._interrupts += 1
+                    if self._interrupts <= len(_INTERRUPTED):
+                        yield ev.SayEffect(_INTERRUPTED[self._interrupts - 1])
+                if self._hears:
+                    yield from self._asks()
+            case ev.Tick() if self._is_due:
+                yield ev.StartEffect(0)
+            case ev.Tick(beating=beating, silent=silent):
+                if beating and not self._hears:
+                    self._hears = True
+                    if self._was_asked:
+                        yield from self._asks()
+                for name in silent:
+                    yield ev.KillEffect(name, 0)
 
-    def _tell(self) -> None:
-        if self.child is not None and self.child.poll() is None:
-            self.child.send_signal(signal.SIGTERM)
-            if self.interrupts >= len(_INTERRUPTED):
-                self.child.send_signal(AT_ONCE)
+    def _asks(self) -> Iterator[ev.Effect]:
+        yield ev.TerminateEffect(_NAME)
+        if self._interrupts >= len(_INTERRUPTED):
+            yield ev.TerminateEffect(_NAME, AT_ONCE)
+
+    def start(self, slot: int) -> None:
+        """Starts the supervisor, or its successor."""
+        del slot
+        again = self._starts > 0
+        run = dataclasses.replace(self._run, again=again)
+        said = msgspec.json.encode(run, enc_hook=str).decode()
+        seconds = AGAIN_BEAT_SECONDS if again else _FIRST_BEAT_SECONDS
+        words = [sys.executable, "-m", "whalejax.elastic.launching", said]
+        processes = self._loop.processes
+        with self._loop.beats.pipe(_NAME, seconds) as (pipe, beats):
+            processes.start(
+                _NAME, beats, command=words, output=1, errors=2, passed=[pipe]
+            )
+        processes.release(_NAME)
+        self._starts, self._is_due = self._starts + 1, False
 
 
 def main(words: Sequence[str]) -> int:

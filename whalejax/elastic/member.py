@@ -30,6 +30,7 @@ from whalejax.elastic.supervisor_client import (
 )
 from whalejax.lowering.train_state import TrainState
 from whalejax.membership.assignment import Node
+from whalejax.membership.exit_status import TERMINATED
 from whalejax.membership.phases import (
     BETWEEN,
     COMPILING,
@@ -67,7 +68,6 @@ from whalejax.wire.run_messages import (
 
 
 _DRAINED_STATUS = 0
-_TERMINATED_STATUS = 143
 _FLUSH_SECONDS = 10.0
 _EACH_WEIGHT = 0.2
 _KEEP_SECONDS = 300.0
@@ -275,7 +275,7 @@ class ElasticMember:
             while not self._saver.wait():
                 pass  # The supervisor ends this process if it takes too long.
         if said.well:
-            raise SystemExit(_TERMINATED_STATUS)
+            raise SystemExit(TERMINATED)
         raise RunStopped(said.why)
 
     def _stop_at_boundary(self) -> None:

@@ -27,9 +27,9 @@ from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.script_placement import await_placement, connection
 from whalejax.elastic.sharded_programs import SpreadPrograms
 from whalejax.elastic.supervisor_client import Control, on_notice
-from whalejax.elastic.table_programs import TableSpreadPrograms
 from whalejax.lowering.train_state import TrainState
 from whalejax.membership.elastic_run import AT_STEPS, MODE
+from whalejax.membership.exit_status import TERMINATED
 from whalejax.membership.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.plan.plan import Plan
@@ -55,7 +55,6 @@ from whalejax.wire.run_messages import (
 )
 
 
-_TERMINATED_STATUS: Final = 143
 _KEEP_SECONDS: Final = 300.0
 _STOPS: Final = "stops"
 _COPIES: Final = "copies"
@@ -73,7 +72,7 @@ class SpreadMember:
 
     def __init__(
         self,
-        programs: Callable[[], SpreadPrograms | TableSpreadPrograms],
+        programs: Callable[[], SpreadPrograms],
         training: Training,
         facts: dict[str, str],
         *,
@@ -91,7 +90,7 @@ class SpreadMember:
         self._supervised = supervised
         self._control: Control | None = None
         self._copying: ShardCopyManager | None = None
-        self._programs: SpreadPrograms | TableSpreadPrograms
+        self._programs: SpreadPrograms
         self._changed = threading.Condition()
         self._asked = -1
         self._leaves = self._told_leaving = self._stopped = False
@@ -300,7 +299,7 @@ class SpreadMember:
                 case Prepare(generation=generation):
                     self._asked = generation
                 case Stop(why=why, well=well) | RunEnded(why=why, well=well):
-                    self._status = _TERMINATED_STATUS if well else 1
+                    self._status = TERMINATED if well else 1
                     if not self._stopped:
                         text = f"whalejax: {why}\n"
                         with contextlib.suppress(OSError):

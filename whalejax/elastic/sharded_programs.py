@@ -30,6 +30,7 @@ from whalejax.state.resume import (
 )
 from whalejax.state.shard_copies import CopiedModelStates, CopiedStates
 from whalejax.user_code.losses import Job
+from whalejax.wire.run_messages import TablesPlaced
 
 
 class SpreadPrograms:
@@ -166,12 +167,14 @@ class SpreadPrograms:
         """Function from the number of earlier samples to a global batch."""
         return batches_by_samples(self._job, self.size)
 
-    def new_placement(self, done: int) -> None:
+    def new_placement(self, done: int) -> TablesPlaced | None:
         """Returns None: a job without tables places none.
 
         Args:
             done: Number of finished steps.
         """
+        del done
+        return None
 
     def copied_states(self) -> CopiedStates:
         """Returns how states of this step are copied into memory."""

@@ -8,7 +8,6 @@ differently in each.
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import zlib
 from collections.abc import Callable
@@ -21,17 +20,13 @@ import numpy as np
 from whalejax.api import job_plans
 from whalejax.capture.batch import aval_of
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
-from whalejax.elastic.replica_programs import tell_source
-from whalejax.elastic.sharded_programs import cluster_of
-from whalejax.lowering.train_state import TrainState
+from whalejax.elastic.sharded_programs import SpreadPrograms, cluster_of
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.runtime.table_copies import CopiedTableStates
 from whalejax.runtime.train_step import compile as compile_step
-from whalejax.state.async_checkpoints import Tell
 from whalejax.state.checkpoint_files import told_by_all
-from whalejax.state.resume import agreed_checkpoints, batches_by_samples, restore_newest
 from whalejax.state.shard_copies import CopiedStates
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 from whalejax.user_code.losses import Job
@@ -42,10 +37,8 @@ _LONGEST: Final = 2000
 _MOST_TABLES: Final = 8
 
 
-class TableSpreadPrograms:
+class TableSpreadPrograms(SpreadPrograms):
     """A job with tables, planned and compiled for the present processes.
-
-    Its methods are those of ``SpreadPrograms``.
 
     Attributes:
         size: Samples of a global batch.
@@ -132,28 +125,6 @@ class TableSpreadPrograms:
         del plan
         return False
 
-    def restore_or_init(
-        self, folder: Path | None, tell: Tell = lambda report: None
-    ) -> TrainState:
-        """Restores the newest complete checkpoint, or makes a new state.
-
-        All processes call this.
-
-        Args:
-            folder: Folder of checkpoints, or None.
-            tell: Argument of ``ReplicaPrograms.newest``.
-        """
-        newest = (
-            restore_newest(self.step, agreed_checkpoints(folder)) if folder else None
-        )
-        if newest is None:
-            key = jax.random.key(self._seed)
-            state: Any = self.step.init(self._job.make_model, rng=key)
-        else:
-            state = newest.state
-        tell_source(state, newest, tell)
-        return state  # type: ignore[no-any-return]
-
     def new_placement(self, done: int) -> TablesPlaced | None:
         """Returns a report of the placement; None if the last report was of the same.
 
@@ -182,11 +153,6 @@ class TableSpreadPrograms:
             lambda leaf: leaf[rows] if np.shape(leaf)[:1] == (self.size,) else leaf,
             batch,
         )
-
-    @functools.cached_property
-    def _batches(self) -> Callable[[int], Any]:
-        """Function from the number of earlier samples to a global batch."""
-        return batches_by_samples(self._job, self.size)
 
     def copied_states(self) -> CopiedStates:
         """Returns the form in which this step's states are copied into memory."""

@@ -14,11 +14,11 @@ from whalejax.distributed.launch_env import printable
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.reduction_choice import GradientReduction
+from whalejax.membership.exit_status import TERMINATED
 from whalejax.meshes.errors import WhaleError
 from whalejax.state.folder_lock import is_held
 
 
-_INTERRUPTED_STATUS: Final = 143
 _LONGEST: Final = 500
 
 STATE_OF: Final = {
@@ -38,7 +38,7 @@ _OF_STATES: Final = ("begun", "recovered", "finished", "saved")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A generation: its begin, its first step and its members."""
+    """A generation: its begin, the step of its first state, and its members."""
 
     number: int
     seconds: float
@@ -210,16 +210,7 @@ def run_status(run: RunJournal) -> RunStatus:
         loss_first=commits[0]["loss"] if commits else None,
         step_seconds=statistics.median(took) if took else None,
         loss=commits[-1]["loss"] if commits else None,
-        generations=tuple(
-            Generation(
-                number=said["generation"],
-                seconds=round(said["time"] - began, 1),
-                step=said["step"],
-                members=tuple(said["members"]),
-            )
-            for said in events
-            if said["event"] == "begun"
-        ),
+        generations=_generations(events),
         members=members,
         lost=tuple(
             LostMember(
@@ -239,6 +230,23 @@ def run_status(run: RunJournal) -> RunStatus:
         seconds=round(last - began, 1),
         ended=status,
     )
+
+
+def _generations(events: Events) -> tuple[Generation, ...]:
+    found: list[Generation] = []
+    for said in events:
+        if said["event"] == "begun":
+            generation = Generation(
+                number=said["generation"],
+                seconds=round(said["time"] - events[0]["time"], 1),
+                step=said["step"],
+                members=tuple(said["members"]),
+            )
+            found.append(generation)
+        elif said["event"] == "recovered" and found and found[-1].step < 0:
+            # None of its members had a state when it began.
+            found[-1] = dataclasses.replace(found[-1], step=said["step"])
+    return tuple(found)
 
 
 def _adding_up(events: Events) -> GradientReduction | None:
@@ -278,7 +286,7 @@ def _before_end(events: Events) -> Events:
 
 def _end_of(ending: Mapping[str, Any]) -> str:
     """Describes the end of a run, by its event or its exit status."""
-    by_status = {0: "complete", _INTERRUPTED_STATUS: "interrupted"}
+    by_status = {0: "complete", TERMINATED: "interrupted"}
     return str(ending.get("how") or by_status.get(ending["status"], "failed"))
 
 

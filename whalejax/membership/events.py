@@ -1,8 +1,13 @@
-"""Events of an elastic run, and effects that its supervisor's loop carries out."""
+"""Events of a run of processes, and effects that its loop carries out.
+
+Elastic runs have all of them. Runs whose processes are all children of one loop, such
+as a launch of a fixed number, have those without members and agents.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from whalejax.membership.assignment import Node
@@ -34,7 +39,18 @@ class Resume(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """A turn of the loop ended: time has passed; its other events were handled."""
+    """A turn of the loop ended: time has passed; its other events were handled.
+
+    Attributes:
+        states: Linux's letter for the state of each process, for policies that find
+            stopped ones by it.
+        beating: Names of the processes that have sent a heartbeat.
+        silent: Seconds without a heartbeat of each process that stands still.
+    """
+
+    states: Mapping[str, str] = {}
+    beating: Collection[str] = ()
+    silent: Mapping[str, float] = {}
 
 
 class RegisterEvent(NamedTuple):
@@ -155,12 +171,13 @@ class ResizeEvent(NamedTuple):
 
 
 class Terminate(NamedTuple):
-    """The end of the run was requested.
+    """The end of the run was requested, by a signal.
 
     It ends at once, or after a step with a saved state.
     """
 
     at_once: bool
+    number: int = signal.SIGTERM
 
 
 Event = (
@@ -200,6 +217,19 @@ class KillEffect(NamedTuple):
     pid: int
 
 
+class TerminateEffect(NamedTuple):
+    """Ask a process to end, by a signal."""
+
+    name: str
+    number: int = signal.SIGTERM
+
+
+class SayEffect(NamedTuple):
+    """Tell the user."""
+
+    text: str
+
+
 class StartEffect(NamedTuple):
     """Start a process in a slot."""
 
@@ -229,15 +259,28 @@ class StepCommit(NamedTuple):
 
 
 class End(NamedTuple):
-    """End the run: kind of its end, and the message for the user."""
+    """End the run: kind of its end, the message for the user, and the exit status if it
+    does not follow from the kind.
+    """
 
     how: Ending
     text: str
+    code: int | None = None
 
     @property
     def status(self) -> int:
         """Exit status of the process that started the run."""
-        return STATUS[self.how]
+        return STATUS[self.how] if self.code is None else self.code
 
 
-Effect = Send | KillEffect | StartEffect | ReleaseEffect | WriteEvent | StepCommit | End
+Effect = (
+    Send
+    | KillEffect
+    | TerminateEffect
+    | SayEffect
+    | StartEffect
+    | ReleaseEffect
+    | WriteEvent
+    | StepCommit
+    | End
+)

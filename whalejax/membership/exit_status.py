@@ -29,6 +29,23 @@ class Ending(enum.StrEnum):
     LOST = "lost"
 
 
+TERMINATED: Final = 128 + signal.SIGTERM
+"""Exit status of a process that was asked to end."""
+
+
+def shell_status(status: int) -> int:
+    """Returns a status as shells have it: 128 plus the number of a signal that ended
+    the process.
+
+    Args:
+        status: Status as ``subprocess`` has it.
+
+    >>> shell_status(3), shell_status(-9)
+    (3, 137)
+    """
+    return status if status >= 0 else 128 - status
+
+
 def exit_text(status: int | None) -> str:
     """Returns the exit status of a process as text.
 
@@ -60,8 +77,8 @@ def signal_name(number: int) -> str:
 
 STATUS: Final[Mapping[Ending, int]] = {
     Ending.COMPLETE: 0,
-    Ending.DRAINED: 143,
-    Ending.INTERRUPTED: 143,
+    Ending.DRAINED: TERMINATED,
+    Ending.INTERRUPTED: TERMINATED,
     Ending.FAILED: 1,
     Ending.REFUSED: 2,
     Ending.LOST: 1,

@@ -1,15 +1,16 @@
 """A run of a fixed number of processes: the first failure ends all.
 
 This is the policy of ``whalejax launch N``, as ``react`` is that of elastic runs. It
-touches no process, pipe or clock. Its inputs are exit statuses, reports and states of
-the processes; its results are whether the run is over, and which process failed first.
+touches no process, pipe or clock: events bring exit statuses and states of processes,
+and ``hear`` their reports. The effects start all once, and end the run; then it is
+known which process failed first.
 """
 
 from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,21 +20,34 @@ from whalejax.distributed.launch_env import (
     DeviceReport,
     Joining,
 )
-from whalejax.membership.exit_status import signal_name
+from whalejax.membership import events as ev
+from whalejax.membership.exit_status import Ending, shell_status, signal_name
+from whalejax.membership.lease import Lease
 
 
 SOON_SECONDS: Final = 1.0
 """Processes that fail within this time after the first may have failed before it."""
 
-LOOK_SECONDS: Final = 1.0
-"""Time between two checks for frozen processes."""
+STOPPED_SECONDS: Final = 20.0
+"""Time after which a process stopped by a signal counts as failed."""
 
-STOPPED_LOOKS: Final = 20
-"""Number of checks after which a process stopped by a signal counts as failed."""
-
+_LONGEST_TURN_SECONDS: Final = 5.0
 _FOR_ANOTHER: Final = (ENDS_FOR_ANOTHER, -signal.SIGABRT)
 _STOPPED: Final = "T"
 _GIVEN_UP: Final = 1
+
+
+def rank_name(rank: int) -> str:
+    """Returns the name of the process of a rank.
+
+    >>> rank_name(2)
+    'rank-2'
+    """
+    return f"rank-{rank}"
+
+
+def _rank_of(name: str) -> int:
+    return int(name.rpartition("-")[2])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,8 +61,10 @@ class FixedRun:
             counts as stuck.
         now: Start time; later, time of the newest end of a process.
         reports: Devices that each process reported.
+        written_at: Time of the last output of each rank, which its reader changes.
         over: Ranks that have ended, or were given up.
         failed: Exit statuses of the failed ranks, in the order of their failures.
+        failure: Rank that failed first, and text that says how; None without one.
     """
 
     processes: int
@@ -56,11 +72,15 @@ class FixedRun:
     exit_seconds: float
     now: float
     reports: dict[int, DeviceReport] = field(default_factory=dict)
+    written_at: dict[int, float] = field(default_factory=dict)
     over: set[int] = field(default_factory=set)
     failed: dict[int, int] = field(default_factory=dict)
+    failure: tuple[int, str] | None = None
     _blamed: dict[int, str] = field(default_factory=dict)
     _joining: set[int] = field(default_factory=set)
-    _stopped_looks: dict[int, int] = field(default_factory=dict)
+    _going: Lease[int] = field(
+        default_factory=lambda: Lease(STOPPED_SECONDS, _LONGEST_TURN_SECONDS)
+    )
     _ends_at: float = math.inf
 
     def hear(self, rank: int, said: DeviceReport | BlameReport | Joining) -> bool:
@@ -76,7 +96,33 @@ class FixedRun:
                 self._blamed.setdefault(other, why)
         return True
 
-    def end(self, now: float, rank: int, status: int) -> None:
+    def react(self, now: float, event: ev.Event) -> list[ev.Effect]:
+        """Applies an event, and returns its effects: starts, and the end.
+
+        Args:
+            now: The time, in seconds.
+            event: Event that happened.
+        """
+        states: Mapping[str, str] = {}
+        match event:
+            case ev.StartsAllowedEvent():
+                return [ev.StartEffect(rank) for rank in range(self.processes)]
+            case ev.Terminate(number=number):
+                return [ev.End(Ending.INTERRUPTED, "", 128 + number)]
+            case ev.ProcessExitEvent(name=name, status=status):
+                assert status is not None  # Each is a child of the loop.
+                self._on_end(now, _rank_of(name), status)
+            case ev.Tick(states=states):
+                self._look(now, states)
+        if self.running_ranks() and now < self._ends_at:
+            return []
+        if not self.failed:
+            return [ev.End(Ending.COMPLETE, "")]
+        self.failure = self._first_failure(states)
+        status = next(iter(self.failed.values()))
+        return [ev.End(Ending.FAILED, "", shell_status(status))]
+
+    def _on_end(self, now: float, rank: int, status: int) -> None:
         """Records the end of a process; a status below 0 means a signal."""
         if rank in self.over:
             return
@@ -87,26 +133,22 @@ class FixedRun:
             if self.stops or rank == 0:
                 self._ends_at = min(self._ends_at, now + SOON_SECONDS)
 
-    def look(
-        self, now: float, state: Callable[[int], str], heard_at: Mapping[int, float]
-    ) -> None:
-        """Gives up processes for which others wait in vain.
-
-        Args:
-            now: The time.
-            state: Function that returns Linux's letter for the state of a rank.
-            heard_at: Time of the last output of each rank.
-        """
+    def _look(self, now: float, states: Mapping[str, str]) -> None:
+        """Gives up processes for which others wait in vain."""
+        self._going.turn(now)
         for rank in self.running_ranks():
-            looks = self._stopped_looks.get(rank, 0) + 1
-            self._stopped_looks[rank] = looks if state(rank) == _STOPPED else 0
-            if self._stopped_looks[rank] >= STOPPED_LOOKS:
+            is_stopped = states.get(rank_name(rank)) == _STOPPED
+            if not is_stopped or rank not in self._going.heard_at:
+                self._going.renew(rank, now)
+        for rank in self._going.overdue(now):
+            if rank not in self.over:
                 self._give_up(now, rank, _IS_STOPPED)
         for rank in sorted(self.over - self.reports.keys() - self.failed.keys()):
             if self._joining - self.reports.keys() - self.over:
                 self._give_up(now, rank, _ENDED_EARLY)
         left = self.running_ranks()
-        silent = now - max([self.now, *(heard_at[rank] for rank in left)])
+        written = [self.written_at.get(rank, 0.0) for rank in left]
+        silent = now - max([self.now, *written])
         if left and self.over and self.stops and silent > self.exit_seconds:
             why = (
                 f"has not ended {self.exit_seconds:.0f} s after others had, and has "
@@ -118,26 +160,18 @@ class FixedRun:
     def _give_up(self, now: float, rank: int, why: str) -> None:
         self._blamed.setdefault(rank, why)
         self.over.discard(rank)
-        self.end(now, rank, _GIVEN_UP)
+        self._on_end(now, rank, _GIVEN_UP)
 
     def running_ranks(self) -> list[int]:
         """Returns the ranks that still run."""
         return [rank for rank in range(self.processes) if rank not in self.over]
 
-    def seconds_left(self, now: float) -> float:
-        """Returns the seconds until the run is over; 0 if it is, inf if unknown."""
-        return max(0.0, self._ends_at - now) if self.running_ranks() else 0.0
-
-    def who_failed(self, state: Callable[[int], str]) -> tuple[int, str]:
-        """Returns the rank that failed first, and text that says how.
-
-        Args:
-            state: Function that returns Linux's letter for the state of a rank.
-        """
+    def _first_failure(self, states: Mapping[str, str]) -> tuple[int, str]:
+        """Returns the rank that failed first, and text that says how."""
         if not self._blamed and {*self.failed.values()} <= {*_FOR_ANOTHER}:
             # All ended because of another one, and none could name it.
             for rank in self.running_ranks():
-                if state(rank) == _STOPPED:
+                if states.get(rank_name(rank)) == _STOPPED:
                     self._blamed[rank] = _IS_STOPPED
         first = next(iter(self.failed))
         # A process that ends because of another reports it; JAX aborts processes whose
@@ -151,12 +185,6 @@ class FixedRun:
         status = self.failed[rank]
         name = f"signal {signal_name(-status)}" if status < 0 else f"status {status}"
         return rank, f"failed first, with {name}"
-
-    @property
-    def status(self) -> int:
-        """Shell status of the first rank that failed; 0 if none did."""
-        status = next(iter(self.failed.values()), 0)
-        return status if status >= 0 else 128 - status
 
 
 _IS_STOPPED: Final = "is stopped by a signal (SIGSTOP or SIGTSTP) and stands still"

@@ -37,6 +37,7 @@ from whalejax.distributed.launch_env import (
     exit_seconds,
 )
 from whalejax.distributed.standard_streams import say
+from whalejax.membership.exit_status import shell_status
 from whalejax.membership.lease import Lease
 
 
@@ -358,7 +359,7 @@ class Beats:
                 stream.flush()
         if status < 0:
             os.kill(os.getpid(), -status)  # its handler is the default again
-        os._exit(128 - status if status < 0 else status)
+        os._exit(shell_status(status))
 
     def ended_ranks(self) -> set[int]:
         """Returns the ranks of other processes that ended without an error."""

@@ -63,7 +63,7 @@ def exited(
         fails = status is not None and (status > 0 or -status in _ERROR_SIGNALS)
         fails = fails and status != ENDS_FOR_ANOTHER
         fails = fails or member.status == "failed"
-        if fails and run.restarts and len(run.active) > 1:
+        if fails and _may_follow(run, run.failures.error_of(name, log), status):
             why += ", which may follow from the loss of another"
         how = Ending.FAILED if fails else Ending.LOST
         lose(run, now, member, why, log, how=how)
@@ -172,10 +172,14 @@ def restart_world(run: ElasticRun, now: float) -> None:
         run.refill(now, member.slot)
 
 
-def _may_follow(run: ElasticRun, error: str) -> bool:
-    """Returns whether an error may follow from another loss, through collectives."""
-    several = run.restarts and len(run.active) > 1
-    return several and any(sign in error.lower() for sign in LOSS_SIGNS)
+def _may_follow(run: ElasticRun, error: str, status: int | None = None) -> bool:
+    """Returns whether an error may follow from another loss, through collectives; of an
+    unknown one, and of the signal by which JAX aborts, the status is given.
+    """
+    if not run.restarts or len(run.active) < 2:
+        return False
+    unknown = status is not None and (status < 0 or not error)
+    return unknown or any(sign in error.lower() for sign in LOSS_SIGNS)
 
 
 def check_budget(run: ElasticRun, now: float, reached: Status = "active") -> None:

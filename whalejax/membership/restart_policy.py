@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict, deque
 from collections.abc import MutableMapping
@@ -164,7 +165,8 @@ class Failures:
 def error_line(log: str) -> str:
     """Returns the line of a log that names the error.
 
-    This is the last line of the last traceback; without one, the last line of the log.
+    This is the last line of the last traceback, with the indented lines that follow,
+    such as a list of problems; without a traceback, the last line of the log.
 
     Args:
         log: End of a process's log.
@@ -175,7 +177,9 @@ def error_line(log: str) -> str:
     lines = [line for line in log.splitlines() if line.strip()]
     _, result, after = log.rpartition("Traceback (most recent call last)")
     if result:
-        for line in after.splitlines()[1:]:
-            if _ERROR_LINE.match(line):
-                return line
+        found = after.splitlines()
+        for place, line in enumerate(found):
+            if place and _ERROR_LINE.match(line):
+                more = itertools.takewhile(lambda x: x[:1] == " ", found[place + 1 :])
+                return " ".join([line, *map(str.strip, more)])
     return lines[-1] if lines else ""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Final
 
 from whalejax.membership.elastic_run import ElasticRun, MemberRecord
 from whalejax.membership.events import End, KillEffect
-from whalejax.membership.exit_status import STATUS, Ending, exit_text
+from whalejax.membership.exit_status import STATUS, TERMINATED, Ending, exit_text
 from whalejax.membership.history import record
 from whalejax.membership.phases import BETWEEN, SAVING
 from whalejax.wire import run_messages as wire
 
 
-_TERMINATED: Final = (143, -15)
+_TERMINATED: Final = (TERMINATED, -signal.SIGTERM)
 _ERRORS: Final = (Ending.FAILED, Ending.REFUSED, Ending.LOST)
 
 

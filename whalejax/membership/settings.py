@@ -102,8 +102,6 @@ class Supervised:
         host, port: Address to listen at; a free port if 0.
         exit_seconds: Deadline for processes to end after the run.
         environment: Environment variables for the processes.
-        pulse: File descriptor to which the supervisor writes while it is not frozen, or
-            None.
         again: Whether an earlier supervisor of this run was ended by a signal. This one
             then goes on from its journal, even if the run is over or no member is left.
         quiet: Whether to report errors only, and no progress.
@@ -121,7 +119,6 @@ class Supervised:
     port: int = 0
     exit_seconds: float = 300.0
     environment: Mapping[str, str] | None = None
-    pulse: int | None = None
     again: bool = False
     quiet: bool = False
     devices: tuple[str, ...] | None = None

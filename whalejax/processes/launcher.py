@@ -13,13 +13,13 @@ import functools
 import json
 import os
 import resource
-import selectors
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from whalejax.distributed.cgroup_quota import Quota
 from whalejax.distributed.first_connection import shared_key
@@ -35,16 +35,21 @@ from whalejax.distributed.standard_streams import (
     drop_stdout,
     hold_standard_streams,
     say,
+    say_in_background,
+    wait_for_lines,
 )
-from whalejax.membership.fixed_run import LOOK_SECONDS, FixedRun
+from whalejax.membership import events as ev
+from whalejax.membership.exit_status import Ending
+from whalejax.membership.fixed_run import FixedRun, rank_name
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.launch_spec import Launch as Launch
 from whalejax.processes.launch_spec import is_here as is_here
 from whalejax.processes.local_processes import (
     GRACE_SECONDS,
-    Processes,
     handled_signals,
+    log_folder,
 )
+from whalejax.processes.local_run import LocalRun
 from whalejax.processes.process_output import Log, Pump, TerminalOutput
 from whalejax.wire.keys import make_key
 
@@ -59,6 +64,17 @@ _OTHER_FILES: Final = 64
 
 UNPRINTED: Final = 2
 """Exit status if all ended well but the output could not be printed."""
+
+
+class RankReport(NamedTuple):
+    """Values of a process in the JSON of a launch; None for those that are unknown."""
+
+    rank: int | None
+    host: str | None
+    kind: str | None
+    devices: int | None
+    cpu_quota_percent: float | None
+    log: str
 
 
 def run(launch: Launch) -> int:
@@ -83,12 +99,7 @@ def run(launch: Launch) -> int:
     given = launch.shared_environment()
     if launch.is_local():
         shared_key(given)  # Loaded once here, not by every rank.
-    try:
-        launch.logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WhaleError(
-            f"--logs {launch.logs}: {error.strerror}. Name a folder that can be made"
-        ) from error
+    log_folder(launch.logs)
     coordinator = launch.coordinator()
     with handled_signals(_interrupt), contextlib.ExitStack() as stack:
         stack.callback(release_port, split_address(coordinator)[1])
@@ -98,96 +109,109 @@ def run(launch: Launch) -> int:
             )
             given[KEY_FILE] = str(Path(folder) / "key")
             make_key(Path(given[KEY_FILE]))
-        group = _Launched(launch, stack)
-        try:
-            group.start(coordinator, given)
-            return group.wait()
-        finally:
-            group.stop()
+        launched = _Launched(launch, stack, coordinator, given)
+        return launched.outcome(launched.run())
 
 
 class _Launched:
-    def __init__(self, launch: Launch, stack: contextlib.ExitStack) -> None:
-        """Creates the logs; starts no process yet.
-
-        Raises:
-            WhaleError: A log cannot be created.
-        """
+    def __init__(
+        self,
+        launch: Launch,
+        stack: contextlib.ExitStack,
+        coordinator: str,
+        given: Mapping[str, str],
+    ) -> None:
+        """Creates the logs; ``given`` are the environment variables of each rank."""
         self._launch, self._stack = launch, stack
-        self._run = FixedRun(
+        self._coordinator, self._given = coordinator, given
+        self._policy = FixedRun(
             processes=launch.processes,
             stops=launch.stops,
             exit_seconds=launch.exit_seconds,
             now=time.monotonic(),
         )
-        self._selector = stack.enter_context(selectors.DefaultSelector())
-        self._processes = Processes(
-            launch.command, {}, launch.logs, self._selector, end_with_this=True
+        self._loop = LocalRun(
+            self,
+            launch.logs,
+            say=say_in_background,
+            end_with_this=True,
+            groups=True,
+            stopping=self._say_stopping,
         )
         self._pumps: list[Pump] = []
         self._threads: list[threading.Thread] = []
         self._shown = self._lacks_quotas = False
-        self._terminal = TerminalOutput(say)
-        self._lock = threading.Lock()
-        self._logs = [Log(self.log(rank), say) for rank in range(launch.processes)]
+        self._terminal = TerminalOutput(say_in_background)
+        self._logs = [
+            Log(self.log(rank), say_in_background) for rank in range(launch.processes)
+        ]
         for log in self._logs:
             stack.callback(log.close)
 
-    def start(self, coordinator: str, given: Mapping[str, str]) -> None:
-        """Starts every rank, then the threads, as forks and threads do not mix.
-
-        Args:
-            coordinator: Address of process 0.
-            given: Environment variables of each process, except its identity.
-
-        Raises:
-            WhaleError: A rank cannot be started.
-        """
+    def run(self) -> ev.End:
+        """Starts the ranks, waits for their end, and reads the rest of their output."""
         launch = self._launch
         if launch.tells and not launch.json:
-            say(f"whalejax: {launch.listens(coordinator)}")
+            say(f"whalejax: {launch.listens(self._coordinator)}")
             if warning := launch.gpus_shared():
                 say(f"whalejax: {warning}")
-        for rank in range(launch.processes):
-            own = {**launch.environment_of(rank, coordinator), **given}
-            words = launch.words(rank, own)
-            read, write = os.pipe()
-            self._stack.callback(os.close, read)
-            try:
-                pid, _ = self._processes.start(
-                    str(rank), own, command=words, output=write
-                )
-            except OSError as error:
-                raise WhaleError(
-                    f"rank {rank} cannot be started: {words[0]}: {error.strerror}"
-                ) from error
-            finally:
-                os.close(write)
-            self._slow_down(rank, pid)
-            self._processes.release(str(rank))
-            shows = rank == 0 and not launch.json
-            outputs = (self._logs[rank], *((self._terminal,) if shows else ()))
-            told = functools.partial(self._on_report, rank)
-            self._pumps.append(Pump(read, outputs, told))
-        for pump in self._pumps:
+        try:
+            return self._loop.run()
+        finally:
+            self._read_all()  # Of those that were started before a failure.
+            end = time.monotonic() + GRACE_SECONDS / 2
+            for thread in self._threads:
+                thread.join(max(0.0, end - time.monotonic()))
+
+    def react(self, now: float, event: ev.Event) -> list[ev.Effect]:
+        """Applies an event by the rules of a fixed run; see ``RunPolicy``."""
+        self._policy.written_at = {r: pump.last for r, pump in enumerate(self._pumps)}
+        return self._policy.react(now, event)
+
+    def start(self, slot: int) -> None:
+        launch, rank, name = self._launch, slot, rank_name(slot)
+        own = {**launch.environment_of(rank, self._coordinator), **self._given}
+        words = launch.words(rank, own)
+        read, write = os.pipe()
+        self._stack.callback(os.close, read)
+        try:
+            pid, _ = self._loop.processes.start(name, own, command=words, output=write)
+        except OSError as error:
+            raise WhaleError(
+                f"rank {rank} cannot be started: {words[0]}: {error.strerror}"
+            ) from error
+        finally:
+            os.close(write)
+        self._slow_down(rank, pid)
+        self._loop.processes.release(name)
+        shows = rank == 0 and not launch.json
+        outputs = (self._logs[rank], *((self._terminal,) if shows else ()))
+        told = functools.partial(self._on_report, rank)
+        self._pumps.append(Pump(read, outputs, told))
+        if len(self._pumps) == launch.processes:
+            self._read_all()
+
+    def _read_all(self) -> None:
+        """Starts the threads, after the last start: forks and threads do not mix."""
+        for pump in self._pumps[len(self._threads) :]:
             thread = threading.Thread(target=pump.run, daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def _on_report(self, rank: int, said: DeviceReport | BlameReport | Joining) -> bool:
         """Records a rank's report; returns False if it is invalid."""
-        with self._lock:
-            is_true = self._run.hear(rank, said)
-        if len(self._run.reports) == self._launch.processes:
+        with self._loop.lock:
+            is_true = self._policy.hear(rank, said)
+        if len(self._policy.reports) == self._launch.processes:
             self._show()
         return is_true
 
     def _show(self) -> None:
         """Prints the table once, after all ranks have reported or ended."""
-        with self._lock:
+        with self._loop.lock:
             if self._launch.tells and not (self._shown or self._launch.json):
                 self._shown = True
-                say(self.table())
+                say_in_background(self.table())
 
     def _slow_down(self, rank: int, pid: int) -> None:
         """Sets a rank's quota before it runs, or prints why there are no quotas."""
@@ -200,25 +224,29 @@ class _Launched:
                 say(f"whalejax: running without CPU quotas: {error}")
 
     def log(self, rank: int) -> Path:
-        """Returns the path of a rank's log."""
-        return self._launch.logs / f"rank-{rank}.log"
+        return self._loop.processes.log(rank_name(rank))
+
+    def _ranks(self) -> list[RankReport]:
+        reports = []
+        for rank in range(self._launch.processes):
+            said = self._policy.reports.get(rank)
+            report = RankReport(
+                rank,
+                self._launch.host_of(rank),
+                None if said is None else said.kind,
+                None if said is None else said.devices,
+                self._launch.quotas[rank] if self._launch.quotas else None,
+                str(self.log(rank)),
+            )
+            reports.append(report)
+        return reports
 
     def table(self) -> str:
-        """Returns a table with one line for each rank."""
-        quotas = self._launch.quotas
+        rows: list[tuple[str, ...]]
         rows = [("rank", "host", "kind", "devices", "CPU quota", "log")]
-        for rank in range(self._launch.processes):
-            said = self._run.reports.get(rank)
-            rows.append(
-                (
-                    str(rank),
-                    self._launch.host_of(rank),
-                    "-" if said is None else said.kind,
-                    "-" if said is None else str(said.devices),
-                    f"{quotas[rank]:g} %" if quotas else "-",
-                    str(self.log(rank)),
-                )
-            )
+        for *known, quota, log in self._ranks():
+            words = (*known, None if quota is None else f"{quota:g} %", log)
+            rows.append(tuple("-" if word is None else str(word) for word in words))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(
@@ -227,75 +255,30 @@ class _Launched:
             for row in rows
         )
 
-    # Waiting.
+    # The end.
 
-    def wait(self) -> int:
-        """Waits for all ranks, or for the first failure, which it prints."""
-        run = self._run
-        look_at = time.monotonic() + LOOK_SECONDS
-        while left := run.seconds_left(now := time.monotonic()):
-            if now >= look_at:
-                look_at = now + LOOK_SECONDS
-                with self._lock:
-                    heard_at = {r: pump.last for r, pump in enumerate(self._pumps)}
-                    run.look(now, self._state, heard_at)
-            self._turn(min(left, max(0.0, look_at - now)))
-        failed = run.who_failed(self._state) if run.failed else None
-        status = run.status
-        self.stop()
+    def outcome(self, end: ev.End) -> int:
+        """Prints the end of the run, and returns its exit status."""
+        if end.how is Ending.INTERRUPTED:
+            if end.status == 128 + signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(end.status)
         self._show()
+        failed, status = self._policy.failure, end.status
         failure = self._failure(*failed) if failed else None
         if self._launch.json:
-            return status if self._print(status, failure) else status or UNPRINTED
+            printed = _print_json(status, failure, self._ranks())
+            return status if printed else status or UNPRINTED
         if failed and failure and (self._launch.tells or failed[0]):
-            say(failure)
+            say_in_background(failure)
+        wait_for_lines()  # Nothing waits for this process any more.
         # Without ``tells``, the logs are removed at the end.
         lost = self._terminal.lost and not self._launch.tells
         return status or (UNPRINTED if lost else 0)
 
-    def _turn(self, seconds: float) -> None:
-        """Waits at most ``seconds`` for processes to end, and records their ends."""
-        for key, _ in self._selector.select(seconds):
-            status = self._processes.take_exit_status(key.data)
-            assert status is not None  # Each is a child of this process.
-            with self._lock:
-                self._run.end(time.monotonic(), int(key.data), status)
-
-    def _state(self, rank: int) -> str:
-        return self._processes.state(str(rank))
-
-    def _print(self, status: int, failure: str | None) -> bool:
-        """Prints one line of JSON; returns False if that fails."""
-        quotas = self._launch.quotas
-        ranks = []
-        for rank in range(self._launch.processes):
-            said = self._run.reports.get(rank)
-            ranks.append(
-                {
-                    "rank": rank,
-                    "host": self._launch.host_of(rank),
-                    "kind": None if said is None else said.kind,
-                    "devices": None if said is None else said.devices,
-                    "cpu_quota_percent": quotas[rank] if quotas else None,
-                    "log": str(self.log(rank)),
-                }
-            )
-        try:
-            print(
-                json.dumps({"status": status, "failure": failure, "ranks": ranks}),
-                flush=True,
-            )
-        except BrokenPipeError:  # the reader has closed the pipe
-            drop_stdout()
-        except (OSError, ValueError) as error:
-            drop_stdout()
-            say(f"whalejax: --json: {error}")
-            return False
-        return True
-
     def _failure(self, rank: int, how: str) -> str:
         """Describes the first failure, with the end of its output."""
-        stopped = self._launch.stops or 0 in self._run.failed
+        stopped = self._launch.stops or 0 in self._policy.failed
         went = "all others were stopped" if stopped else "the others went on"
         said = f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; {went}."
         if rank == 0 and not self._launch.json:
@@ -304,37 +287,31 @@ class _Launched:
         where = f"The end of {self.log(rank)}" if self._launch.tells else "It said"
         return "\n".join([f"{said} {where}:", *lines])
 
-    # Stopping.
+    def _say_stopping(self, names: Sequence[str]) -> None:
+        if self._launch.tells and not self._launch.json:
+            ranks = [name.rpartition("-")[2] for name in names]
+            who = (
+                f"rank {', '.join(ranks)}" if len(ranks) < 9 else f"{len(ranks)} ranks"
+            )
+            say_in_background(
+                f"whalejax: stopping {who} by SIGTERM; what is left in "
+                f"{GRACE_SECONDS:.0f} s is killed"
+            )
 
-    def stop(self) -> None:
-        """Ends the processes that still run, and those they started, within one
-        deadline.
-        """
-        alive = self._processes.names
-        try:
-            if alive and self._launch.tells and not self._launch.json:
-                who = f"rank {', '.join(alive)}"
-                say(
-                    f"whalejax: stopping {who if len(alive) < 9 else len(alive)} "
-                    f"{'' if len(alive) < 9 else 'ranks '}by SIGTERM; what is left in "
-                    f"{GRACE_SECONDS:.0f} s is killed"
-                )
-            for name in alive:
-                self._processes.terminate(name, group=True)
-            self._wait_for_ends(GRACE_SECONDS)
-        finally:  # also after a second Ctrl-C
-            for name in self._processes.names:
-                self._processes.kill(name)
-            # A process in a system call that does not return cannot even be killed.
-            end = time.monotonic() + GRACE_SECONDS / 2
-            self._wait_for_ends(GRACE_SECONDS / 2)
-            for thread in self._threads:
-                thread.join(max(0.0, end - time.monotonic()))
 
-    def _wait_for_ends(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while self._processes.names and (left := end - time.monotonic()) > 0:
-            self._turn(left)
+def _print_json(status: int, failure: str | None, ranks: Sequence[RankReport]) -> bool:
+    """Prints the end of a launch as one line of JSON; returns False if that fails."""
+    rows = [rank._asdict() for rank in ranks]
+    said = {"status": status, "failure": failure, "ranks": rows}
+    try:
+        print(json.dumps(said), flush=True)
+    except BrokenPipeError:  # the reader has closed the pipe
+        drop_stdout()
+    except (OSError, ValueError) as error:
+        drop_stdout()
+        say(f"whalejax: --json: {error}")
+        return False
+    return True
 
 
 def _allow_files(count: int) -> None:
@@ -346,7 +323,7 @@ def _allow_files(count: int) -> None:
 
 
 def _interrupt(number: int, _: object) -> None:
-    """Ends a launch on SIGTERM and SIGHUP as on Ctrl-C."""
+    """Ends a launch, before its first process, on SIGTERM and SIGHUP as on Ctrl-C."""
     raise SystemExit(128 + number)
 
 

@@ -83,6 +83,7 @@ class Processes:
         command: Sequence[str] = (),
         output: int | None = None,
         errors: int | None = None,
+        passed: Sequence[int] = (),
     ) -> tuple[int, str]:
         """Starts a process, which waits for ``release``; returns its id and start time.
 
@@ -92,6 +93,7 @@ class Processes:
             command: Words of the program, if it is another one.
             output: Descriptor that it writes to; None for its log.
             errors: Descriptor of its errors; None for that of its output.
+            passed: Further descriptors that it inherits.
 
         Raises:
             WhaleError: The program does not exist.
@@ -115,6 +117,7 @@ class Processes:
                     given=read,
                     output=output,
                     errors=errors,
+                    passed=passed,
                     ends_with_this=self._ends_with_this,
                 )
         except BaseException:
@@ -174,20 +177,23 @@ class Processes:
         if entry is not None:
             self._end_group(entry)
 
-    def terminate(self, name: str, *, group: bool = False) -> None:
+    def terminate(
+        self, name: str, number: int = signal.SIGTERM, *, group: bool = False
+    ) -> None:
         """Asks a process to end.
 
         Args:
             name: Name of its member.
+            number: Signal that asks.
             group: Whether to signal its children too, even if it is stopped.
         """
         entry = self._there.get(name)
         if entry is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if not group:
-                    os.kill(entry.pid, signal.SIGTERM)
+                    os.kill(entry.pid, number)
                     return
-                os.killpg(entry.pid, signal.SIGTERM)
+                os.killpg(entry.pid, number)
                 os.killpg(entry.pid, signal.SIGCONT)
 
     def state(self, name: str) -> str:
@@ -220,19 +226,50 @@ class Processes:
         """Names of processes that have not ended."""
         return [*self._there]
 
+    def identities(self) -> dict[str, tuple[int, str]]:
+        """Returns the id and start time of each, by which ``adopt`` finds it again."""
+        return {name: (there.pid, there.began) for name, there in self._there.items()}
+
     def log(self, name: str) -> Path:
         """Returns the path of a process's log."""
         return self._logs / f"{name}.log"
 
     def log_tail(self, name: str) -> str:
         """Returns the end of a process's log."""
-        try:
-            with self.log(name).open("rb") as log:
-                log.seek(0, os.SEEK_END)
-                log.seek(max(log.tell() - _MOST_OF_A_LOG, 0))
-                return log.read().decode(errors="replace")
-        except OSError:
-            return ""
+        return end_of_log(self.log(name))
+
+
+def end_of_log(path: Path) -> str:
+    """Returns the end of a log; empty if it cannot be read.
+
+    Args:
+        path: Path of the log.
+    """
+    try:
+        with path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(log.tell() - _MOST_OF_A_LOG, 0))
+            return log.read(_MOST_OF_A_LOG).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def log_folder(path: Path) -> Path:
+    """Creates a folder of logs, and returns it.
+
+    Args:
+        path: Path of the folder.
+
+    Raises:
+        WhaleError: It cannot be created.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WhaleError(
+            f"--logs {path}: {error.strerror}. Name a folder that can be made"
+        ) from error
+    return path
 
 
 def start_child(

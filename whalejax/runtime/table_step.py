@@ -15,7 +15,6 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Self
 
 import jax
@@ -33,14 +32,14 @@ from whalejax.lowering.runner import abstract_state
 from whalejax.lowering.train_state import TrainState, bare, host_copy, typed_key
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, short_repr
-from whalejax.meshes.errors import Problems, WhaleError, warn
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.replace import Replacement, place_again
 from whalejax.runtime.dense_runner import dense_runner
 from whalejax.runtime.plan_compatibility import devices_of
 from whalejax.runtime.table_processes import TableProcesses, put, rows_here
-from whalejax.state.resume import agreed_checkpoints, depends_on_parts, restore_newest
+from whalejax.state.resume import depends_on_parts, restore_or_init
 from whalejax.state.table_checkpoint import (
     Sections,
     leaf_names,
@@ -851,17 +850,8 @@ class TableStep:
         Raises:
             WhaleError: A checkpoint is another model's, or all are damaged.
         """
-        problems = Arguments("step.restore_or_init")
-        problems.path("folder", folder, "the path of a folder of checkpoints")
-        problems.raise_if_any()
-        given: Any = self  # Its states and plan have the form that this needs.
-        newest = restore_newest(given, agreed_checkpoints(Path(folder)))
-        if newest is None:
-            return self.init(make_model, rng=rng)
-        for note in newest.notes:
-            warn(note)
-        state: Any = newest.state
-        return state  # type: ignore[no-any-return]
+        name = "step.restore_or_init"
+        return restore_or_init(self, name, folder, make_model, rng)  # type: ignore[no-any-return]
 
     def _restored(
         self, found: Mapping[str, Mapping[str, Any]], arrays: Any

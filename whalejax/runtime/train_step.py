@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
@@ -37,7 +36,7 @@ from whalejax.lowering.train_state import TrainState as TrainState
 from whalejax.lowering.uneven.replica_timing import AdaptiveSharesRunner
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
-from whalejax.meshes.errors import WhaleError, warn
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.plan_compatibility import (
@@ -62,7 +61,7 @@ from whalejax.runtime.runner_choice import (
     runner_of,
 )
 from whalejax.state.adopt_state import OwnStates, adopted, to_lower, to_save
-from whalejax.state.resume import agreed_checkpoints, depends_on_parts, restore_newest
+from whalejax.state.resume import depends_on_parts, restore_or_init
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import (
     check_order,
@@ -596,15 +595,8 @@ class TrainStep:
         Raises:
             WhaleError: A checkpoint is another model's, or all are damaged.
         """
-        problems = Arguments("TrainStep.restore_or_init")
-        problems.path("folder", folder, "the path of a folder of checkpoints")
-        problems.raise_if_any()
-        or_init = restore_newest(self, agreed_checkpoints(Path(folder)))
-        if or_init is None:
-            return self.init(make_model, rng=rng)
-        for note in or_init.notes:
-            warn(note)
-        return or_init.state
+        name = "TrainStep.restore_or_init"
+        return restore_or_init(self, name, folder, make_model, rng)  # type: ignore[no-any-return]
 
     def restore(
         self,

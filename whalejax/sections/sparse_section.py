@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import shutil
 import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import jax
 
-from whalejax.membership.exit_status import exit_text
+from whalejax.membership import events as ev
+from whalejax.membership.exit_status import Ending
+from whalejax.membership.kept_run import KeptRun
 from whalejax.membership.lease import Lease
-from whalejax.membership.restart_policy import Failure, Failures
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes.beat_file import begin_beats
+from whalejax.processes.heartbeat_pipe import begin_beats
 from whalejax.processes.launch_spec import is_here, words_there
-from whalejax.processes.local_processes import Processes
-from whalejax.processes.restarting_processes import SHELL_FAILED
+from whalejax.processes.local_processes import log_folder
+from whalejax.processes.local_run import LocalRun
 from whalejax.sections.section_run import SectionRun
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import load_key, make_key
@@ -47,7 +47,6 @@ ANSWER_SECONDS: Final = 60.0
 """Time without an answer after which a process is replaced."""
 
 _SLOWEST_BYTES_PER_SECOND: Final = 1e7
-_TURN_SECONDS: Final = 0.1
 _LONGEST_TURN_SECONDS: Final = 5.0
 
 
@@ -55,8 +54,6 @@ _LONGEST_TURN_SECONDS: Final = 5.0
 class _Slot:
     incarnation: int = -1
     address: Address | None = None
-    started_at: float = 0.0
-    has_worked: bool = False
 
 
 class SparseSection:
@@ -104,15 +101,19 @@ class SparseSection:
         key = load_key(self._key_path)
         self._service = Service(listen(self._run.host), key, {Hello: self._hello})
         self._caller = Caller(key)
-        self._lock = threading.Lock()
+        self._rules = KeptRun(
+            [*map(_name, range(count))], leads=False, what="the sparse section"
+        )
+        logs = log_folder(self.folder / "logs")
+        # A line tells of each process that has ended.
+        self._loop = LocalRun(self, logs, say=lambda _: notify(), asks=())
+        self._lock = self._loop.lock
         self._slots = [_Slot() for _ in range(count)]
         self._suspects: set[tuple[int, int]] = set()
         self._lease: Lease[int] = Lease(
             SupervisorSettings(least=count, most=count).start_seconds,
             _LONGEST_TURN_SECONDS,
         )
-        self._failures = Failures(SupervisorSettings(least=count, most=count))
-        self._due = dict.fromkeys(range(count), 0.0)
         self._closing = threading.Event()
         self._pids: dict[int, int] = {}
         self._thread = threading.Thread(target=self._manage, daemon=True)
@@ -178,7 +179,7 @@ class SparseSection:
                 self._suspects.add((rank, incarnation))
             return None
         with self._lock:
-            self._slots[rank].has_worked = True
+            self._rules.useful.add(_name(rank))
         return answer
 
     def progressed(self, step: int) -> None:
@@ -188,7 +189,7 @@ class SparseSection:
             step: Number of steps done.
         """
         with self._lock:
-            self._failures.progressed(step)
+            self._rules.failures.progressed(step)
 
     def _hello(self, asked: Hello) -> HelloHeard:
         with self._lock:
@@ -203,45 +204,46 @@ class SparseSection:
     # Runs in the thread that manages processes.
 
     def _manage(self) -> None:
-        selector = selectors.DefaultSelector()
-        logs = self.folder / "logs"
-        logs.mkdir(exist_ok=True)
-        processes = Processes((), {}, logs, selector)
-        with selector:
-            try:
-                while not self._closing.is_set():
-                    self._turn(processes, selector)
-            except Exception as error:  # Otherwise the error would be lost.
-                self._fail(error)
-            finally:
-                processes.end_all()
+        try:
+            end = self._loop.run()
+        except Exception as error:  # Otherwise the error would be lost.
+            self._fail(error)
+            return
+        if end.how is not Ending.COMPLETE:
+            where = self.folder / "logs"
+            self._fail(WhaleError(f"{end.text}. Its logs are in {where}"))
 
-    def _turn(self, processes: Processes, selector: selectors.BaseSelector) -> None:
-        now = time.monotonic()
-        with self._lock:
-            self._lease.turn(now)
-            late = {(r, self._slots[r].incarnation) for r in self._lease.overdue(now)}
-            suspects, self._suspects = self._suspects | late, set()
-            current = {r: self._slots[r].incarnation for r in range(self.count)}
-        for rank, incarnation in suspects:
-            if current[rank] == incarnation:
-                processes.kill(_name(rank))
-        for rank in [rank for rank, at in self._due.items() if at <= now]:
-            del self._due[rank]
-            self._start(processes, rank, now)
-        for key, _ in selector.select(_TURN_SECONDS):
-            status = processes.take_exit_status(key.data)
-            self._on_process_end(int(key.data.rpartition("-")[2]), status, processes)
+    def react(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
+        """Applies an event, and yields its effects; see ``RunPolicy``."""
+        match event:
+            case ev.Tick() if self._closing.is_set():
+                yield ev.End(Ending.COMPLETE, "")
+                return
+            case ev.Tick():
+                self._lease.turn(now)
+                late = self._lease.overdue(now)
+                late_now = {(rank, self._slots[rank].incarnation) for rank in late}
+                suspects, self._suspects = self._suspects | late_now, set()
+                for rank, incarnation in suspects:
+                    if self._slots[rank].incarnation == incarnation:
+                        yield ev.KillEffect(_name(rank), 0)
+            case ev.ProcessExitEvent(name=name):
+                rank = int(name.rpartition("-")[2])
+                self._slots[rank].address = None
+                self._pids.pop(rank, None)
+                self._lease.forget(rank)
+                self.replaced += 1
+        yield from self._rules.react(now, event)
 
-    def _start(self, processes: Processes, rank: int, now: float) -> None:
+    def start(self, slot: int) -> None:
+        """Starts the process of a rank, on its host."""
+        rank, held = slot, self._slots[slot]
         with self._lock:
-            slot = self._slots[rank]
-            slot.incarnation += 1
-            slot.started_at, slot.has_worked = now, False
-            self._lease.renew(rank, now)
+            held.incarnation += 1
+            self._lease.renew(rank, time.monotonic())
         settings = {
             "rank": rank,
-            "incarnation": slot.incarnation,
+            "incarnation": held.incarnation,
             "address": self._service.address,
             "key": str(self._key_path),
             "folder": str(self.snapshot_folder(rank)),
@@ -257,40 +259,8 @@ class SparseSection:
             given = [f"{key}={value}" for key, value in own.items()]
             words = ["env", *given, *command]
             command = words_there(self._run.remote_shell, host, words)
-        pid, _ = processes.start(name, own, command=command)
-        processes.release(name)
-        with self._lock:
-            self._pids[rank] = pid
-
-    def _on_process_end(
-        self, rank: int, status: int | None, processes: Processes
-    ) -> None:
-        now, log = time.monotonic(), processes.log_tail(_name(rank))
-        with self._lock:
-            slot = self._slots[rank]
-            slot.address = None
-            self._pids.pop(rank, None)
-            self._lease.forget(rank)
-            name = _name(rank)
-            is_own = status is not None and 0 < status != SHELL_FAILED
-            failure = Failure(
-                at=now,
-                since=slot.started_at,
-                name=name,
-                why=f"ended {exit_text(status or 0)}",
-                error=self._failures.error_of(name, log) if is_own else "",
-            )
-            self._failures.count(failure, log)
-            given_up = self._failures.exceeded(now)
-            self.replaced += 1
-            wait = 0.0 if slot.has_worked else self._failures.hold(now, rank)
-        if given_up:
-            raise WhaleError(
-                f"the sparse section is given up: {given_up}. Its logs are in "
-                f"{self.folder / 'logs'}"
-            )
-        self._due[rank] = now + wait
-        self._notify()
+        self._pids[rank], _ = self._loop.processes.start(name, own, command=command)
+        self._loop.processes.release(name)
 
 
 def _name(rank: int) -> str:

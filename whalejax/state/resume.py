@@ -24,7 +24,8 @@ import numpy as np
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
 from whalejax.lowering.train_state import TrainState
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.checks import Arguments
+from whalejax.meshes.errors import Problems, WhaleError, warn
 from whalejax.planner.plan.plan import Plan
 from whalejax.state.checkpoint import UncheckedCheckpoint, unchecked
 from whalejax.state.checkpoint_files import fail_together, told_by_all
@@ -142,6 +143,36 @@ def restore_newest(
             "with another directory"
         )
     return None
+
+
+def restore_or_init(
+    step: Any,
+    parameter: str,
+    folder: str | os.PathLike[str],
+    make_model: Callable[..., Any],
+    rng: Any,
+) -> Any:
+    """Returns the state of the newest undamaged checkpoint in a folder, or else a new
+    one, for steps of every kind.
+
+    Args:
+        step: Step that restores a checkpoint and initialises states.
+        parameter: Name of the caller, for errors.
+        folder: Folder of checkpoints, which need not exist.
+        make_model, rng: Arguments of ``init``.
+
+    Raises:
+        WhaleError: A checkpoint is another model's, or all are damaged.
+    """
+    problems = Arguments(parameter)
+    problems.path("folder", folder, "the path of a folder of checkpoints")
+    problems.raise_if_any()
+    newest = restore_newest(step, agreed_checkpoints(Path(folder)))
+    if newest is None:
+        return step.init(make_model, rng=rng)
+    for note in newest.notes:
+        warn(note)
+    return newest.state
 
 
 def _other_parts(record: Record, step: CheckpointRestorer, path: Path) -> list[str]:

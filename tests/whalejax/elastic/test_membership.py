@@ -265,6 +265,10 @@ def test_the_first_error_is_told_and_not_what_was_killed_before_it() -> None:
     [
         ("Traceback (most recent call last):\n  x\nKeyError: 1\nbye", "KeyError: 1"),
         ("Traceback (most recent call last):\n  x\na.b.Odd: 2\n\n", "a.b.Odd: 2"),
+        (
+            "Traceback (most recent call last):\n  x\na.Odd: 1 problem\n  1. no\nbye",
+            "a.Odd: 1 problem 1. no",
+        ),
         ("a.py:3: DeprecationWarning: old\n  x()\n", "  x()"),
         ("", ""),
     ],

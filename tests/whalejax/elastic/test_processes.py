@@ -23,11 +23,11 @@ from tests.whalejax.elastic.runs import START as SUPERVISE
 from whalejax.distributed.standard_streams import BackgroundLines
 from whalejax.elastic import launching
 from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
-from whalejax.elastic.launching import _SignalForwarder
 from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
+from whalejax.membership import events as ev
 from whalejax.membership.events import Event, Tick
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
@@ -274,70 +274,95 @@ def test_a_supervisor_that_is_started_again_goes_on(
 # The launcher.
 
 
-class Child:
-    """A supervisor's process, as the launcher sees it."""
-
-    def __init__(self) -> None:
-        self.signals: list[int] = []
-
-    def poll(self) -> None:
-        return None
-
-    def send_signal(self, number: int) -> None:
-        self.signals.append(number)
+def launcher_of(folder: Path, **settings: Any) -> launching._SupervisorProcess:
+    """What keeps a supervisor running, before its start."""
+    settings = {"least": 1, "most": 1, **settings}
+    run = Supervised(
+        command=SLEEPS, folder=folder, settings=SupervisorSettings(**settings)
+    )
+    return launching._SupervisorProcess(run)
 
 
-def test_a_signal_waits_until_the_supervisor_can_hear_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    ends = _SignalForwarder()
-    first = Child()
-    ends.child = first  # type: ignore[assignment]
-    ends._pass_on(signal.SIGTERM, None)
-    assert not first.signals, "it would end it while it starts"
-    ends.beats()
-    ends.beats()
-    assert first.signals == [signal.SIGTERM]
+STARTS = [ev.StartEffect(0)]
+BEATS = ev.Tick(beating=["supervisor"])
+TERMINATES = [ev.TerminateEffect("supervisor")]
+
+
+def react(
+    rules: launching._SupervisorProcess, now: float, event: ev.Event
+) -> list[ev.Effect]:
+    return [*rules.react(now, event)]
+
+
+def test_a_signal_waits_until_the_supervisor_can_hear_it(tmp_path: Path) -> None:
+    rules = launcher_of(tmp_path)
+    assert react(rules, 0.0, ev.StartsAllowedEvent()) == STARTS
+    assert not react(rules, 1.0, ev.Terminate(at_once=False))
+    assert not react(rules, 1.0, Tick()), "it would end it while it starts"
+    assert react(rules, 2.0, BEATS) == TERMINATES
+    assert not react(rules, 3.0, BEATS)
     # One that takes its place is told again.
-    second = Child()
-    ends.child, ends.hears = second, False  # type: ignore[assignment]
-    ends.beats()
-    assert second.signals == [signal.SIGTERM]
+    told = react(rules, 4.0, ev.ProcessExitEvent("supervisor", -9))
+    said = "the supervisor ended by SIGKILL; it is started again"
+    assert told == [ev.SayEffect(said), *STARTS]
+    assert react(rules, 5.0, BEATS) == TERMINATES
+    (end,) = react(rules, 6.0, ev.ProcessExitEvent("supervisor", 143))
+    assert isinstance(end, ev.End) and end.status == 143
 
 
 def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members wait for one long enough that another can take its place."""
-    assert 2 * launching._AGAIN_PULSE_SECONDS < SUPERVISOR_SECONDS
-    started = subprocess.Popen
-    monkeypatch.setattr(
-        launching.subprocess,
-        "Popen",
-        lambda command, **more: started(SLEEPS, pass_fds=more["pass_fds"]),
-    )
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(launching, "_AGAIN_PULSE_SECONDS", 0.2)
-    settings = SupervisorSettings(least=1, most=1)
-    run = Supervised(command=(), folder=Path(), settings=settings, again=True)
-    status = launching._run_once(run, _SignalForwarder())
-    assert status == -signal.SIGKILL
+    assert 2 * launching.AGAIN_BEAT_SECONDS < SUPERVISOR_SECONDS
+    monkeypatch.setattr(launching, "AGAIN_BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(launching, "_MOST_RESTARTS", 3)
+    rules = launcher_of(tmp_path)
+    processes = rules._loop.processes
+    start, waits = processes.start, ["sleep", "1000"]
+    commands: list[str] = []
+
+    def sleeps(*given: Any, command: list[str], **more: Any) -> Any:
+        commands.append(command[-1])
+        first = ["sh", "-c", "kill -9 $$"]
+        return start(*given, command=waits if commands[1:] else first, **more)
+
+    monkeypatch.setattr(processes, "start", sleeps)
+    assert rules.run() == 1
+    again = [json.loads(text)["again"] for text in commands]
+    assert again == [False, True, True]
 
 
-def test_the_third_interrupt_ends_all_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_supervisor_that_cannot_be_started_again_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    ends, child = _SignalForwarder(), Child()
-    ends.child, ends.hears = child, True  # type: ignore[assignment]
-    ends._pass_on(signal.SIGTERM, None)
-    assert not capsys.readouterr().err
-    for _ in range(3):
-        assert AT_ONCE not in child.signals
-        ends._pass_on(signal.SIGINT, None)
-    assert child.signals == [signal.SIGTERM] * 4 + [AT_ONCE]
-    first, second, third = capsys.readouterr().err.splitlines()
+    """Its members go on meanwhile; without a first one, there are none."""
+    rules = launcher_of(tmp_path)
+    failed = ev.NotStarted(0, "Cannot allocate memory")
+    (end,) = react(rules, 0.0, failed)
+    assert isinstance(end, ev.End) and end.status == 2
+    monkeypatch.setattr(rules._loop.processes, "start", lambda *_, **__: (1, ""))
+    rules.start(0)
+    (said,) = react(rules, 1.0, failed)
+    assert isinstance(said, ev.SayEffect) and "it is tried again" in said.text
+    assert react(rules, 2.0, Tick()) == STARTS and not react(rules, 2.0, failed)
+    rules.start(0)
+    assert not react(rules, 3.0, Tick())
+
+
+def test_the_third_interrupt_ends_all_at_once(tmp_path: Path) -> None:
+    rules = launcher_of(tmp_path)
+    react(rules, 0.0, BEATS)
+    assert react(rules, 1.0, ev.Terminate(at_once=False)) == TERMINATES
+    said: list[str] = []
+    for number in range(1, 4):
+        interrupt = ev.Terminate(at_once=True, number=signal.SIGINT)
+        text, *asks = react(rules, 1.0 + number, interrupt)
+        assert isinstance(text, ev.SayEffect)
+        said.append(text.text)
+        at_once = [ev.TerminateEffect("supervisor", AT_ONCE)] * (number == 3)
+        assert asks == [*TERMINATES, *at_once]
+    first, second, third = said
     assert "the run ends after a step" in first and "third time" in third
     assert "once more ends all processes at once" in second
 

@@ -117,6 +117,15 @@ def test_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     }
 
 
+def test_a_generation_has_the_step_of_the_state_that_it_found(tmp_path: Path) -> None:
+    """Processes of one model start anew, and find the state after they have begun."""
+    told = written(tmp_path)
+    told.begin(4, ["m4", "m5"], -1)
+    assert [one.step for one in status_of(tmp_path)[-1].generations] == [-1, 3, -1]
+    told.tell(("recovered", {"name": "m4", "step": 4, "source": "step_000004"}))
+    assert [one.step for one in status_of(tmp_path)[-1].generations] == [-1, 3, 4]
+
+
 def test_earlier_runs_of_a_folder_are_shown_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

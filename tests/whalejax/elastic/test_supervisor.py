@@ -22,7 +22,7 @@ from tests.whalejax.keys import OTHER
 from tests.whalejax.messages import Loose, received
 from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.environment import RUN
-from whalejax.elastic.launching import _AGAIN_PULSE_SECONDS
+from whalejax.elastic.launching import AGAIN_BEAT_SECONDS
 from whalejax.elastic.supervisor.supervisor import (
     ADDRESS,
     KEY,
@@ -252,7 +252,7 @@ def test_processes_of_a_run_wait_for_the_next_supervisor(
         monkeypatch.setenv(RUN, run)
         with pytest.raises(WhaleError, match="nobody"):
             Control("127.0.0.1:1", str(tmp_path / "key"), register).open()
-    assert waits[0] <= FIRST_SECONDS and waits[1] > 2 * _AGAIN_PULSE_SECONDS
+    assert waits[0] <= FIRST_SECONDS and waits[1] > 2 * AGAIN_BEAT_SECONDS
 
 
 def test_a_second_supervisor_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tests.whalejax.elastic.driven import written
 from tests.whalejax.elastic.simulated import World
 from tests.whalejax.messages import received
 from whalejax.membership.elastic_run import ElasticRun
-from whalejax.membership.events import StartEffect
+from whalejax.membership.events import StartEffect, WriteEvent
 from whalejax.membership.exit_status import Ending
 from whalejax.membership.history import replay_events
 
@@ -182,19 +183,46 @@ def test_the_journal_is_one_function_of_its_events() -> None:
         assert lines[:number] == before
 
 
+def script_events(*names: str) -> list[dict[str, Any]]:
+    """Events of a script with collectives, whose members have begun."""
+    facts = {"mode": "collectives in generations", "steps": "0", "micro-batches": "0"}
+    told: list[dict[str, Any]] = [{"event": "facts", **facts}]
+    for slot, name in enumerate(names):
+        started = {"event": "started", "slot": slot, "pid": slot + 1, "began": "1"}
+        told += [
+            {**started, "name": name},
+            {"event": "registered", "name": name, "token": f"x{slot}"},
+            {"event": "ready", "name": name},
+        ]
+    begun = {"event": "begun", "members": [*names], "step": -1, "generation": 1}
+    return [*told, begun]
+
+
+TRACEBACK = "Traceback (most recent call last):\n  x\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "log", "follows"),
+    [
+        (1, f"{TRACEBACK}ValueError: 7 is no id\n", False),
+        (1, f"{TRACEBACK}OSError: connection reset\n", True),
+        (1, "", True),
+        (-signal.SIGABRT, "epoch 3\n", True),
+    ],
+)
+def test_what_may_follow_from_another_loss(
+    status: int, log: str, follows: bool
+) -> None:
+    world = World(31, most=2)
+    world.membership.go_on(0.0, script_events("m1", "m2"), {})
+    world.membership.exited(1.0, "m1", status, log)
+    written_down = (e for e in world.membership.effects() if isinstance(e, WriteEvent))
+    (lost,) = (e for e in written_down if e.event == "lost")
+    assert ("may follow" in str(lost.fields["why"])) == follows
+
+
 def test_scripts_stay_scripts() -> None:
-    told: list[dict[str, Any]] = [
-        {"event": "started", "name": "m1", "slot": 0, "pid": 1, "began": "1"},
-        {
-            "event": "facts",
-            "mode": "collectives in generations",
-            "steps": "0",
-            "micro-batches": "0",
-        },
-        {"event": "registered", "name": "m1", "token": "x"},
-        {"event": "ready", "name": "m1"},
-        {"event": "begun", "members": ["m1"], "step": -1, "generation": 1},
-    ]
+    told = script_events("m1")
     world = World(29, most=1)
     world.membership.go_on(0.0, told, {})
     assert world.membership.restarts

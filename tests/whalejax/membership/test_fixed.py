@@ -14,11 +14,13 @@ from whalejax.distributed.launch_env import (
     DeviceReport,
     Joining,
 )
+from whalejax.membership import events as ev
+from whalejax.membership.exit_status import Ending
 from whalejax.membership.fixed_run import (
-    LOOK_SECONDS,
     SOON_SECONDS,
-    STOPPED_LOOKS,
+    STOPPED_SECONDS,
     FixedRun,
+    rank_name,
 )
 
 
@@ -26,24 +28,41 @@ CPU: Final = DeviceReport(kind="cpu", devices=1)
 
 
 def run_of(processes: int, *, stops: bool = True) -> FixedRun:
-    return FixedRun(processes=processes, stops=stops, exit_seconds=30.0, now=0.0)
+    run = FixedRun(processes=processes, stops=stops, exit_seconds=30.0, now=0.0)
+    starts = run.react(0.0, ev.StartsAllowedEvent())
+    assert starts == [ev.StartEffect(rank) for rank in range(processes)]
+    return run
 
 
-def runs(_: int) -> str:
-    return "S"
+def end(run: FixedRun, now: float, rank: int, status: int) -> list[ev.Effect]:
+    return run.react(now, ev.ProcessExitEvent(rank_name(rank), status))
 
 
-def look(run: FixedRun, now: float, *stopped: int, heard: float = 0.0) -> None:
-    heard_at = dict.fromkeys(range(run.processes), heard)
-    run.look(now, lambda rank: "T" if rank in stopped else "S", heard_at)
+def look(
+    run: FixedRun, now: float, *stopped: int, heard: float = 0.0
+) -> list[ev.Effect]:
+    run.written_at = dict.fromkeys(range(run.processes), heard)
+    states = {
+        rank_name(rank): "T" if rank in stopped else "S" for rank in run.running_ranks()
+    }
+    return run.react(now, ev.Tick(states))
+
+
+def failure(run: FixedRun) -> tuple[int, str]:
+    assert run.failure is not None
+    return run.failure
 
 
 def test_all_that_end_well_end_it() -> None:
     run = run_of(2)
-    run.end(1.0, 1, 0)
-    assert run.seconds_left(1.0) == float("inf")
-    run.end(2.0, 0, 0)
-    assert (run.seconds_left(2.0), run.status) == (0.0, 0)
+    assert not end(run, 1.0, 1, 0)
+    assert end(run, 2.0, 0, 0) == [ev.End(Ending.COMPLETE, "")]
+
+
+def test_a_signal_ends_it() -> None:
+    (effect,) = run_of(2).react(1.0, ev.Terminate(at_once=False, number=2))
+    assert isinstance(effect, ev.End)
+    assert (effect.how, effect.status) == (Ending.INTERRUPTED, 130)
 
 
 @pytest.mark.parametrize(
@@ -71,31 +90,42 @@ def test_who_failed_first(
     for number, (other, why) in blames.items():
         assert run.hear(number, BlameReport(rank=other, why=why))
     for number, status in ends.items():
-        run.end(1.0, number, status)
-    assert 0 < run.seconds_left(1.0) <= SOON_SECONDS
-    assert run.seconds_left(1.0 + SOON_SECONDS) == 0.0
-    found, said = run.who_failed(runs)
+        assert not end(run, 1.0, number, status)
+    assert not look(run, 1.0 + SOON_SECONDS / 2)
+    (effect,) = look(run, 1.0 + SOON_SECONDS)
+    found, said = failure(run)
     assert (found, how in said) == (rank, True)
     status = next(iter(ends.values()))
-    assert run.status == (status if status > 0 else 128 - status)
+    assert isinstance(effect, ev.End)
+    assert effect.status == (status if status > 0 else 128 - status)
 
 
 def test_one_that_is_stopped_is_given_up_and_one_that_goes_on_is_not() -> None:
+    run, last = run_of(2), int(STOPPED_SECONDS)
+    for second in range(last):
+        assert not look(run, float(second), 1)
+    assert not look(run, float(last))  # It goes on.
+    for second in range(last + 1, 2 * last + 2):
+        assert not look(run, float(second), 1)
+    look(run, 2 * last + 3.0, 1)
+    (effect,) = look(run, 2 * last + 3.0 + SOON_SECONDS, 1)
+    assert isinstance(effect, ev.End) and effect.status == 1
+    found, said = failure(run)
+    assert found == 1 and "is stopped by a signal" in said
+
+
+def test_time_in_which_the_launcher_was_stopped_does_not_count() -> None:
     run = run_of(2)
-    for count in range(1, STOPPED_LOOKS):
-        look(run, count * LOOK_SECONDS, 1)
-    look(run, 30.0)
-    for count in range(STOPPED_LOOKS):
-        assert run.seconds_left(31.0 + count) == float("inf")
-        look(run, 31.0 + count, 1)
-    assert run.who_failed(runs)[0] == 1 and run.status == 1
-    assert "is stopped by a signal" in run.who_failed(runs)[1]
+    look(run, 0.0, 1)
+    look(run, 100.0, 1)
+    assert not run.failed
 
 
 def test_all_that_end_for_one_that_is_stopped_name_it() -> None:
     run = run_of(3)
-    run.end(1.0, 0, ENDS_FOR_ANOTHER)
-    assert run.who_failed(lambda rank: "T" if rank == 2 else "S") == (
+    end(run, 1.0, 0, ENDS_FOR_ANOTHER)
+    look(run, 1.0 + SOON_SECONDS, 2)
+    assert failure(run) == (
         2,
         "is stopped by a signal (SIGSTOP or SIGTSTP) and stands still "
         "(rank 0 ended for it)",
@@ -104,19 +134,20 @@ def test_all_that_end_for_one_that_is_stopped_name_it() -> None:
 
 def test_one_that_ends_before_it_has_joined_others_that_wait() -> None:
     run = run_of(3)
-    run.end(1.0, 1, 0)
+    end(run, 1.0, 1, 0)
     look(run, 2.0)
     assert not run.failed
     run.hear(0, Joining())
     look(run, 3.0)
-    assert run.who_failed(runs)[0] == 1
-    assert "ended with exit status 0 before it had joined" in run.who_failed(runs)[1]
+    look(run, 3.0 + SOON_SECONDS)
+    found, said = failure(run)
+    assert found == 1 and "ended with exit status 0 before it had joined" in said
     # One that says what it computes on has joined.
     run = run_of(2)
     for rank in range(2):
         run.hear(rank, Joining())
         run.hear(rank, CPU)
-    run.end(1.0, 1, 0)
+    end(run, 1.0, 1, 0)
     look(run, 2.0)
     assert not run.failed
 
@@ -124,27 +155,29 @@ def test_one_that_ends_before_it_has_joined_others_that_wait() -> None:
 def test_silence_counts_when_others_have_ended_and_from_what_was_written_last() -> None:
     run = run_of(2)
     look(run, 1000.0)
-    run.end(1000.0, 0, 0)
+    end(run, 1000.0, 0, 0)
     look(run, 1030.0)
     look(run, 1060.0, heard=1031.0)
     assert not run.failed
     look(run, 1062.0, heard=1031.0)
-    assert run.who_failed(runs)[0] == 1
-    assert "has not ended 30 s after others had" in run.who_failed(runs)[1]
+    found, said = failure(run)
+    assert found == 1 and "has not ended 30 s after others had" in said
 
 
 def test_where_the_rest_go_on_only_rank_0_ends_all() -> None:
     run = run_of(3, stops=False)
-    run.end(1.0, 1, 3)
-    assert run.seconds_left(1.0) == float("inf")
-    run.end(2.0, 0, 4)
-    assert run.seconds_left(2.0) <= SOON_SECONDS
-    assert (run.status, run.who_failed(runs)[0]) == (3, 1)
+    end(run, 1.0, 1, 3)
+    assert not look(run, 1.0 + 2 * SOON_SECONDS)
+    end(run, 4.0, 0, 4)
+    (effect,) = look(run, 4.0 + SOON_SECONDS)
+    assert isinstance(effect, ev.End)
+    assert (effect.status, failure(run)[0]) == (3, 1)
 
 
 def test_what_cannot_be_true_is_no_report() -> None:
     run = run_of(2)
     assert not run.hear(1, BlameReport(rank=1, why="itself"))
     assert not run.hear(1, BlameReport(rank=2, why="nobody"))
-    run.end(1.0, 0, ENDS_FOR_ANOTHER)
-    assert run.who_failed(runs)[0] == 0
+    end(run, 1.0, 0, ENDS_FOR_ANOTHER)
+    look(run, 1.0 + SOON_SECONDS)
+    assert failure(run)[0] == 0

@@ -13,16 +13,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import pytest
 from live_jobs import Serving, audit_faults
 
+from tests.processes import ROOT
 from tests.whalejax.elastic.engines.launched import environment
 from tests.whalejax.elastic.engines.test_slurm import slurm as slurm
 from tests.whalejax.scheduler.test_live_hosts import TWO_HOSTS
 from tests.whalejax.scheduler.test_run_reader import Host
 from whalejax.elastic.agents.on_hosts import HostAgents
+from whalejax.membership import events as ev
 from whalejax.membership.exit_status import Ending
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
@@ -103,6 +106,20 @@ def trade(serving: Serving, folder: Path, nodes: Callable[[str], int]) -> None:
         serving.end([*STEPS])
 
 
+def call_slurm(*words: str) -> str:
+    """Returns what a command of Slurm prints."""
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def allocations(job: str, state: str = "", shown: str = "%i") -> list[str]:
+    """What Slurm shows of each allocation of a job, such as those in a state."""
+    words = ["squeue", "-h", "-o", f"%j {shown}", *(["-t", state] if state else [])]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    return [value for name, value in lines if name.startswith(f"{job}-")]
+
+
 @pytest.mark.full
 def test_jobs_are_allocations_that_grow_and_shrink(
     tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,9 +128,7 @@ def test_jobs_are_allocations_that_grow_and_shrink(
     (tmp_path / "two.toml").write_text(TWO_HOSTS)
 
     def nodes(name: str) -> int:
-        words = ["squeue", "-h", "--name", name, "-t", "R", "-o", "%N"]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        return len(done.stdout.split())
+        return len(allocations(name, "R"))
 
     words = "--slurm=--mem=100M", "--host", "127.0.0.1", "--every", "3"
     serving = Serving(tmp_path, *words, "--resize", "2", cluster="two.toml")
@@ -127,13 +142,9 @@ def test_a_job_goes_on_while_slurm_queues_its_other_nodes(
     monkeypatch.setenv("SLURM_CONF", str(slurm / "slurm.conf"))
     (tmp_path / "two.toml").write_text(TWO_HOSTS)
 
-    def call(*words: str) -> str:
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
     def block() -> str:
         words = "--parsable", "--exclusive", "--output=/dev/null", "--wrap=sleep 3600"
-        return call("sbatch", *words)
+        return call_slurm("sbatch", *words)
 
     blocks = [block(), block()]
     words = "--slurm=--mem=100M", "--host", "127.0.0.1", "--every", "3"
@@ -149,19 +160,49 @@ def test_a_job_goes_on_while_slurm_queues_its_other_nodes(
     try:
         words = "--set", "device_seconds=0.01", "--no-wait"
         serving.add("first", *words, steps=1500)
-        pending = "squeue", "-h", "--name", "first", "-t", "PD", "-o", "%i"
-        assert serving.until(lambda: len(call(*pending).split()) == 2)
-        call("scancel", blocks.pop())
+        assert serving.until(lambda: len(allocations("first", "PD")) == 2)
+        call_slurm("scancel", blocks.pop())
         assert serving.until(lambda: members() == 2 and step() > 5)
-        assert len(call(*pending).split()) == 1  # It keeps its place.
-        call("scancel", blocks.pop())
+        assert len(allocations("first", "PD")) == 1  # It keeps its place.
+        call_slurm("scancel", blocks.pop())
         assert serving.until(lambda: members() == 4)
         assert serving.until(lambda: serving.shown()["first"].status == "complete")
         alone, steps = tmp_path / "alone", {"first": 1500}
         assert not audit_faults(serving, alone, steps, device_seconds=1e-9)
         started = [e for e in serving.book() if e["event"] == "launched"]
         assert len(started) == 1
-        assert not call("squeue", "-h", "--name", "first")
+        assert not allocations("first")
+    finally:
+        serving.end(["first"])
+
+
+@pytest.mark.full
+def test_an_allocation_whose_srun_is_killed_is_ended(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(slurm / "slurm.conf"))
+    (tmp_path / "two.toml").write_text(TWO_HOSTS)
+    words = "--slurm=--mem=100M", "--host", "127.0.0.1", "--every", "3"
+    serving = Serving(tmp_path, *words, "--resize", "2", cluster="two.toml")
+    try:
+        serving.add("first", "--set", "device_seconds=0.01", "--no-wait", steps=1500)
+        assert serving.until(lambda: len(allocations("first", "R")) == 2)
+        told = json.loads(next(tmp_path.rglob("agents.json")).read_text())
+        pid, _ = told["agents"]["slurm-0"]
+        (killed,) = (
+            number
+            for number in allocations("first", "R")
+            if call_slurm("squeue", "-h", "-j", number, "-o", "%j").endswith("slurm-0")
+        )
+        os.kill(pid, signal.SIGKILL)
+
+        def is_replaced() -> bool:
+            there = allocations("first", "R")
+            return len(there) == 2 and killed not in there
+
+        assert serving.until(is_replaced)
+        assert serving.until(lambda: serving.shown()["first"].status == "complete")
+        assert serving.until(lambda: not allocations("first"), 60.0)
     finally:
         serving.end(["first"])
 
@@ -214,27 +255,20 @@ def test_jobs_that_share_too_few_nodes_run_one_after_the_other(
     serving = Serving(tmp_path, *words, cluster="four.toml")
     names = ["first", "second"]
 
-    def call(*words: str) -> str:
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    def requests(name: str, state: str) -> list[str]:
-        return call("squeue", "-h", "--name", name, "-t", state, "-o", "%i").split()
-
     try:
         block = ["--parsable", "--exclusive", "--output=/dev/null", "--wrap=sleep 3600"]
-        blocks = [call("sbatch", *block) for _ in range(2)]
+        blocks = [call_slurm("sbatch", *block) for _ in range(2)]
         for name in names:
             serving.add(name, "--no-wait", steps=20, devices="4")
-            assert serving.until(lambda name=name: len(requests(name, "PD")) == 2)
-        held = [requests(name, "PD")[0] for name in names]
+            assert serving.until(lambda name=name: len(allocations(name, "PD")) == 2)
+        held = [allocations(name, "PD")[0] for name in names]
         for request in held:
-            call("scontrol", "hold", request)
-        call("scancel", *blocks)
+            call_slurm("scontrol", "hold", request)
+        call_slurm("scancel", *blocks)
         for name in names:
-            assert serving.until(lambda name=name: len(requests(name, "R")) == 1)
+            assert serving.until(lambda name=name: len(allocations(name, "R")) == 1)
         for request in held:
-            call("scontrol", "release", request)
+            call_slurm("scontrol", "release", request)
 
         def are_complete() -> bool:
             there = serving.shown()
@@ -543,7 +577,7 @@ def test_a_command_that_is_refused_is_not_started_for_ever(tmp_path: Path) -> No
         assert len(log.read_text().split()) == 3
         agents.set_hosts([])
         agents.set_hosts(["a"])
-        assert not agents._threads
+        assert not [*agents.react(time.monotonic(), ev.Tick())]
         write_refusals(tmp_path, agents.refused)
     add = Add(name="a", model="mlp", steps=9, devices=(1, 2), folder=str(tmp_path))
     shells = {"a": ["srun"], "b": ["srun"], "c": ["srun", "-p", "other"]}
@@ -589,8 +623,8 @@ def test_agents_follow_the_hosts_of_a_job(
         agents.set_hosts(["a", "b"])
         lines = ["start a", "start b", "end a", "start c", "end c", "start a"]
         until(*lines)
-        for process in [*agents._running.values()]:
-            process.terminate()  # As an engine ends an allocation: it asks for another.
+        for pid, _ in agents._commands.identities().values():
+            os.kill(pid, signal.SIGTERM)  # As an engine ends an allocation.
         until(*lines, "end a", "end b", "start a", "start b")
         agents.set_hosts([])
         until(*lines, "end a", "end b", "start a", "start b", "end a", "end b")
@@ -608,30 +642,68 @@ def until_recorded(folder: Path, *names: str) -> None:
         time.sleep(0.02)
 
 
+HOLDS: Final = """
+import sys, time
+from pathlib import Path
+from typing import Final
+from whalejax.elastic.agents.on_hosts import HostAgents
+folder, shell, *hosts = sys.argv[1:]
+with HostAgents(dict.fromkeys(hosts, [shell]), "x:1", Path(folder), processes=1):
+    time.sleep(1000)
+"""
+
+
+@contextlib.contextmanager
+def killed_at_the_end(*words: str) -> Iterator[None]:
+    """A process that holds agents while a block runs, and is killed then."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, *words], cwd=ROOT)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_agents_of_a_killed_process_are_taken_over(
     tmp_path: Path, told: tuple[str, Callable[..., None]]
 ) -> None:
     shell, until = told
     shells = dict.fromkeys(["a", "b"], [shell])
-    killed = HostAgents(shells, "x:1", tmp_path, processes=1)
-    killed.__enter__()
-    until("start a", "start b")
-    until_recorded(tmp_path, "a", "b")
-    killed._over.set()  # Nobody looks after them any more.
-    with HostAgents(shells, "x:1", tmp_path, processes=1, hosts=["a"]) as agents:
+    with killed_at_the_end(str(tmp_path), shell, "a", "b"):
         until("start a", "start b")
-        agents.set_hosts(["a"])
+        until_recorded(tmp_path, "a", "b")
+    with HostAgents(shells, "x:1", tmp_path, processes=1, hosts=["a"]) as agents:
         until("start a", "start b", "end b")
+        agents.set_hosts(["a"])
         agents.set_hosts([])
         until("start a", "start b", "end b", "end a")
-    killed = HostAgents({"a": [shell]}, "x:1", tmp_path, processes=1)
-    killed.__enter__()
-    until("start a", "start b", "end b", "end a", "start a")
-    until_recorded(tmp_path, "a")
-    killed._over.set()
+    with killed_at_the_end(str(tmp_path), shell, "a"):
+        until("start a", "start b", "end b", "end a", "start a")
+        until_recorded(tmp_path, "a")
     # Those of another supervisor are ended.
     with HostAgents({"a": [shell]}, "x:2", tmp_path, processes=1, hosts=[]):
         until("start a", "start b", "end b", "end a", "start a", "end a")
+
+
+def test_what_a_killed_command_leaves_is_freed_before_the_next(
+    tmp_path: Path, told: tuple[str, Callable[..., None]]
+) -> None:
+    shell, until = told
+    with HostAgents(
+        {"a": [shell]},
+        "x:1",
+        tmp_path,
+        processes=1,
+        environments={"a": {"X": "1"}},
+        releases={"a": ["sh", "-c", f"echo freed >> {tmp_path / 'log'}"]},
+    ) as agents:
+        until("start a")
+        pid, _ = agents._commands.identities()["a"]
+        assert b"X=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        os.kill(pid, signal.SIGKILL)
+        until("start a", "freed", "start a")
+        agents.set_hosts([])
+        until("start a", "freed", "start a", "end a")
 
 
 def test_what_a_missing_agent_printed_is_shown(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main
 from whalejax.cli.swarm_options import SwarmServeCommand
 from whalejax.cli.swarm_processes import _words
-from whalejax.processes import beat_file
+from whalejax.processes import heartbeat_pipe
 from whalejax.processes.restarting_processes import Keeper, KeptCommand
 
 
@@ -42,6 +42,9 @@ def keeper(folder: Path, leader: str, *others: str) -> tuple[Keeper, list[str]]:
 WAITS = "while ! [ -e {} ]; do sleep 0.05; done"
 
 
+BEAT = "echo >/proc/self/fd/${WHALEJAX_BEAT_PIPE%%:*}"
+
+
 def test_the_leader_that_ends_by_itself_ends_the_run(tmp_path: Path) -> None:
     found, said = keeper(tmp_path, "exit 3", "sleep 1000", "exit 0")
     assert found.run() == 3
@@ -63,7 +66,7 @@ def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
 
 def test_a_peer_that_left_does_not_stand_still(tmp_path: Path) -> None:
     """Its beats are forgotten when it ends, though they are silent from then on."""
-    beats = "for _ in 1 2 3 4 5 6; do touch $WHALEJAX_BEAT_FILE; sleep 0.1; done"
+    beats = f"for _ in 1 2 3 4 5 6; do {BEAT}; sleep 0.1; done"
     programs = [
         KeptCommand(name="registry", command=("sleep", "4")),
         KeptCommand(name="peer-1", command=("sh", "-c", beats)),
@@ -73,39 +76,47 @@ def test_a_peer_that_left_does_not_stand_still(tmp_path: Path) -> None:
     assert not said
 
 
-def test_a_file_that_cannot_be_read_once_hides_no_process_that_stands_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_that_stands_still_is_killed_and_started_again(tmp_path: Path) -> None:
+    once = f"[ -e {tmp_path}/p ] || {{ touch {tmp_path}/p; {BEAT}; kill -STOP $$; }}"
+    peer = f"{once}; touch {tmp_path}/again"
+    programs = [
+        KeptCommand(
+            name="registry", command=("sh", "-c", WAITS.format(tmp_path / "again"))
+        ),
+        KeptCommand(name="peer-1", command=("sh", "-c", peer)),
+    ]
+    said: list[str] = []
+    assert Keeper(programs, tmp_path, said.append, silent_seconds=1.0).run() == 0
+    assert [text.partition(" for ")[0] for text in said] == [
+        "peer-1 stands still: no beat",
+        "peer-1 ended by SIGKILL; it is started again",
+    ]
+
+
+def test_heartbeats_begin_end_and_go_to_no_other_pipe(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    beats = beat_file.BeatListener(tmp_path, seconds=10.0)
-    (tmp_path / "peer-1.beat").touch()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(116, "Stale file handle")
-
-    assert not beats.silent(["peer-1"], 0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "stat", fail)
-        assert not beats.silent(["peer-1"], 1.0)
-    found = [beats.silent(["peer-1"], float(now)) for now in range(2, 20)]
-    assert not found[0] and list(found[-1]) == ["peer-1"]
-
-
-def test_a_beat_that_fails_is_not_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file system that fails for a moment does not make a process silent."""
-    monkeypatch.setattr(beat_file, "BEAT_SECONDS", 0.05)
-    beat = tmp_path / "later" / "peer-1.beat"
-    monkeypatch.setenv(beat_file.BEAT_FILE, str(beat))
-    end = beat_file.begin_beats()
-    time.sleep(0.3)
-    beat.parent.mkdir()
-    deadline = time.monotonic() + 60
-    while not beat.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert beat.exists()
-    end()
-    assert not beat.exists()
+    """A child of the process has the variable, and may have another file there."""
+    monkeypatch.setattr(heartbeat_pipe, "BEAT_SECONDS", 0.01)
+    with selectors.DefaultSelector() as selector:
+        pipes = heartbeat_pipe.HeartbeatPipes(selector, seconds=1000.0)
+        with pipes.pipe("peer-1", 1000.0) as (_, variables):
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            end = heartbeat_pipe.begin_beats()
+            selector.select()[0][0].data()
+            assert pipes.beating == {"peer-1"}
+            end()
+            selector.select()[0][0].data()
+            assert not pipes.beating and not selector.get_map()
+    read, write = os.pipe()
+    number = variables[heartbeat_pipe.BEAT_PIPE].partition(":")[0]
+    os.dup2(write, int(number))
+    os.close(write)
+    heartbeat_pipe.beat()
+    os.close(int(number))
+    assert not os.read(read, 1)
+    os.close(read)
 
 
 def test_what_a_killed_command_leaves_elsewhere_is_freed(tmp_path: Path) -> None:
@@ -274,7 +285,7 @@ def test_what_cannot_be_kept_is_refused(
 def test_one_that_always_fails_beside_others_that_serve_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whalejax.processes.restarting_processes.FRUITFUL_SECONDS", 0.5)
+    monkeypatch.setattr("whalejax.membership.kept_run.FRUITFUL_SECONDS", 0.5)
     monkeypatch.setattr(
         "whalejax.membership.restart_policy.Failures.hold", lambda *_: 0.0
     )

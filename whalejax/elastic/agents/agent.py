@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import selectors
-import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -31,14 +30,14 @@ from whalejax.elastic.environment import (
 from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
+from whalejax.journals.journal import FOLDER
+from whalejax.membership import events as ev
 from whalejax.membership.elastic_run import process_count_text
+from whalejax.membership.exit_status import Ending
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.processes.local_gpus import VISIBLE, own_gpus, refusal, visible_gpus
-from whalejax.processes.local_processes import (
-    Processes,
-    handled_signals,
-    machine,
-)
+from whalejax.processes.local_processes import log_folder, machine
+from whalejax.processes.local_run import LocalRun
 from whalejax.wire.connection import (
     Channel,
     OtherProtocol,
@@ -68,17 +67,12 @@ from whalejax.wire.run_messages import (
 )
 
 
-FOLDER: Final = "elastic"
-"""Folder of logs, inside that of ``--logs``."""
-
 _NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_TICK_SECONDS: Final = 0.2
 _AGAIN_SECONDS: Final = 0.5
 _FIRST_BEAT_SECONDS: Final = 1.0
 _SEND_SECONDS: Final = 5.0
 _DIAL_SECONDS: Final = 5.0
 _MOST_SAID: Final = 4000
-_TERMINATED: Final = 143
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,20 +143,14 @@ class Agent:
         )
         self.name = options.name or default_name()
         self._host = _check(self.name, options.host)
-        self._logs = (options.logs / FOLDER).absolute()
-        try:
-            self._logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WhaleError(
-                f"--logs {options.logs}: {error.strerror}. Name a folder that can be "
-                "made"
-            ) from error
+        self._logs = log_folder((options.logs / FOLDER).absolute())
         self._token = secrets.token_hex(16)
-        self._selector, self._waker = selectors.DefaultSelector(), Waker()
-        self._selector.register(self._waker, selectors.EVENT_READ, self._waker)
-        self._processes = Processes(
-            [], {}, self._logs, self._selector, end_with_this=True
+        self._loop = LocalRun(
+            self, self._logs, say=tell_user, end_with_this=True, asks=()
         )
+        self._processes = self._loop.processes
+        self._waker = Waker()
+        self._loop.watch(self._waker, self._listen)
         self._started: dict[str, tuple[int, str]] = {}
         self._gpus = visible_gpus()
         if why := refusal(self._gpus, options.processes):
@@ -172,10 +160,9 @@ class Agent:
         self._channel: Channel | None = None
         self._away_since = time.monotonic()
         self._beat_seconds, self._beat_at = _FIRST_BEAT_SECONDS, 0.0
-        self._told = 0
-        self._passed_on = False
-        self._joined = self._waits = self._over = False
-        self._status: int | None = None
+        self._again_at = 0.0
+        self._requests: list[Start] = []
+        self._leaving = self._joined = self._waits = self._over = False
 
     def run(self) -> int:
         """Runs processes until the run is over.
@@ -188,56 +175,43 @@ class Agent:
             WhaleError: The supervisor refuses the agent, has another key, or is
                 unreachable.
         """
-        with self._selector, handled_signals(self._handle, signal.SIGINT):
-            try:
-                while self._status is None:
-                    self._turn()
-            finally:
-                self._processes.end_all()
-                if self._over:
-                    remove_copies(self._options.key)
-                if self._channel is not None:
-                    self._channel.close()
-                self._waker.close()
-        return self._status
+        try:
+            return self._loop.run().status
+        finally:
+            if self._over:
+                remove_copies(self._options.key)
+            if self._channel is not None:
+                self._channel.close()
+            self._waker.close()
 
-    def _handle(self, number: int, _: object) -> None:
-        del number
-        self._told += 1
+    def react(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
+        """Applies an event, and yields its effects; see ``RunPolicy``."""
+        match event:
+            case ev.StartsAllowedEvent():
+                self._connect(now)
+            case ev.ProcessExitEvent(name=name, status=status, log=log):
+                self._on_process_end(name, status, log)
+            case ev.Terminate(at_once=True):
+                text = "asked to end twice: the members of this machine are ended"
+                yield ev.End(Ending.INTERRUPTED, text)
+            case ev.Terminate():
+                self._leaving, self._beat_at = True, 0.0
+                names = self._processes.names
+                what = f"asked to end: {len(names)} of its processes leave after a step"
+                yield ev.SayEffect(f"{what}; once more to end them at once")
+                yield from map(ev.TerminateEffect, names)
+            case ev.Tick():
+                if self._channel is None and now >= self._again_at:
+                    self._connect(now)
+                if self._leaving and not self._processes.names and not self._unnoted:
+                    # The previous heartbeat told the supervisor.
+                    self._say(AgentBeat(leaving=True))
+                    yield ev.End(Ending.COMPLETE, "")
+                elif self._channel is not None and now >= self._beat_at:
+                    self._beat_at = now + self._beat_seconds
+                    self._say(AgentBeat(leaving=self._leaving))
 
-    # One iteration of the loop.
-
-    def _turn(self) -> None:
-        if self._channel is None:
-            self._connect()
-        for key, _ in self._selector.select(_TICK_SECONDS):
-            if isinstance(key.data, str):
-                self._on_process_end(key.data)
-            else:
-                self._waker.clear()
-                self._listen()
-        self._obey_signals()
-        if self._channel is not None and time.monotonic() >= self._beat_at:
-            self._beat_at = time.monotonic() + self._beat_seconds
-            self._say(AgentBeat(leaving=self._told > 0))
-
-    def _obey_signals(self) -> None:
-        if self._told > 1:
-            tell_user("asked to end twice: the members of this machine are ended")
-            self._status = _TERMINATED
-        elif self._told and not self._passed_on:
-            self._passed_on, self._beat_at = True, 0.0
-            names = self._processes.names
-            what = f"asked to end: {len(names)} of its processes leave after a step"
-            tell_user(f"{what}; once more to end them at once")
-            for name in names:
-                self._processes.terminate(name)
-        elif self._told and not self._processes.names and not self._unnoted:
-            # The previous heartbeat told the supervisor.
-            self._say(AgentBeat(leaving=True))
-            self._status = 0
-
-    def _connect(self) -> None:
+    def _connect(self, now: float) -> None:
         """Tries once to connect to the supervisor, which may be unreachable for a
         while.
 
@@ -263,6 +237,7 @@ class Agent:
                     "or a copy of it, and the same whalejax"
                 ) from None
             away = time.monotonic() - self._away_since
+            self._again_at = now + _AGAIN_SECONDS
             if away > patience and not self._options.key.exists():
                 raise WhaleError(
                     f"--key: there was no file {self._options.key} within {away:.0f} "
@@ -270,8 +245,7 @@ class Agent:
                     "this machine, or give more --patience"
                 ) from None
             if self._processes.names and away <= 2 * patience:
-                self._wait()  # Its members give up too, and save before they end.
-                return
+                return  # Its members give up too, and save before they end.
             if away > patience:
                 what = "is gone, and" if self._joined else "does not answer; it"
                 raise WhaleError(
@@ -283,7 +257,6 @@ class Agent:
             if not self._waits:
                 self._waits = True
                 tell_user(f"waiting for the supervisor ({error})")
-            self._wait()
             return
         self._waits = False
         self._channel = channel
@@ -300,17 +273,8 @@ class Agent:
         )
         self._say(enlist)
 
-    def _wait(self) -> None:
-        """Waits for the next try; handles ended processes and signals meanwhile."""
-        end = time.monotonic() + _AGAIN_SECONDS
-        while time.monotonic() < end and not self._told:
-            for key, _ in self._selector.select(_TICK_SECONDS):
-                if isinstance(key.data, str):
-                    self._on_process_end(key.data)
-                else:
-                    self._waker.clear()
-
-    def _listen(self) -> None:
+    def _listen(self) -> Iterator[ev.Effect]:
+        self._waker.clear()
         while self._channel is not None:
             try:
                 said = self._channel.next(TO_AGENT)
@@ -319,7 +283,7 @@ class Agent:
                 return
             if said is None:
                 return
-            self._hear(said)
+            yield from self._hear(said)
 
     def _drop(self) -> None:
         """Drops an ended connection, before a new one is tried."""
@@ -337,7 +301,7 @@ class Agent:
 
     # Messages of the supervisor.
 
-    def _hear(self, said: ToAgent) -> None:
+    def _hear(self, said: ToAgent) -> Iterator[ev.Effect]:
         match said:
             case Enlisted():
                 self._enlisted(said)
@@ -346,17 +310,25 @@ class Agent:
                     f"the supervisor at {self._options.supervisor} refused this agent: "
                     f"{why}"
                 )
-            case Start(name=name, device=device):
-                self._start(name, device)
+            case Start(name=name) if name in self._started or self._leaving:
+                why = "it was asked to end" if self._leaving else f"{name} is there"
+                self._say(NotLaunched(name=name, why=why))
+            case Start():
+                self._requests.append(said)
+                yield ev.StartEffect(len(self._requests) - 1)
             case Release(name=name):
-                self._processes.release(name)
+                yield ev.ReleaseEffect(name)
+            case Kill(name=name) if name in self._processes.names:
+                yield ev.KillEffect(name, 0)
             case Kill(name=name):
-                self._kill(name)
+                if name not in self._unnoted:
+                    self._say(Exited(name=name, status=None, said=""))
             case EventNoted(name=name):
                 self._unnoted.pop(name, None)
             case Finish(why=why):
                 tell_user(f"the run is over: {why or 'all steps are done'}")
-                self._status, self._over = 0, True
+                self._over = True
+                yield ev.End(Ending.COMPLETE, "")
 
     def _enlisted(self, said: Enlisted) -> None:
         first, *rest = said.command
@@ -383,11 +355,9 @@ class Agent:
                 f"{self._logs}"
             )
 
-    def _start(self, name: str, device: str) -> None:
-        if name in self._started or self._told:
-            why = "it was asked to end" if self._told else f"{name} is there"
-            self._say(NotLaunched(name=name, why=why))
-            return
+    def start(self, slot: int) -> None:
+        """Starts a process by a request of the supervisor, which releases it."""
+        name, device = self._requests[slot].name, self._requests[slot].device
         try:
             own = self._own_gpus(name) if not device else {VISIBLE: self._gpu(device)}
             pid, began = self._processes.start(name, own)
@@ -424,17 +394,9 @@ class Agent:
         self._places[name] = free[0]
         return own_gpus(self._gpus, count, free[0])
 
-    def _kill(self, name: str) -> None:
-        if name in self._processes.names:
-            self._processes.kill(name)
-        elif name not in self._unnoted:
-            self._say(Exited(name=name, status=None, said=""))
-
-    def _on_process_end(self, name: str) -> None:
-        status = self._processes.take_exit_status(name)
+    def _on_process_end(self, name: str, status: int | None, log: str) -> None:
         self._started.pop(name, None)
         self._places.pop(name, None)
-        said = self._processes.log_tail(name)[-_MOST_SAID:]
-        exited = Exited(name=name, status=status, said=said)
+        exited = Exited(name=name, status=status, said=log[-_MOST_SAID:])
         self._unnoted[name] = exited
         self._say(exited)

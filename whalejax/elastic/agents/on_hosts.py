@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from whalejax.elastic.agents.agent import FOLDER
 from whalejax.elastic.supervisor.event_messages import tell_user
-from whalejax.membership.exit_status import exit_text
+from whalejax.elastic.supervisor.run_folder import KEY
+from whalejax.journals.journal import FOLDER
+from whalejax.membership import events as ev
+from whalejax.membership.exit_status import Ending, exit_text
+from whalejax.membership.restart_policy import Failures
+from whalejax.membership.settings import SupervisorSettings
+from whalejax.meshes.errors import WhaleError
 from whalejax.processes.launch_spec import is_here, words_there
-from whalejax.processes.local_processes import began_at, runs, start_child
+from whalejax.processes.local_processes import handled_signals, runs
+from whalejax.processes.local_run import LocalRun
 from whalejax.wire.keys import make_key
 
 
-KEY: Final = "key"
 AGENTS: Final = "agents.json"
 """File with the commands of agents that run: their process ids and start times."""
 
-_LOOK_SECONDS: Final = 0.2
-_LOST_STATUS: Final = 1
-_HOLD_SECONDS: Final = 1.0
-_MOST_HOLD_SECONDS: Final = 60.0
 _LEFT_SECONDS: Final = 5.0
 _END_SECONDS: Final = 30.0
 _MOST_OUTPUT: Final = 10_000
@@ -46,39 +44,6 @@ def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[
         *("--key", str((logs / FOLDER / KEY).absolute()), "--logs", str(logs)),
         *("--processes", str(processes)),
     ]
-
-
-class _EarlierAgent:
-    """Command of an agent, started by an earlier process that was killed."""
-
-    def __init__(self, pid: int, began: str) -> None:
-        self.pid, self._began = pid, began
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end; its status is not known.
-
-        Raises:
-            TimeoutExpired: It still runs after that many seconds.
-        """
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        while runs(self.pid, self._began):
-            if time.monotonic() >= end:
-                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
-            time.sleep(_LOOK_SECONDS)
-        return _LOST_STATUS
-
-    def terminate(self) -> None:
-        """Asks it to end."""
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Ends it."""
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if runs(self.pid, self._began):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
 
 
 class HostAgents:
@@ -101,6 +66,8 @@ class HostAgents:
         hosts: Iterable[str] | None = None,
         is_queued: bool = False,
         refusal: Callable[[str], str] | None = None,
+        environments: Mapping[str, Mapping[str, str]] = {},
+        releases: Mapping[str, Sequence[str]] = {},
     ) -> None:
         """Stores the hosts; starts no agent yet.
 
@@ -115,17 +82,32 @@ class HostAgents:
                 agent that was asked to leave is then started again, on another one.
             refusal: Function that returns the reason of a refusal that the output of a
                 command contains, or an empty text; default: nothing is a refusal.
+            environments: Environment variables of commands, by host.
+            releases: Commands that free what a killed command leaves, by host.
         """
         self.refused: dict[str, str] = {}
         self._refusal = refusal
         self._shells, self._supervisor, self._logs = shells, supervisor, logs
         self._processes, self._is_queued = processes, is_queued
-        self._first = [*(shells if hosts is None else hosts)]
-        self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._wanted: set[str] = set()
-        self._running: dict[str, subprocess.Popen[bytes] | _EarlierAgent] = {}
-        self._threads: dict[str, threading.Thread] = {}
+        self._environments = environments
+        self._wanted = {*(shells if hosts is None else hosts)}
+        self._over: Ending | None = None
+        self._asked: set[str] = set()
+        self._not_again: set[str] = set()
+        self._due: dict[str, float] = {}
+        self._refusals: dict[str, int] = {}
+        self._output_from: dict[str, int] = {}
+        self._failures = Failures(SupervisorSettings(least=1, most=1))
+        self._loop = LocalRun(
+            self,
+            logs / FOLDER,
+            say=tell_user,
+            own_seconds=_END_SECONDS,
+            asks=(_END_SECONDS,),
+            releases=releases,
+        )
+        self._commands = self._loop.processes
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> HostAgents:
         """Starts the first agents.
@@ -135,7 +117,7 @@ class HostAgents:
         """
         make_key(self._logs / FOLDER / KEY)
         self._take_over()
-        self.set_hosts(self._first)
+        self._thread.start()
         return self
 
     def _take_over(self) -> None:
@@ -144,24 +126,21 @@ class HostAgents:
         try:
             told = json.loads(path.read_text())
             earlier = {
-                host: _EarlierAgent(int(pid), str(began))
+                host: (int(pid), str(began))
                 for host, (pid, began) in told["agents"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return
-        for host, agent in earlier.items():
+        for host, (pid, began) in earlier.items():
             if told.get("supervisor") == self._supervisor and host in self._shells:
-                self._running[host] = agent
-                thread = threading.Thread(target=self._keep, args=(host,), daemon=True)
-                self._threads[host] = thread
-                thread.start()
-            else:
-                agent.terminate()
+                self._commands.adopt(host, pid, began)
+            elif runs(pid, began):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
 
     def _record(self) -> None:
         """Writes the commands that run to a file, for a process that takes over."""
-        agents = {h: [p.pid, began_at(p.pid)] for h, p in self._running.items()}
-        told = {"supervisor": self._supervisor, "agents": agents}
+        told = {"supervisor": self._supervisor, "agents": self._commands.identities()}
         path = self._logs / FOLDER / AGENTS
         with contextlib.suppress(OSError):  # Of a full disk: nothing can take over.
             part = path.with_name(f"{AGENTS}.part")
@@ -175,15 +154,9 @@ class HostAgents:
             hosts: Names of hosts that have a shell.
         """
         wanted = {host for host in hosts if host in self._shells}
-        with self._lock:
-            ended = [p for host, p in self._running.items() if host not in wanted]
-            new, self._wanted = wanted - self._wanted, wanted
-            for host in sorted(new - self._threads.keys() - self.refused.keys()):
-                thread = threading.Thread(target=self._keep, args=(host,), daemon=True)
-                self._threads[host] = thread
-                thread.start()
-        for process in ended:
-            process.terminate()
+        with self._loop.lock:
+            self._not_again -= wanted - self._wanted
+            self._wanted = wanted
 
     def __exit__(
         self,
@@ -192,21 +165,13 @@ class HostAgents:
         traceback: TracebackType | None,
     ) -> None:
         """Ends the agents that have not ended with the run."""
-        self._over.set()
-        with self._lock:
-            running, threads = [*self._running.values()], [*self._threads.values()]
-        end = time.monotonic() + (_END_SECONDS if exc is None else 0.0)
-        for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-            process.terminate()
-        end = time.monotonic() + _END_SECONDS
-        for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-            process.kill()
-        for thread in threads:
-            thread.join(_END_SECONDS)
+        self._over = Ending.COMPLETE if exc is None else Ending.INTERRUPTED
+        with handled_signals(lambda *_: None, signal.SIGINT):
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run()
+        self._record()
 
     def words(self, host: str) -> list[str]:
         """Returns the command that starts the agent of a host, from here.
@@ -221,68 +186,87 @@ class HostAgents:
             return agent
         return words_there(self._shells[host], host, agent)
 
-    def _is_wanted(self, host: str) -> bool:
-        return host in self._wanted and not self._over.is_set()
-
-    def _keep(self, host: str) -> None:
-        """Starts an agent; restarts it after increasing delays if it fails."""
-        hold, refusals = _HOLD_SECONDS, 0
-        path = self._logs / FOLDER / f"agent-{host.replace('/', '_')}.log"
-        while True:
-            place = path.stat().st_size if path.exists() else 0
-            with self._lock:
-                process = self._running.get(host)  # Of an earlier process.
-                if process is None and not self._is_wanted(host):
-                    del self._threads[host]
-                    return
-                try:
-                    if process is None:
-                        process = self._running[host] = self._start(host, path)
-                        self._record()
-                except OSError as error:
-                    why = error.strerror
-            if process is None:
-                tell_user(f"the agent of {host} cannot be started: {why}")
-                self._over.wait(hold)
-                continue
-            began, status = time.monotonic(), process.wait()
-            refused = self._refusal_since(path, place) if status else ""
-            refusals = refusals + 1 if refused else 0
-            if time.monotonic() - began > _MOST_HOLD_SECONDS:
-                hold = _HOLD_SECONDS
-            with self._lock:
-                del self._running[host]
+    def react(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
+        """Applies an event, and yields its effects; see ``RunPolicy``."""
+        match event:
+            case ev.Tick() if self._over is not None:
+                yield ev.End(self._over, "")
+            case ev.Tick():
+                running = {*self._commands.names}
+                for host in running - self._wanted - self._asked:
+                    self._asked.add(host)
+                    yield ev.TerminateEffect(host)
+                missing = self._wanted - running - self._not_again - {*self.refused}
+                for slot, host in enumerate(self._shells):
+                    if host in missing:
+                        if self._due.get(host, now) <= now:
+                            yield ev.StartEffect(slot)
+            case ev.NotStarted(slot=slot, why=why):
+                host = [*self._shells][slot]
+                yield self._restart(now, host, f"cannot be started: {why}")
+            case ev.ProcessExitEvent(name=host, status=status):
                 self._record()
-                if not self._is_wanted(host):
-                    continue
-                if refusals >= _MOST_REFUSALS:
-                    self.refused[host] = refused
-                    del self._threads[host]
-                    tell_user(f"{host} is not asked for again: {refused}")
-                    return
-                if status == 0 and not self._is_queued:
-                    del self._threads[host]
-                    return
-            if status == 0:
-                # The run is over, or somebody else asked the agent to leave.
-                self._over.wait(_LEFT_SECONDS)
-                continue
-            why = f"ended {exit_text(status)}; {path} says more"
-            tell_user(f"the agent of {host} {why}. It is started again in {hold:.0f} s")
-            self._over.wait(hold)
-            hold = min(2 * hold, _MOST_HOLD_SECONDS)
+                yield from self._on_end(now, host, status)
 
-    def _refusal_since(self, path: Path, place: int) -> str:
+    def _on_end(self, now: float, host: str, status: int | None) -> Iterator[ev.Effect]:
+        """Handles the end of an agent, which may be started again."""
+        failed = status != 0  # That of an earlier process's command is not known.
+        refused = self._refusal_since(host) if failed else ""
+        self._refusals[host] = self._refusals.get(host, 0) + 1 if refused else 0
+        was_asked = host in self._asked
+        self._asked.discard(host)
+        if was_asked or host not in self._wanted:
+            return
+        if self._refusals[host] >= _MOST_REFUSALS:
+            self.refused[host] = refused
+            yield ev.SayEffect(f"{host} is not asked for again: {refused}")
+        elif failed:
+            why = f"ended {exit_text(status)}; {self._log(host)} says more"
+            yield self._restart(now, host, why)
+        elif self._is_queued:
+            # The run is over, or somebody else asked the agent to leave.
+            self._due[host] = now + _LEFT_SECONDS
+        else:
+            self._not_again.add(host)
+
+    def _restart(self, now: float, host: str, why: str) -> ev.Effect:
+        """Starts an agent again after a delay, and returns the message about it."""
+        seconds = self._failures.hold(now, [*self._shells].index(host))
+        self._due[host] = now + seconds
+        when = f" in {seconds:.0f} s" if seconds else ""
+        return ev.SayEffect(f"the agent of {host} {why}. It is started again{when}")
+
+    def _log(self, host: str) -> Path:
+        return self._logs / FOLDER / f"agent-{host.replace('/', '_')}.log"
+
+    def _refusal_since(self, host: str) -> str:
         """Returns the reason of a refusal in the output of a command that has ended."""
         if self._refusal is None:
             return ""
         try:
-            with path.open("rb") as log:
-                log.seek(place)
+            with self._log(host).open("rb") as log:
+                log.seek(self._output_from.get(host, 0))
                 return self._refusal(log.read(_MOST_OUTPUT).decode(errors="replace"))
         except OSError:
             return ""
 
-    def _start(self, host: str, path: Path) -> subprocess.Popen[bytes]:
-        with path.open("ab") as log:
-            return start_child(self.words(host), output=log.fileno())
+    def start(self, slot: int) -> None:
+        """Starts the command of a host's agent.
+
+        Raises:
+            OSError: It cannot be started now.
+        """
+        host = [*self._shells][slot]
+        with self._log(host).open("ab") as log:
+            self._output_from[host] = log.tell()
+            try:
+                self._commands.start(
+                    host,
+                    self._environments.get(host, {}),
+                    command=self.words(host),
+                    output=log.fileno(),
+                )
+            except WhaleError as error:  # It is tried again.
+                raise OSError(str(error)) from error
+        self._record()
+        self._commands.release(host)

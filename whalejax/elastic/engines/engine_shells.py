@@ -18,7 +18,8 @@ def slurm_options(text: str) -> list[str]:
     """Parses the options of ``srun``.
 
     Raises:
-        WhaleError: There is no ``srun`` here, or a quotation does not end.
+        WhaleError: There is no ``srun`` here, a quotation does not end, or the options
+            name the allocations.
     """
     if shutil.which("srun") is None:
         raise WhaleError(
@@ -26,9 +27,15 @@ def slurm_options(text: str) -> list[str]:
             "cluster, or leave --slurm out"
         )
     try:
-        return shlex.split(text)
+        options = shlex.split(text)
     except ValueError as error:
         raise WhaleError(f"--slurm is {text!r} ({error})") from None
+    if any(word.startswith(("--job-name", "-J")) for word in options):
+        raise WhaleError(
+            f"--slurm {text} names the allocations, and each has a name of its own, by "
+            "which it is ended. Leave --job-name out"
+        )
+    return options
 
 
 def slurm_shell(options: Sequence[str]) -> list[str]:
@@ -40,29 +47,26 @@ def slurm_shell(options: Sequence[str]) -> list[str]:
     return ["srun", "--nodes=1", "--ntasks=1", *options, "sh", "-c", 'eval "$1"']
 
 
-def slurm_release(name: str) -> list[str]:
-    """Returns the words that end the allocations of a name.
+def slurm_allocation(name: str) -> tuple[dict[str, str], list[str]]:
+    """Returns the environment of ``srun`` for an allocation of a unique name, and the
+    words that end it.
 
     Slurm keeps an allocation whose ``srun`` was killed.
 
     Args:
-        name: Name of the allocations, ``--job-name`` of ``srun``.
+        name: Name of the allocation.
     """
-    return ["scancel", "--quiet", f"--name={name}"]
+    return {"SLURM_JOB_NAME": name}, ["scancel", "--quiet", f"--name={name}"]
 
 
-def leave_allocation(name: str) -> None:
+def leave_allocation() -> None:
     """Removes Slurm's variables from this process's environment.
 
     Inside an allocation ``srun`` would start steps of it, not allocations.
-
-    Args:
-        name: Name of the allocations of this process.
     """
     for variable in [n for n in os.environ if n.startswith(("SLURM_", "SRUN_"))]:
         if variable != "SLURM_CONF":
             del os.environ[variable]
-    os.environ["SLURM_JOB_NAME"] = name
 
 
 def ray_shell(address: str, *, cpus: int, gpus: int) -> list[str]:

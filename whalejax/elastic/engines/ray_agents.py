@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from whalejax.elastic.agents.agent import FOLDER
-from whalejax.elastic.agents.on_hosts import KEY, agent_words
+from whalejax.elastic.agents.on_hosts import agent_words
 from whalejax.elastic.supervisor.event_messages import tell_user
+from whalejax.elastic.supervisor.run_folder import KEY
+from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes.local_processes import start_child
+from whalejax.processes.local_processes import handled_signals, start_child
 from whalejax.wire.keys import make_key
 
 
@@ -138,10 +140,11 @@ class RayAgents:
         self._over.set()
         self._thread.join(_END_SECONDS)
         ends = [end for _, end in self._running.values()]
-        if exc is None and ends:
-            with contextlib.suppress(Exception):  # Their nodes may be gone.
-                self._ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
-        self._ray.shutdown()
+        with handled_signals(lambda *_: None, signal.SIGINT):
+            if exc is None and ends:
+                with contextlib.suppress(Exception):  # Their nodes may be gone.
+                    self._ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
+            self._ray.shutdown()
 
     def _keep(self) -> None:
         """Starts an agent on every node without one."""

@@ -17,6 +17,9 @@ from whalejax.elastic.environment import RUN
 from whalejax.elastic.supervisor.event_messages import tell_user
 
 
+KEY: Final = "key"
+"""File with the key of a run, in its folder."""
+
 COMPILED: Final = "compiled"
 """Folder of compiled programs, next to the logs of the processes."""
 

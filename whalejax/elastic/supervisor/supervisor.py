@@ -40,6 +40,7 @@ from whalejax.elastic.supervisor.run_folder import (
     remove_unfinished,
     write_pointer,
 )
+from whalejax.elastic.supervisor.run_folder import KEY as KEY
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership import events as ev
@@ -55,6 +56,7 @@ from whalejax.membership.resizing import resize_refusal
 from whalejax.membership.run_ends import saves_last
 from whalejax.membership.settings import Supervised as Supervised
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.heartbeat_pipe import BEAT_SECONDS, beat
 from whalejax.processes.local_gpus import HELD_SECONDS, SlotGpus
 from whalejax.processes.local_processes import (
     Processes,
@@ -94,10 +96,8 @@ from whalejax.wire.run_messages import (
 
 
 ADDRESS: Final = "supervisor.json"
-KEY: Final = "key"
 
 _TICK_SECONDS: Final = 0.1
-_PULSE_SECONDS: Final = 1.0
 _LONGEST_WHY: Final = 5000
 _MOST_EVENTS: Final = 4096
 """Largest number of messages that wait for the loop; then their senders wait."""
@@ -138,7 +138,7 @@ class Supervisor:
         self._terminated = self._at_once = False
         self._end: ev.End | None = None
         self._ends_at = float("inf")
-        self._pulse_at = 0.0
+        self._beat_at = 0.0
         self._turn_at = time.monotonic()
 
     def run(self) -> int:
@@ -349,10 +349,9 @@ class Supervisor:
         return time.monotonic()
 
     def _beat(self, now: float) -> None:
-        if self._run.pulse is not None and now >= self._pulse_at:
-            self._pulse_at = now + _PULSE_SECONDS
-            with contextlib.suppress(OSError):  # The launcher of this process is gone.
-                os.write(self._run.pulse, b"x")
+        if now >= self._beat_at:
+            self._beat_at = now + BEAT_SECONDS
+            beat()
 
     def _write_kept(self) -> None:
         """Writes events that a full disk delayed; reports the problem and its end."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any, Final
 from whalejax.elastic.supervisor.supervisor import ADDRESS, KEY
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes.local_processes import start_child
+from whalejax.processes.local_processes import end_of_log, start_child
 from whalejax.scheduler.live.job_hosts import JobHosts
 from whalejax.scheduler.live.requests import Add
 from whalejax.scheduler.live.run_reader import METRICS, RunReader
@@ -46,7 +45,6 @@ REFUSALS: Final = "refusals.json"
 
 CHECKPOINTS: Final = "checkpoints"
 _ASK_SECONDS: Final = 10.0
-_LAST_BYTES: Final = 4000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,13 +281,7 @@ class JobRun:
 
 
 def _last_lines(path: Path, count: int) -> str:
-    try:
-        with path.open("rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(log.tell() - _LAST_BYTES, 0))
-            lines = log.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
+    lines = end_of_log(path).splitlines()
     return "\n".join([line for line in lines if line.strip()][-count:])
 
 

@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,10 @@ import msgspec
 
 from whalejax.distributed.launch_env import joined_address
 from whalejax.elastic.agents.on_hosts import HostAgents
-from whalejax.elastic.engines.engine_shells import leave_allocation
+from whalejax.elastic.engines.engine_shells import (
+    leave_allocation,
+    slurm_allocation,
+)
 from whalejax.elastic.launching import ProcessPlaces, supervise
 from whalejax.journals.journal import EVENTS, FOLDER, read
 from whalejax.membership.settings import SupervisorSettings
@@ -118,8 +122,12 @@ def _start_agents(
     hosts = told.hosts
     if hosts is None:
         return None
+    allocations = {}
     if hosts.engine == "slurm":
-        leave_allocation(home.name)
+        leave_allocation()
+        # Another scheduler may have a job of this name.
+        run = f"{home.name}-{zlib.crc32(str(home.absolute()).encode()):08x}"
+        allocations = {host: slurm_allocation(f"{run}-{host}") for host in hosts.shells}
     agents = HostAgents(
         hosts.shells,
         joined_address(hosts.address, told.port),
@@ -128,6 +136,8 @@ def _start_agents(
         hosts=read_hosts(home),
         is_queued=hosts.engine is not None,
         refusal=slurm_refusal if hosts.engine == "slurm" else None,
+        environments={host: given for host, (given, _) in allocations.items()},
+        releases={host: words for host, (_, words) in allocations.items()},
     )
     is_over = threading.Event()
     follower = threading.Thread(

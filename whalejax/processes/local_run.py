@@ -1,0 +1,240 @@
+"""The loop that starts, watches and ends processes of this machine.
+
+It is the same for all runs whose processes are children of one process: a launch of a
+fixed number, a leader with servers that are restarted, the members of an agent, the
+commands of agents. A policy decides: events go to it, and its effects are carried out.
+Only the supervisor of an elastic run has a loop of its own, for the messages of its
+members; it uses the same ``Processes``.
+"""
+
+from __future__ import annotations
+
+import selectors
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+from whalejax.membership import events as ev
+from whalejax.membership.exit_status import Ending
+from whalejax.processes.heartbeat_pipe import SILENT_SECONDS, HeartbeatPipes
+from whalejax.processes.local_processes import (
+    GRACE_SECONDS,
+    Processes,
+    handled_signals,
+)
+from whalejax.wire.connection_loop import Waker
+
+
+_TICK_SECONDS: Final = 0.2
+_RELEASE_SECONDS: Final = 30.0
+
+
+class RunPolicy(Protocol):
+    """Rules of a run, and the commands of its processes."""
+
+    def react(self, now: float, event: ev.Event) -> Iterable[ev.Effect]:
+        """Applies an event, and returns its effects in the order to carry them out.
+
+        Args:
+            now: The time, in seconds.
+            event: Event that happened.
+        """
+
+    def start(self, slot: int) -> None:
+        """Starts and releases the process of a slot.
+
+        Raises:
+            OSError: It cannot be started now.
+            WhaleError: It never can be started.
+        """
+
+
+class LocalRun:
+    """Runs processes by a policy, until it ends the run.
+
+    Attributes:
+        processes: The processes, which the policy starts.
+        beats: Pipes of those that send heartbeats.
+        lock: Lock held while the policy reacts, for other threads that change it.
+    """
+
+    def __init__(
+        self,
+        policy: RunPolicy,
+        logs: Path,
+        *,
+        say: Callable[[str], None],
+        end_with_this: bool = False,
+        silent_seconds: float = SILENT_SECONDS,
+        own_seconds: float = 0.0,
+        asks: Sequence[float] = (GRACE_SECONDS,),
+        groups: bool = False,
+        stopping: Callable[[Sequence[str]], None] | None = None,
+        releases: Mapping[str, Sequence[str]] = {},
+    ) -> None:
+        """Prepares the run; starts no process.
+
+        Args:
+            policy: Rules of the run.
+            logs: Folder of one log for each process.
+            say: Function that receives a line for the user.
+            end_with_this: Whether the processes are killed together with this one; see
+                ``Processes``.
+            silent_seconds: Seconds without a heartbeat after which a process that
+                sends some is silent.
+            own_seconds: Seconds for processes to end by themselves after a complete
+                run, before they are asked to.
+            asks: Seconds after each request to end, at the end of the run; processes
+                that are left then are killed.
+            groups: Whether these requests also go to the processes' children.
+            stopping: Function that receives the names of processes before the first
+                request.
+            releases: Commands that free what a killed process leaves elsewhere, by
+                name.
+        """
+        self._selector = selectors.DefaultSelector()
+        self.processes = Processes(
+            (), {}, logs, self._selector, end_with_this=end_with_this
+        )
+        self.lock = threading.RLock()
+        self.beats = HeartbeatPipes(self._selector, silent_seconds)
+        self._policy, self._say, self._stopping = policy, say, stopping
+        self._asks, self._groups, self._own_seconds = asks, groups, own_seconds
+        self._releases = releases
+        self._signals: list[int] = []
+        self._heard_signals = 0
+        self._end: ev.End | None = None
+
+    def watch(self, source: Waker, read: Callable[[], Iterable[ev.Effect]]) -> None:
+        """Watches another source of effects, such as messages.
+
+        Args:
+            source: Object that becomes readable with them.
+            read: Function that yields effects; each is carried out before the next.
+        """
+        self._selector.register(source, selectors.EVENT_READ, read)
+
+    def run(self) -> ev.End:
+        """Runs the processes; returns the policy's end, when none is left.
+
+        Raises:
+            WhaleError: A process cannot be started, and never can be.
+        """
+        with self._selector, handled_signals(self._on_signal, signal.SIGINT):
+            try:
+                self._react(ev.StartsAllowedEvent())
+                while self._end is None:
+                    self._turn()
+            finally:
+                self._stop()
+        return self._end
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self._signals.append(number)
+
+    def _turn(self) -> None:
+        self._take_ends(_TICK_SECONDS)
+        for number in self._signals[self._heard_signals :]:
+            self._heard_signals += 1
+            self._react(ev.Terminate(self._heard_signals > 1, number))
+        states = {name: self.processes.state(name) for name in self.processes.names}
+        self._react(ev.Tick(states, self.beats.beating, self.beats.overdue()))
+
+    def _take_ends(self, seconds: float) -> None:
+        """Waits at most ``seconds`` for processes to end, and reports their ends."""
+        for key, _ in self._selector.select(seconds):
+            name = key.data
+            if not isinstance(name, str):
+                for effect in name():
+                    self._do(effect)
+                    if self._end is not None:
+                        break
+                continue
+            status = self.processes.take_exit_status(name)
+            self.beats.forget(name)
+            if status != 0:
+                self._release(name)
+            log = self.processes.log_tail(name) if status else ""
+            self._react(ev.ProcessExitEvent(name, status, log))
+
+    def _react(self, event: ev.Event) -> None:
+        if self._end is not None:
+            return
+        with self.lock:
+            effects = [*self._policy.react(time.monotonic(), event)]
+        for effect in effects:
+            self._do(effect)
+
+    def _do(self, effect: ev.Effect) -> None:
+        if self._end is not None:
+            return
+        match effect:
+            case ev.StartEffect(slot=slot):
+                self._start_in(slot)
+            case ev.ReleaseEffect(name=name):
+                self.processes.release(name)
+            case ev.KillEffect(name=name):
+                self.processes.kill(name)
+                self.beats.forget(name)
+            case ev.TerminateEffect(name=name, number=number):
+                self.processes.terminate(name, number)
+            case ev.SayEffect(text=text):
+                self._say(text)
+            case ev.End(text=text):
+                self._end = effect
+                if text:
+                    self._say(text)
+
+    def _start_in(self, slot: int) -> None:
+        try:
+            self._policy.start(slot)
+        except OSError as error:  # Too many processes or files, or too little memory.
+            self._react(ev.NotStarted(slot, error.strerror or str(error)))
+
+    def _release(self, name: str) -> None:
+        """Frees what a process that did not end by itself has left elsewhere."""
+        words = self._releases.get(name)
+        if not words:
+            return
+        try:
+            subprocess.run(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                timeout=_RELEASE_SECONDS,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            self._say(f"{name} may have left something: {shlex.join(words)}: {error}")
+
+    # The end.
+
+    def _stop(self) -> None:
+        """Ends the processes that are left; a further signal kills them at once."""
+        told = len(self._signals)
+        # After an error, no end of a process is a reason to start another.
+        self._end = self._end or ev.End(Ending.FAILED, "")
+        if self._end.how is Ending.COMPLETE:
+            self._wait_for_ends(self._own_seconds, told)
+        if self._stopping is not None and (names := self.processes.names):
+            self._stopping(names)
+        for seconds in self._asks:
+            for name in self.processes.names:
+                self.processes.terminate(name, group=self._groups)
+            self._wait_for_ends(seconds, told)
+        for name in self.processes.names:
+            self.processes.kill(name)
+        # A process in a system call that does not return cannot even be killed.
+        self._wait_for_ends(GRACE_SECONDS / 2, told=None)
+
+    def _wait_for_ends(self, seconds: float, told: int | None) -> None:
+        end = time.monotonic() + seconds
+        while self.processes.names and (left := end - time.monotonic()) > 0:
+            if told is not None and len(self._signals) > told:
+                return
+            self._take_ends(min(left, _TICK_SECONDS))
