@@ -124,7 +124,8 @@ def decide_mpmd(
     numbers = [count for _, count in counts]
     least = dict.fromkeys(numbers, 0.0)
     if len(counts) > 1 or known_seconds < math.inf:
-        least = least_steps(graph, cluster, request, stages, numbers)
+        given = graph, cluster, request, stages, numbers
+        least = least_steps(*given, known=traced(()).known)
     counts.sort(key=lambda pair: least[pair[1]])
     policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
     for remat in policies:

@@ -16,7 +16,6 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.cost.layout_cases import LayoutCases
 from whalejax.planner.cost_terms import ALL, Remat
-from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import stacked_loops
 from whalejax.planner.pipeline.heterogeneous_stages import by_memory, grounds
@@ -165,12 +164,15 @@ def least_steps(
     request: Request,
     stages: int,
     counts: Collection[int],
+    *,
+    known: ProgramCache | None = None,
+    largest_part: float = 0.0,
 ) -> dict[int, float]:
     """Returns lower bounds on the step seconds of stages with programs of their own.
 
     Stages together take at least the time of the full model on the devices of one
-    stage; of several kinds, each kind at least its part of the work. Layouts count
-    whether they fit or not.
+    stage; of several kinds, each kind at least its part of the work. One stage computes
+    the largest indivisible part. Layouts count whether they fit or not.
 
     Args:
         graph: Captured loss.
@@ -178,6 +180,9 @@ def least_steps(
         request: Options of the search, over all devices.
         stages: Number of stages.
         counts: Numbers of micro-batches.
+        known: Programs of the loss that were analysed before.
+        largest_part: Fraction of the work in the largest part that no stage boundary
+            divides.
 
     Returns:
         Seconds of a step by number of micro-batches; 0 if no layout has that number,
@@ -190,11 +195,19 @@ def least_steps(
     asked = dataclasses.replace(
         request, num_devices=devices, num_micro_batches=None, **options_off()
     )
-    analysed = analyse_graph(graph)
+    known = ProgramCache() if known is None else known
     parts = grounds(graph, cluster, devices, stages)
     speeds = dict.fromkeys(counts, 0.0)
+    alone = dict.fromkeys(counts, math.inf)
     for part in by_memory(parts):
-        search = Search(analysed.graph, analysed.dims, part.cluster, asked)
+        analyses = ProgramAnalyses(
+            graph=graph, cluster=part.cluster, again=None, known=known
+        )
+        program = analyses.of((), (), 1)
+        assert program is not None  # It needs no trace.
+        analysed, shared = program
+        given = analysed.graph, analysed.dims, part.cluster, asked
+        search = Search(*given, program=shared, grids=known.grids)
         cases = search.at_every_count({devices: counts})
         if not len(cases):
             return dict.fromkeys(counts, 0.0)
@@ -205,9 +218,15 @@ def least_steps(
         else:
             step = total.busy * part.ratio / alike
         for count in speeds:
-            some = step[cases.count == count]
-            speeds[count] += 1 / float(some.min()) if len(some) else math.inf
-    return {count: 1 / speed for count, speed in speeds.items()}
+            some = cases.count == count
+            least = step[some].min(initial=np.inf)
+            speeds[count] += 1 / least if some.any() else math.inf
+            busy = part.ratio * total.busy[some].min(initial=np.inf)
+            alone[count] = min(alone[count], busy) if some.any() else 0.0
+    return {
+        count: max(1 / float(speed), largest_part * float(alone[count]))
+        for count, speed in speeds.items()
+    }
 
 
 def _least_total(

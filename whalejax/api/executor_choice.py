@@ -50,7 +50,7 @@ from whalejax.planner.plan.uneven_pipelines import decide_pipelines
 from whalejax.planner.plan.uneven_replica_plans import decide_shares
 from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.search.layout_search import PLANNED_AXES, fixed_space
-from whalejax.planner.search.least_paces import least_stage_steps
+from whalejax.planner.search.least_paces import least_stage_steps, least_steps
 from whalejax.planner.search.ranking import SURE, TIE
 from whalejax.planner.search.request import OffloadableState, Request
 from whalejax.planner.search.spmd_search import ProgramCache, check_marks
@@ -461,15 +461,13 @@ class _Staging:
             plans, problem = _feasible_plans(
                 functools.partial(shares, *given, **options)
             )
-            if plans and not _may_gain(plans[0]):
-                return plans[0]
             if problem and request.num_devices < cluster.num_devices:
                 raise problem
             known = min(map(_seconds, plans), default=math.inf) / (1 + SURE)
             each = [
                 functools.partial(self.of(n, known), *given, **options)
                 for n in _whole_stages(cluster, request.num_devices)
-                if not plans or self._may_be_faster(n, plans[0])
+                if not plans or self._may_be_faster(n, known, *given)
             ]
             staged, _ = _feasible_plans(*each)
             clearly = [
@@ -483,16 +481,21 @@ class _Staging:
 
         return search_again
 
-    def _may_be_faster(self, stages: int, replicas: Plan) -> bool:
-        """Whether this number of stages may be clearly faster than replicas.
-
-        This is an estimate: the stage with the fastest devices computes the largest
-        indivisible part, so it needs at least that fraction of the replicas' compute
-        time.
-        """
-        part = _largest_part(self.traced(())) / _speed_of_fastest(replicas, stages)
-        busy = _busy_seconds(replicas) * max(1.0, part)
-        return busy * (1 + SURE) < _seconds(replicas)
+    def _may_be_faster(
+        self,
+        stages: int,
+        known_seconds: float,
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+    ) -> bool:
+        """Returns whether a number of stages may take less than some seconds a step."""
+        # The bound on one micro-batch is the least of all numbers.
+        count = request.num_micro_batches or 1
+        part = _largest_part(self.traced(()))
+        given = graph, cluster, request, stages, [count]
+        bound = least_steps(*given, known=self.programs.known, largest_part=part)
+        return bound[count] < known_seconds
 
     def of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
         """Returns a copy for a number of stages."""
@@ -647,25 +650,9 @@ def _seconds(plan: Plan) -> float:
     return plan.time.step_seconds
 
 
-def _may_gain(replicas: Plan) -> bool:
-    """Whether a pipeline may be clearly faster, judged by the time without compute."""
-    time = replicas.time
-    others = time.step_seconds - time.compute_seconds - time.launch_seconds
-    short = bool(replicas.remat or replicas.offload)
-    return short or others * (1 + SURE) > time.step_seconds * SURE
-
-
 def _first_time(plan: Plan) -> float:
     """Returns the least fraction of a plan's work that is not recomputation."""
     return min((FIRST_TIME.get(p, 0.75) for _, p in plan.remat), default=1.0)
-
-
-def _speed_of_fastest(replicas: Plan, stages: int) -> float:
-    """Returns the fraction of a step's work that one stage's fastest devices do."""
-    shares = sorted(replicas.shares, reverse=True)
-    whole, rest = divmod(len(shares), stages)
-    fastest = sum(shares[:whole]) + shares[whole] * rest / stages
-    return fastest / sum(shares)
 
 
 def _largest_part(program: DivisibleProgram) -> float:
