@@ -65,6 +65,38 @@ def test_stages_are_taken_where_links_are_slow() -> None:
     assert one_program.candidates[0].layout in {c.layout for c in plan.candidates}
 
 
+@pytest.mark.parametrize("text", ["h100:1x2+v100-32:1x2", "h100:1x2+p100-16:1x2"])
+def test_no_number_of_micro_batches_beats_an_open_one_on_mixed_kinds(text: str) -> None:
+    job = models.job(
+        "llama-test",
+        layers=2,
+        embed=1024,
+        heads=8,
+        kv_heads=4,
+        mlp=4096,
+        sequence=2048,
+        vocab=32_768,
+        scan_layers=True,
+    )
+    batch = jax.eval_shape(lambda: job.batch_at(0, 2))
+
+    def seconds(**options: Any) -> float:
+        plan = wh.plan(
+            job.loss_fn,
+            jobs.abstract_model(job),
+            batch,
+            optimizer=optax.adam(1e-4),
+            cluster=text,
+            precision="bf16",
+            **options,
+        )
+        return plan.time.step_seconds
+
+    chosen = seconds()
+    for count in (1, 2):
+        assert chosen <= 1.01 * seconds(num_micro_batches=count)
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "text", "scanned"),
     [
