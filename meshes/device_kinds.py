@@ -379,11 +379,6 @@ class DeviceKind:
         return self.platform == "gpu" and bool(self.matmul_points)
 
     @property
-    def least_product_seconds(self) -> float:
-        """Least seconds of any product beyond ``launch_seconds``; 0 if unknown."""
-        return self._product_seconds
-
-    @property
     def achieved_bytes_per_second(self) -> float:
         """Memory bandwidth that operations reach, without measurements by size."""
         if not self.curve:

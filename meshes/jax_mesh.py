@@ -44,8 +44,8 @@ def build_mesh(
             their order.
 
     Raises:
-        WhaleError: Sizes whose product is not the number of devices, an axis twice, or
-            a size below one; lists all problems.
+        WhaleError: Sizes whose product is not the number of devices, an axis twice, a
+            size below one, or an order of too few devices; lists all problems.
 
     Example:
         >>> import jax
@@ -68,6 +68,11 @@ def build_mesh(
     used = math.prod(size for _, size in axes)
     if not problems and (used > len(given) or (used < len(given) and not allow_idle)):
         problems.add(_wrong_product(axes, used, len(given)))
+    if not problems and order and len(order) < used:
+        problems.add(
+            f"order has {len(order)} numbers of devices, and the mesh {used} "
+            "positions; give a number for each"
+        )
     problems.raise_if_any()
     if order:
         given = [given[number] for number in order]

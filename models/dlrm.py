@@ -192,33 +192,6 @@ class DLRM(nnx.Module):
         return logits[:, 0]
 
 
-class LogisticRegression(nnx.Module):
-    """A weight for every id and dense feature: the baseline of a recommender.
-
-    >>> model = LogisticRegression(SIZES["test"], rngs=nnx.Rngs(0))
-    >>> model(SIZES["test"].data.batch(0, 2)).shape
-    (2,)
-    """
-
-    def __init__(self, config: DLRMConfig, *, rngs: nnx.Rngs) -> None:
-        kind = config.param_dtype
-        self.tables = nnx.Dict(
-            {
-                f"c{i}": _table(rows, 1, kind, rngs)
-                for i, rows in enumerate(config.table_rows)
-            }
-        )
-        self.dense = MLP((config.dense, 1), param_dtype=kind, rngs=rngs)
-
-    def __call__(self, batch: Mapping[str, Any]) -> Array:
-        """Computes logits ``[batch]``; the batch is that of ``DLRM``."""
-        kind = self.dense.layers[0].kernel.dtype
-        logits = self.dense(jnp.asarray(batch["dense"]).astype(kind))[:, 0]
-        for name, table in self.tables.items():
-            logits = logits + sum_bags(table, jnp.asarray(batch[name]))[:, 0]
-        return logits
-
-
 def loss_fn(model: nnx.Module, batch: Mapping[str, Any]) -> Array:
     """Computes the mean binary cross-entropy of ``label``, in nats.
 

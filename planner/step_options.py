@@ -245,10 +245,22 @@ def option_rows(chosen: StepOptions, axes: Container[str]) -> list[tuple[str, st
     ]
 
 
+def named_in(policy: str) -> tuple[str, ...]:
+    """Returns the names that a remat policy lists; empty if it lists none."""
+    kind, _, names = policy.partition(":")
+    return tuple(n.strip() for n in names.split(",") if n.strip()) * (kind == "named")
+
+
 def option_limits(chosen: StepOptions) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Returns the (path, value, possible values) of every option that is a text."""
+    """Returns the (path, value, possible values) of every option that is a text.
+
+    A remat policy that lists names counts as ``"named"``.
+    """
     return [
-        *((f"remat.{n}", policy, REMAT_POLICIES) for n, policy in chosen.remat),
+        *(
+            (f"remat.{n}", "named" if named_in(policy) else policy, REMAT_POLICIES)
+            for n, policy in chosen.remat
+        ),
         *((f"attention.{n}", kind, ATTENTION_KINDS) for n, kind in chosen.attention),
         *(("offload", what, OFFLOADS) for what in chosen.offload),
         ("combine", chosen.combine, COMBINATIONS),

@@ -34,6 +34,7 @@ import itertools
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ import optax
 
 import whalejax as wh
 from whalejax import jobs, models
+from whalejax.capture.split_checks import DependentSamplesError
+from whalejax.planner.plan_errors import NothingFits
 from whalejax.planner.sharding.layout import divisors
 
 
@@ -146,7 +149,11 @@ def options_of(work: Workload, devices: int) -> Iterator[dict[str, Any]]:
 
 
 def planner(work: Workload) -> Any:
-    """Returns a function from options to seconds of a step, or None."""
+    """Returns a function from options to seconds of a step, or None.
+
+    Without options there is a plan unless nothing fits, or the samples depend on each
+    other; any other error goes to standard error.
+    """
     job = models.job(work.model, **work.options)
     model = jobs.abstract_model(job)
     batch = jax.eval_shape(lambda: job.batch_at(0, work.batch))
@@ -163,7 +170,11 @@ def planner(work: Workload) -> Any:
                 precision="bf16",
                 **options,
             )
-        except wh.WhaleError:
+        except (NothingFits, DependentSamplesError):
+            return None
+        except wh.WhaleError as error:
+            if not options:
+                print(f"{work.name}: {error}", file=sys.stderr, flush=True)
             return None
         return float(plan.time.step_seconds)
 

@@ -119,7 +119,7 @@ def tables() -> Target:
     """Tables for estimates."""
     from tests.planner.test_tables import TABLE
     from whalejax.estimates.csv_table import COLUMNS, OPTIONAL
-    from whalejax.estimates.estimate_table import estimate_file
+    from whalejax.estimates.estimate_table import write_estimates
 
     cells = ("", "0", "1", "-1", "7", "1e26", "1e308", "1e309", "nan", "9" * 400, "x")
     cells += ("²", "a\x1b[1m", "4096.0", "1e6", "2147483648", "65536", "A100", "full")
@@ -139,7 +139,7 @@ def tables() -> Target:
                 name = chance.choice([c for c in given if c in (*COLUMNS, *OPTIONAL)])
                 given[name] = chance.choice(cells)
             path.write_text(f"{header}\n{','.join(given.values())}\n")
-        estimate_file(path, path.with_suffix(".out"))
+        write_estimates(path, path.with_suffix(".out"))
         return "valid"
 
     return one

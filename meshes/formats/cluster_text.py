@@ -153,14 +153,6 @@ def _entry(name: str) -> CatalogueEntry | None:
     return device.entry
 
 
-def _is_kind(name: str) -> bool:
-    try:
-        entry(name)
-    except WhaleError:
-        return False
-    return True
-
-
 def _suggested_text(term: str) -> str:
     """Rewrites ``"h100-8"`` or ``"8xh100"`` in our notation; empty for other texts.
 
@@ -173,7 +165,7 @@ def _suggested_text(term: str) -> str:
     if not match:
         turned = re.fullmatch(r"(\d+)(?: *[x×*] *|[-_ ]+)([a-z][a-z0-9-]*)", bare)
         name, count = (turned[2], turned[1]) if turned else ("", "")
-    if not name or not _is_kind(name):
+    if not name or not is_kind(name):
         return ""
     kind, number = entry(name).kind.name, int(count)
     if kind in ("v4", "v5p") and number >= 8:  # Google counts two cores a chip.
@@ -193,7 +185,7 @@ def _malformed(term: str) -> str:
             "'local' stands alone. To join other devices to those of this machine, "
             "describe all in one file (whalejax calibrate -o cluster.toml, --append)"
         )
-    if re.fullmatch(r"[a-z0-9-]+", name) and not _is_kind(name):
+    if re.fullmatch(r"[a-z0-9-]+", name) and not is_kind(name):
         return f"{unknown_kind(name)}{DESCRIBE_IN_TOML}"
     if not colon and re.fullmatch(r"[a-z0-9 -]+", name):
         return (

@@ -17,6 +17,7 @@ from whalejax.planner.sharding.parameter_layout import are_most, looked_up_table
 _BY_KIND: Final = {
     "sort": "sorts",
     "top_k": "sorts",
+    "approx_top_k": "sorts",
     "ragged_dot_general": "ragged products",
     "while": "while loops",
     "fft": "Fourier transforms",

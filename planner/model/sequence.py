@@ -78,7 +78,7 @@ def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
                     result.difference_update(*dims.layouts[t])
     places = {role: set[Place]() for role in result}
     for index, op in enumerate(graph.ops):
-        for role, place in _needed(graph, dims, index, op, result):
+        for role, place in _needed(dims, index, op, result):
             if place is None:
                 places.pop(role, None)
             elif role in places:
@@ -87,7 +87,7 @@ def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
 
 
 def _needed(
-    graph: Graph, dims: Dimensions, index: int, op: Op, roles: Collection[int]
+    dims: Dimensions, index: int, op: Op, roles: Collection[int]
 ) -> Iterator[tuple[int, Place | None]]:
     """Yields the slots where an operation needs a role unsharded; None if
     impossible.

@@ -66,11 +66,6 @@ class ChainCut:
     counts: tuple[int, ...]
     seconds: tuple[float, ...]
 
-    @property
-    def slowest_seconds(self) -> float:
-        """Seconds of the slowest stage."""
-        return max(self.seconds)
-
 
 def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
     """Cuts a chain for the fastest possible slowest stage.
@@ -86,8 +81,8 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
         PlanError: Fewer layers than stages, or no cut fits the memory.
 
     >>> found = cut([Layer(seconds=s) for s in (1, 1, 2, 4)], [Stage(), Stage()])
-    >>> found.counts, found.slowest_seconds
-    ((3, 1), 4.0)
+    >>> found.counts, found.seconds
+    ((3, 1), (4.0, 4.0))
     """
     if not stages or len(layers) < len(stages):
         raise PlanError(

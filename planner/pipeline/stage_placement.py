@@ -99,8 +99,8 @@ def place(
     >>> slow = Stage(kind="p100-16", speed=1.0, memory_bytes=16.0)
     >>> block = Layer(seconds=1.0, activation_bytes=2.0)
     >>> found = place([block] * 12, [slow, fast], in_flight=(2, 1))
-    >>> found.order, found.cut.counts, found.cut.slowest_seconds
-    ((1, 0), (8, 4), 4.0)
+    >>> found.order, found.cut.counts, found.cut.seconds
+    ((1, 0), (8, 4), (4.0, 4.0))
     """
     if not devices or len(layers) < len(devices):
         return in_order(layers, devices, in_flight, range(len(devices)))

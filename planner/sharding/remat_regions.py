@@ -20,7 +20,7 @@ from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import LOOPS, Graph, Op
 from whalejax.planner.model.repeated_layers import layer_starts, stacked_loop
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.step_options import REMAT_POLICIES
+from whalejax.planner.step_options import REMAT_POLICIES, named_in
 
 
 Position = tuple[int, ...]
@@ -49,12 +49,6 @@ def policy_for(task_graph: str, policies: Mapping[str, str]) -> str:
     'full'
     """
     return policies.get(task_graph, policies.get(ALL, "none"))
-
-
-def named_in(policy: str) -> tuple[str, ...]:
-    """Returns the names that a policy lists; empty if it lists none."""
-    kind, _, names = policy.partition(":")
-    return tuple(n.strip() for n in names.split(",") if n.strip()) * (kind == "named")
 
 
 def checked_policies(

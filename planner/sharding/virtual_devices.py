@@ -1,4 +1,4 @@
-"""Whale's virtual devices: the physical devices of each TaskGraph.
+"""Whale's virtual devices: the numbers of devices that marked TaskGraphs take.
 
 Devices are assigned in sequence. Each stage has its own devices, one stage after the
 other. TaskGraphs outside stages share theirs, so that a replicated backbone and a split
@@ -9,13 +9,11 @@ section 3.2.1).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
 from whalejax.planner.model.graph import TaskGraph
-from whalejax.planner.plan_errors import PlanError
 
 
 _Key = tuple[int, ...]
@@ -23,67 +21,19 @@ _Key = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VirtualDevice:
-    """The devices of one TaskGraph.
-
-    Attributes:
-        task_graph: Name of the TaskGraph.
-        replicas: Physical device numbers of each replica of the TaskGraph.
-    """
-
-    task_graph: str
-    replicas: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """Devices of each stage within one model replica.
+    """Numbers of devices within one model replica.
 
     Attributes:
         needed: Number of devices of one replica.
-        starts: First device of each stage inside the replica.
+        has_stages: Whether stages are marked.
         widths: Number of devices of each stage. The empty key has that of TaskGraphs
             outside stages: the full replica, or one stage if no stage is marked.
     """
 
     needed: int
-    starts: dict[_Key, int]
+    has_stages: bool
     widths: dict[_Key, int]
-
-
-def virtual_devices(
-    task_graphs: Sequence[TaskGraph], num_devices: int
-) -> tuple[VirtualDevice, ...]:
-    """Assigns devices to TaskGraphs in sequence.
-
-    Args:
-        task_graphs: The marked TaskGraphs, in program order.
-        num_devices: Physical devices.
-
-    Returns:
-        One entry for each TaskGraph, in the same order. A TaskGraph that asks for fewer
-        devices than the stage or model replica around it is repeated inside it.
-
-    Raises:
-        PlanError: The marks ask for too many devices, or for counts that do not divide
-            them; the message lists every problem.
-    """
-    problems = Problems("the marks do not fit the devices", PlanError)
-    check_devices(task_graphs, num_devices, problems)
-    problems.raise_if_any()
-    places = _places(task_graphs, num_devices)
-    devices = []
-    for graph in task_graphs:
-        key = _stage_key(graph)
-        first, width = places.starts.get(key, 0), places.widths[key]
-        count = _devices(graph) or width
-        replicas = tuple(
-            tuple(range(start, start + count))
-            for base in range(0, num_devices, places.needed)
-            for start in range(base + first, base + first + width, count)
-        )
-        devices.append(VirtualDevice(task_graph=graph.name, replicas=replicas))
-    return tuple(devices)
 
 
 def check_devices(
@@ -104,8 +54,8 @@ def check_devices(
         return  # One device holds all of it.
     places = _places(task_graphs, num_devices, stages)
     needed, around = places.needed, _around(task_graphs)
-    if places.starts:
-        stages = len(places.starts)
+    if places.has_stages:
+        stages = len(places.widths) - 1
     listing = _listing(task_graphs, places, stages)
     if needed > num_devices:
         remedy = "Lower the counts, or leave devices= out to use all"
@@ -120,7 +70,7 @@ def check_devices(
             f"one model replica takes {needed} devices ({listing}), which does not "
             f"divide {num_devices}. Counts that do: {_counts(num_devices)}"
         )
-    if around is not None and places.starts and around != needed:
+    if around is not None and places.has_stages and around != needed:
         problems.add(
             f"replicate(devices={around}) stands around {stages} stages, and one copy "
             f"of the model takes {needed} devices ({listing}). Give it {needed}, or "
@@ -137,7 +87,7 @@ def check_devices(
         key, count = _stage_key(graph), _devices(graph)
         width = places.widths[key]
         if count is not None and width % count:
-            cut = stages > 1 and not places.starts
+            cut = stages > 1 and not places.has_stages
             what = "a stage" if key or cut else "a model replica"
             problems.add(
                 f"{graph.name} asks for {count} devices inside {what} of {width}; "
@@ -177,14 +127,13 @@ def _places(
             (inside if key else outside).append(count)
     if not own:  # A pipeline whose stages are not marked cuts all of the model.
         needed = around or stages * max(outside, default=0) or num_devices
-        return _Places(needed=needed, starts={}, widths={(): needed // stages})
+        return _Places(needed=needed, has_stages=False, widths={(): needed // stages})
     shared = max([n for n in (*own.values(), *inside) if n is not None], default=1)
     if around is not None and around % len(own) == 0:
         shared = max(shared, around // len(own))
     widths = {key: width or shared for key, width in own.items()}
-    ends = [*itertools.accumulate(widths.values())]
-    starts = dict(zip(widths, (0, *ends), strict=False))
-    return _Places(needed=ends[-1], starts=starts, widths={**widths, (): ends[-1]})
+    needed = sum(widths.values())
+    return _Places(needed=needed, has_stages=True, widths={**widths, (): needed})
 
 
 def _stage_key(graph: TaskGraph) -> _Key:
@@ -234,7 +183,9 @@ def _listing(task_graphs: Sequence[TaskGraph], places: _Places, stages: int) -> 
     around = _around(task_graphs)
     if around is not None:
         named = {f"around them: {around}": None, **named}
-    where = f", in each of {stages} stages" if stages > 1 and not places.starts else ""
+    where = (
+        f", in each of {stages} stages" if stages > 1 and not places.has_stages else ""
+    )
     return ", ".join(named) + where
 
 

@@ -37,6 +37,7 @@ _ON_DEVICES: Final = tuple(split for split in SPLITS if split not in HOST_SPLITS
 _NODES: Final = 200
 _GAP: Final = 1e-4
 _CHOSEN: Final = "which fits and makes the shorter step"
+_UNUSED: Final = "as the dense part does not use all of its devices"
 _TOTAL_WEIGHT: Final = 1e-3
 """Weight of total work relative to a step's seconds; it breaks ties."""
 
@@ -52,7 +53,7 @@ class TableCost:
         sparse_seconds: Seconds of lookups and updates in one process.
         wire_seconds: Seconds of ids, vectors and gradients between both sections.
         dense_seconds: Seconds of lookups, exchange and updates on the devices, evenly
-            shared.
+            shared; 0 if these can store no table.
         nbytes: Bytes of the table and its optimizer state.
     """
 
@@ -65,12 +66,16 @@ class TableCost:
     nbytes: int
 
     def __str__(self) -> str:
+        times = (
+            f"in one process a step takes {milliseconds(self.sparse_seconds)} of it "
+            f"and its messages {milliseconds(self.wire_seconds)}"
+        )
+        if not self.dense_seconds:
+            return f"in processes of CPUs, {_UNUSED}: {times}"
         chosen = "as you fixed it" if self.is_fixed else _CHOSEN
         here = "in processes of CPUs" if self.in_processes else "beside the dense part"
         return (
-            f"{here}, {chosen}: in one process a step takes "
-            f"{milliseconds(self.sparse_seconds)} of it and its messages "
-            f"{milliseconds(self.wire_seconds)}, on the devices of the dense part "
+            f"{here}, {chosen}: {times}, on the devices of the dense part "
             f"{milliseconds(self.dense_seconds)}"
         )
 

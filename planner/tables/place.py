@@ -135,7 +135,7 @@ def place_tables(
     limit = most_shards or max(int(_SHARDS_PER_TABLE * len(tables)), 4 * ranks.count)
     found = assign(items, ranks, scale, limit)
     if most_shards is None and _is_poor(items, found, ranks, scale):
-        limit = 2 * max(limit, 4 * ranks.count)
+        limit *= 2
         finer = assign(items, ranks, scale, limit)
         found = found if finer is None else finer
     assignment, bound, optimal = _proven(found, items, ranks, scale, limit, seconds)

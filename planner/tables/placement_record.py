@@ -104,7 +104,7 @@ def placement_of(data: Any) -> TablePlacement:
     except (DataError, WhaleError) as error:
         raise PlanError(f"the tables of this plan cannot be read: {error}") from None
     problems = Problems("shards that no placement has", PlanError)
-    for text in _wrong_shards(tables, record):
+    for text in (*_wrong_lengths(record), *_wrong_shards(tables, record)):
         problems.add(text)
     problems.raise_if_any()
     values = {name: getattr(record, name) for name in PlacementRecord.__slots__}
@@ -151,6 +151,19 @@ def _wrong_hottest(record: PlacementRecord) -> Iterator[str]:
         inside = len(rows) and 0 <= rows[0] and rows[-1] < sizes.get(name, 0)
         if not inside or len(rows) != cached.get(name) or (np.diff(rows) <= 0).any():
             yield f"{len(rows):,} rows of {name!r} on a device"
+
+
+def _wrong_lengths(record: PlacementRecord) -> Iterator[str]:
+    """Yields arrays that have no number for each rank, or for each term of its load."""
+    count, terms = record.ranks.count, len(record.mean)
+    if not terms or record.batch_size < 1:
+        yield f"{terms} means of the loads of {record.batch_size} samples"
+    for name in ("loads", "memory_bytes", "host_bytes", "exchange_bytes"):
+        if len(getattr(record, name)) != count:
+            yield f"{name} of {len(getattr(record, name))} ranks, of {count}"
+    for rank, loads in enumerate(record.loads):
+        if len(loads) != terms:
+            yield f"{len(loads)} loads on rank {rank}, and means of {terms}"
 
 
 def _wrong_shards(tables: tuple[Table, ...], record: PlacementRecord) -> Iterator[str]:

@@ -44,9 +44,11 @@ class Ranks:
 
     def __post_init__(self) -> None:
         problems = Arguments("Ranks")
-        problems.whole("count", self.count, least=1)
-        problems.whole("per_node", self.per_node, least=1)
-        if problems.whole("count", self.count, least=1) and self.count % self.per_node:
+        both = [
+            problems.whole("count", self.count, least=1),
+            problems.whole("per_node", self.per_node, least=1),
+        ]
+        if all(both) and self.count % self.per_node:
             problems.add(
                 f"per_node is {self.per_node} and does not divide count {self.count}"
             )

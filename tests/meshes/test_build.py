@@ -28,10 +28,22 @@ def test_given_devices_keep_their_order() -> None:
     assert mesh.devices.flatten().tolist() == devices
 
 
-def _error(axes: tuple[tuple[str, int], ...], count: int = 8) -> str:
+def _error(
+    axes: tuple[tuple[str, int], ...], count: int = 8, order: tuple[int, ...] = ()
+) -> str:
     with pytest.raises(WhaleError) as error:
-        build_mesh(axes, jax.devices()[:count])
+        build_mesh(axes, jax.devices()[:count], order=order)
     return str(error.value)
+
+
+def test_an_order_has_a_device_for_each_position() -> None:
+    devices = jax.devices()
+    mesh = build_mesh((("data", 2),), devices, order=(3, 1, 0), allow_idle=True)
+    assert mesh.devices.tolist() == [devices[3], devices[1]]
+    assert _error((("data", 4),), 4, (1, 0)) == (
+        "mesh: 1 problem\n  1. order has 2 numbers of devices, and the mesh 4 "
+        "positions; give a number for each"
+    )
 
 
 def test_too_few_are_an_error_unless_allowed() -> None:

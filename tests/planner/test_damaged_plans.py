@@ -121,6 +121,8 @@ IMPOSSIBLE: list[tuple[str, Any, str]] = [
     ("zero", 7, "zero is 7; expected a whole number, 0 to 2"),
     ("precision", "f3", "precision is 'f3'; expected f32, bf16 or f16"),
     ("remat", [["*", "all"]], "remat.* is 'all'; expected one of none, dots"),
+    ("remat", [["*", "named:"]], "remat.* is 'named:'; expected one of none, dots"),
+    ("remat", [["*", "full:a"]], "remat.* is 'full:a'; expected one of none, dots"),
     ("offload", ["everything"], "offload is 'everything'; expected one of optimizer"),
     ("collectives.0.count", -1, "collectives[0].count is -1; expected at least 0"),
     ("collectives.0.phase", "never", "collectives is 'never'; expected one of forw"),

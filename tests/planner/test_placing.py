@@ -54,7 +54,7 @@ def test_no_order_and_no_cut_is_faster(
         return
     found = place(layers, devices, held)
     assert sorted(found.order) == list(range(count))
-    assert found.cut.slowest_seconds == pytest.approx(best)
+    assert max(found.cut.seconds) == pytest.approx(best)
     assert [s.kind for s in found.stages] == [devices[i].kind for i in found.order]
 
 

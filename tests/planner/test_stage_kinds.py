@@ -88,13 +88,13 @@ def test_no_order_and_no_cut_is_faster(data: st.DataObject) -> None:
             allot(chains, lying, table, {})
         return
     found = allot(chains, lying, table, {})
-    assert found.placed.cut.slowest_seconds == pytest.approx(best)
+    assert max(found.placed.cut.seconds) == pytest.approx(best)
     assert sorted(found.placed.order) == list(range(len(names)))
     assert found.least_seconds <= 8 * best * (1 + 1e-9)
     assert found.least_seconds <= found.seconds * (1 + 1e-9)
     beside = allot(chains, lying, table, {}, hidden=True)
     assert max(beside.work) <= max(found.work) * (1 + 1e-9)
-    assert max(beside.work) == pytest.approx(beside.placed.cut.slowest_seconds)
+    assert max(beside.work) == pytest.approx(max(beside.placed.cut.seconds))
     needs = zip(found.needs_bytes, found.placed.order, strict=True)
     assert all(need <= lying[i].kind.memory_bytes for need, i in needs)
 

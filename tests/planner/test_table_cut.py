@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.tables.cpu_or_device import TableCost, choose_cut, times_of
+from whalejax.planner.tables.cpu_or_device import (
+    TableCost,
+    choose_cut,
+    table_costs,
+    times_of,
+)
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.sections import SectionTimes
 from whalejax.planner.tables.table import Table
@@ -153,3 +158,24 @@ def test_pins_and_groups_are_obeyed() -> None:
     with pytest.raises(PlanError, match="leaves b, c, d beside the dense part, which"):
         placed(tables, None, in_processes=["a"])
     assert placed(tables, None).beside is None
+
+
+def test_a_cost_says_who_chose_the_section() -> None:
+    (cost,) = costs_of([(2e-3, 1e-3, 4e-3)])
+    assert str(cost) == (
+        "beside the dense part, which fits and makes the shorter step: in one process "
+        "a step takes 2 ms of it and its messages 1 ms, on the devices of the dense "
+        "part 4 ms"
+    )
+    fixed = dataclasses.replace(cost, is_fixed=True, in_processes=True)
+    assert str(fixed).startswith("in processes of CPUs, as you fixed it: in one")
+
+
+def test_without_devices_for_tables_nobody_fixed_them() -> None:
+    tables = [Table(name="a", rows=900, width=32)]
+    (cost,) = table_costs(tables, DEVICES, None, 64, {"a"})
+    assert str(cost).startswith(
+        "in processes of CPUs, as the dense part does not use all of its devices: in "
+        "one process a step takes "
+    )
+    assert "fixed" not in str(cost) and "devices of the dense part" not in str(cost)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import whalejax as wh
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.tables.greedy import Scale, slot_limit
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import TablePlacement
+from whalejax.planner.tables.placement_record import placement_data, placement_of
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.storage_options import (
     Item,
@@ -277,6 +282,41 @@ def test_a_placement_explains_itself() -> None:
     assert "← chosen" in placement.why("b")
     with pytest.raises(PlanError, match="no table is named 'c'; there are a, b"):
         placement.why("c")
+
+
+def test_wrong_ranks_are_refused_at_once() -> None:
+    with pytest.raises(WhaleError) as error:
+        Ranks(count=4, per_node=0, memory_bytes=1.0)
+    assert "per_node is 0; expected a whole number, 1 or more" in str(error.value)
+    with pytest.raises(WhaleError) as error:
+        Ranks(count=0, per_node=0, memory_bytes=1.0)
+    assert "2 problems" in str(error.value)
+    with pytest.raises(WhaleError, match="3 and does not divide count 4"):
+        Ranks(count=4, per_node=3, memory_bytes=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda d: d["loads"][1].append(1.0), "2 loads on rank 1, and means of 1"),
+        (lambda d: d["loads"].clear(), "loads of 0 ranks, of 3"),
+        (lambda d: d["memory_bytes"].pop(), "memory_bytes of 2 ranks, of 3"),
+        (lambda d: d["exchange_bytes"].append(1.0), "exchange_bytes of 4 ranks, of 3"),
+        (lambda d: d["mean"].clear(), "0 means of the loads of 6 samples"),
+        (lambda d: d.update(batch_size=0), "1 means of the loads of 0 samples"),
+        (lambda d: d["ranks"].update(per_node=0), "per_node is 0; expected"),
+    ],
+)
+def test_numbers_of_other_ranks_are_refused(
+    change: Callable[[Any], Any], text: str
+) -> None:
+    tables = [Table(name="a", rows=900, width=32), Table(name="b", rows=800, width=32)]
+    data = placement_data(place_tables(tables, RANKS, batch_size=6))
+    data = json.loads(json.dumps(data))
+    assert len(str(placement_of(data)).splitlines()) == 5
+    change(data)
+    with pytest.raises(PlanError, match=text):
+        placement_of(data)
 
 
 def test_rows_within_a_node_stay_in_one() -> None:

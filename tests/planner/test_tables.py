@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzzing import fuzzed
 from whalejax.cli.main import main
-from whalejax.estimates.estimate_table import ADDED, estimate_file, write_estimates
+from whalejax.estimates.estimate_table import ADDED, write_estimates
 from whalejax.meshes.errors import WhaleError
 
 
@@ -32,7 +32,8 @@ def estimated(tmp_path: Path) -> list[dict[str, str]]:
     """Rows of the table that comes out."""
     source, target = tmp_path / "in.csv", tmp_path / "out.csv"
     source.write_text(TABLE)
-    assert estimate_file(source, target) == (3, 4)
+    found = write_estimates(source, target)
+    assert (found.predicted, found.runs) == (3, 4)
     with target.open() as file:
         return list(csv.DictReader(file))
 
@@ -81,7 +82,7 @@ def test_a_target_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -
     source = tmp_path / "in.csv"
     source.write_text(TABLE)
     with pytest.raises(WhaleError, match="cannot be written there"):
-        estimate_file(source, tmp_path / "none" / "out.csv")
+        write_estimates(source, tmp_path / "none" / "out.csv")
     assert [p.name for p in tmp_path.iterdir()] == ["in.csv"]
 
 
@@ -89,7 +90,8 @@ def test_a_framework_that_interleaves_has_unlike_stages_too(tmp_path: Path) -> N
     source, target = tmp_path / "in.csv", tmp_path / "out.csv"
     row = f'Megatron-LM,gpt,8,1024,16,2048,64,V100-16,8,2,2,,"{STAGES}"'
     source.write_text(f"{HEADER}\n{row}\n")
-    assert estimate_file(source, target) == (1, 1)
+    found = write_estimates(source, target)
+    assert (found.predicted, found.runs) == (1, 1)
 
 
 def test_what_is_taken_to_fit_fits(tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_what_is_taken_to_fit_fits(tmp_path: Path) -> None:
         for layers in (16, 24, 32, 40)
     ]
     source.write_text("\n".join([HEADER, *rows]) + "\n")
-    estimate_file(source, target)
+    write_estimates(source, target)
     with target.open() as file:
         found = list(csv.DictReader(file))
     taken = [row for row in found if "taken to fit" in row["note"]]
@@ -131,7 +133,7 @@ def test_what_no_run_confirmed_is_not_said_to_fit(
     source, target = tmp_path / "in.csv", tmp_path / "out.csv"
     row = f"maxtext,32,4096,32,14336,8192,32,{device},8,{remat}"
     source.write_text(f"{MAXTEXT}\n{row}\n")
-    estimate_file(source, target)
+    write_estimates(source, target)
     with target.open() as file:
         (found,) = csv.DictReader(file)
     assert found["fits"] == fits
@@ -142,10 +144,10 @@ def test_the_table_is_not_written_over(tmp_path: Path) -> None:
     source = tmp_path / "in.csv"
     source.write_text(TABLE)
     with pytest.raises(WhaleError, match="is the table itself. Give -o another"):
-        estimate_file(source, tmp_path / "." / "in.csv")
+        write_estimates(source, tmp_path / "." / "in.csv")
     assert source.read_text() == TABLE
     with pytest.raises(WhaleError, match="is a folder"):
-        estimate_file(source, tmp_path)
+        write_estimates(source, tmp_path)
 
 
 def test_rows_that_cannot_be_read_say_why_and_count(
@@ -250,7 +252,8 @@ def test_a_pipeline_of_more_stages_than_can_be_simulated(tmp_path: Path) -> None
     source, target = tmp_path / "in.csv", tmp_path / "out.csv"
     header = "model,layers,hidden,seq,global_batch,device,num_devices,pp,vpp"
     source.write_text(f"{header}\ngpt,9000,1024,2048,64,H100,256,256,30\n")
-    assert estimate_file(source, target) == (0, 1)
+    found = write_estimates(source, target)
+    assert (found.predicted, found.runs) == (0, 1)
     assert "pp 256 and vpp 30 make a schedule of too many rows" in target.read_text()
 
 

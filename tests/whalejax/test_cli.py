@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from whalejax import jobs, models
 from whalejax.api.named_jobs import named_values
 from whalejax.cli import main
 from whalejax.cli.options import (
+    _PLAN_OPTIONS,
     PlanCommand,
     TrainCommand,
     plan_settings,
@@ -609,6 +611,15 @@ def test_precision_is_a_word_or_one_for_each_task_graph(
         assert (
             found["remat"] == {"*": "named:a,b"} and found.get("attention") == expected
         )
+
+
+def test_the_help_of_train_names_what_a_plan_replaces() -> None:
+    assert TrainCommand.__doc__ is not None
+    text = " ".join(TrainCommand.__doc__.split())
+    replaced = re.findall(r"--[a-z-]+", text.partition("--plan takes the place of")[2])
+    names = {field.name for field in dataclasses.fields(TrainCommand)}
+    names &= {"cluster", "batch", *_PLAN_OPTIONS}
+    assert {*replaced} == {f"--{name.replace('_', '-')}" for name in names}
 
 
 PLAN_GPT: Final = "plan gpt-test --cluster h100:8 --batch 16".split()

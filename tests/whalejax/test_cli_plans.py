@@ -264,6 +264,10 @@ def test_fish_completes_models_and_clusters(capsys: Captured) -> None:
         (["plan"], "gpt-small"),
         (["plan", "gpt", "--cluster"], "h200:8"),
         (["swarm"], "join"),
+        (["swarm", "serve"], "gpt-small"),
+        (["swarm", "join"], "gpt-small"),
+        (["jobs", "add"], "gpt-small"),
+        (["jobs", "serve"], "--cluster"),
         (["export", "plan.json", "--to"], "levanter"),
     ):
         line = ["whalejax", *words]
@@ -274,6 +278,7 @@ def test_fish_completes_models_and_clusters(capsys: Captured) -> None:
             timeout=60,
         )
         assert expected in done.stdout.split(), done.stderr
+        assert ("gpt-small" in done.stdout.split()) == (expected == "gpt-small")
 
 
 def test_an_unknown_shell_is_refused(capsys: Captured) -> None:

@@ -153,6 +153,41 @@ def test_a_loop_of_unknown_length_is_an_error_if_it_communicates() -> None:
     assert not hlo.collectives(program(quiet, before=LOOP)).instructions
 
 
+COUNTED: Final = """\
+%same (p: s32[]) -> s32[] {
+  ROOT %p.1 = s32[] parameter(0)
+}
+
+%body (s: (s32[])) -> (s32[]) {
+  %s.1 = (s32[]) parameter(0)
+  %g = s32[] get-tuple-element(%s.1), index=0
+  %one = s32[] constant(1)
+  %a = s32[] add(%g, %one)
+  %r = f32[4]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %t.1 = (s32[]) tuple(%a)
+}
+
+%cond (s: (s32[])) -> pred[] {
+  %s.2 = (s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%s.2), index=0
+  %n = s32[] constant(5)
+  ROOT %l = pred[] compare(%i, %n), direction=LT
+}
+"""
+
+
+@pytest.mark.parametrize("key", ["calls", "to_apply"])
+def test_the_first_number_of_a_loop_may_come_from_a_call(key: str) -> None:
+    lines = [
+        "%z = s32[] constant(2)",
+        f"%k = s32[] call(%z), {key}=%same",
+        "%t = (s32[]) tuple(%k)",
+        "%w = (s32[]) while(%t), condition=%cond, body=%body",
+    ]
+    found = hlo.collectives(program(*lines, before=COUNTED))
+    assert found.counts == {"all-reduce": 3}
+
+
 BRANCHES: Final = """
 %inner.1 (p: f32[4]) -> f32[8] {
   %g = f32[8]{0} all-gather(%p), replica_groups={{0,1}}

@@ -281,6 +281,23 @@ def test_a_plan_remembers_it(tmp_path: Any) -> None:
     assert plan.what_if(remat="full").remat == (("*", "full"),)
 
 
+@pytest.mark.parametrize("names", ["a", "a,b", "b, a"])
+def test_a_plan_remembers_the_names_that_are_kept(tmp_path: Any, names: str) -> None:
+    def loss(p: Any, x: Any) -> Any:
+        for number in range(3):
+            x = checkpoint_name(jnp.tanh(x @ p[f"layer{number}"]), "a")
+            x = checkpoint_name(x * 2.0, "b")
+        return jnp.mean(x**2)
+
+    shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    params = {f"layer{number}": shape for number in range(3)}
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    plan = wh.plan(loss, params, x, cluster="h100:4", remat=f"named:{names}")
+    assert plan.remat == (("*", f"named:{names}"),)
+    plan.save(tmp_path / "plan.json")
+    assert wh.Plan.load(tmp_path / "plan.json") == plan
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("remat", "message"),

@@ -35,7 +35,7 @@ from whalejax.cli.options import TrainCommand
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime import loop
 from whalejax.runtime.train_step import TrainState, TrainStep
-from whalejax.state import folder_lock, resume
+from whalejax.state import checkpoint_files, folder_lock, resume
 from whalejax.state.folder_lock import LOCK, FolderLock
 from whalejax.state.resume import batches_from, checkpoints, restore_newest
 
@@ -490,7 +490,7 @@ class Others:
 def seen_by(monkeypatch: pytest.MonkeyPatch, here: int, first: str = "") -> Others:
     others = Others(first, here)
     monkeypatch.setattr(resume.jax, "process_index", lambda: here)
-    monkeypatch.setattr(resume, "told_by_all", others.told_by_all)
+    monkeypatch.setattr(checkpoint_files, "told_by_all", others.told_by_all)
     monkeypatch.setattr(resume, "fail_together", others.fail_together)
     return others
 
@@ -506,11 +506,12 @@ def test_the_first_process_says_which_checkpoints_there_are(
         assert found == ["step_000003", "step_000002", "step_000001"]
     # The other one would take the third, which was written since.
     with monkeypatch.context() as patch:
-        seen_by(patch, 1, json.dumps([["step_000002", "step_000001"], ""]))
+        names = json.dumps(["step_000002", "step_000001"])
+        seen_by(patch, 1, json.dumps([names, "", False]))
         found = [path.name for path in resume.agreed_checkpoints(tmp_path)]
         assert found == ["step_000002", "step_000001"]
     with monkeypatch.context() as patch:
-        others = seen_by(patch, 1, json.dumps([["step_000009"], ""]))
+        others = seen_by(patch, 1, json.dumps(['["step_000009"]', "", False]))
         with pytest.raises(
             WhaleError,
             match=r"process 1 does not see .*step_000009, from which process 0 goes "
@@ -519,7 +520,7 @@ def test_the_first_process_says_which_checkpoints_there_are(
             resume.agreed_checkpoints(tmp_path)
         assert len(others.said) == 2  # All hear of it.
     with monkeypatch.context() as patch:
-        seen_by(patch, 1, json.dumps([[], "it cannot be listed"]))
+        seen_by(patch, 1, json.dumps(["", "it cannot be listed", False]))
         with pytest.raises(WhaleError, match="it cannot be listed"):
             resume.agreed_checkpoints(tmp_path)
 

@@ -359,6 +359,24 @@ def means_times_numbers_in_place(p: Any, b: Any) -> Any:
     return _means(p, b).at[places].multiply(p["w"][0, :2], unique_indices=True).sum()
 
 
+@separable
+def about_the_largest_of_each(p: Any, b: Any) -> Any:
+    values, places = lax.approx_max_k(zoo.hidden(p, b), 3)
+    return (values * p["w"][places, 0]).mean()
+
+
+@separable
+def about_the_least_columns(p: Any, b: Any) -> Any:
+    cube = zoo.hidden(p, b)[:, :, None] * p["w"][None]
+    return lax.approx_min_k(cube, 2, reduction_dimension=1)[0].mean()
+
+
+@coupled
+def about_the_largest_of_all(p: Any, b: Any) -> Any:
+    hidden = zoo.hidden(p, b)
+    return lax.approx_max_k(hidden, 2, reduction_dimension=0)[0].mean()
+
+
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_couples_samples_is_not_proven(name: str) -> None:
     function = COUPLED[name]
@@ -424,6 +442,45 @@ def test_one_sample_is_a_case_where_only_dimensions_are_dropped() -> None:
         return jnp.square(jnp.squeeze(zoo.hidden(p, b))).sum() / len(b["x"])
 
     assert difference(loss, zoo.BATCH) < 1e-5 and is_proven(loss, zoo.BATCH)
+
+
+def test_more_of_the_largest_in_larger_batches_is_not_proven() -> None:
+    def loss(p: Any, b: Any) -> Any:
+        hidden = zoo.hidden(p, b)
+        return lax.approx_max_k(hidden, 1 + len(hidden) // 4)[0].mean()
+
+    assert difference(loss, 4) > 1e-3 and not is_proven(loss, 4)
+
+
+@pytest.mark.parametrize(
+    ("solve", "text"),
+    [
+        (lambda h: jnp.linalg.qr(h.T @ h)[0], "to a sum over the samples"),
+        (
+            lambda h: jnp.linalg.cholesky(
+                (h[:, :, None] * h[:, None] + jnp.eye(8)) / len(h)
+            ),
+            "to a value that depends on the number of samples",
+        ),
+        (
+            lambda h: lax.linalg.triangular_solve(
+                (h[:, :, None] * h[:, None] + jnp.eye(8)) / len(h),
+                h[:, :, None],
+                left_side=True,
+            ),
+            "to a value that depends on the number of samples",
+        ),
+    ],
+)
+def test_reasons_of_matrices_say_what_they_are_made_of(
+    solve: Callable[[Any], Any], text: str
+) -> None:
+    def loss(p: Any, b: Any) -> Any:
+        return solve(zoo.hidden(p, b)).mean()
+
+    captured = capture(adapt(zoo.parameters(), loss), zoo.batch())
+    reason = captured.independence(zoo.BATCH // 4, zoo.BATCH, None).reason
+    assert reason is not None and text in reason.why
 
 
 def test_what_a_reference_keeps_is_not_proven() -> None:

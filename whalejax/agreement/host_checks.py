@@ -151,24 +151,31 @@ def _required_versions(package: str) -> str:
 
 
 def _within(version: str, wanted: str) -> bool:
-    """Returns whether a version is within bounds.
+    """Returns whether a version is within bounds, by its first three numbers.
 
     >>> _within("0.10.2", ">=0.10.2,<0.13"), _within("0.13.0", ">=0.10.2,<0.13")
     (True, False)
+    >>> _within("0.10.2", "~=0.10.1,!=0.10.2"), _within("0.10.2", "==0.10.*")
+    (False, True)
     """
 
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(int(n) for n in re.findall(r"\d+", text)[:3])
+    def numbers(text: str) -> list[int]:
+        return [int(n) for n in re.findall(r"\d+", text)[:3]]
 
-    for bound in wanted.split(","):
-        sign, number = re.findall(r"([<>=]+)\s*(.*)", bound)[0]
-        result, limit = numbers(version), numbers(number)
+    for sign, bound in re.findall(r"([<>=!~]+)\s*([^,]+)", wanted):
+        given = numbers(bound)
+        result, limit = ((*n, 0, 0, 0)[:3] for n in (numbers(version), given))
+        fixed = len(given) - 1 if sign == "~=" else len(given) if "*" in bound else 3
+        same = result[:fixed] == limit[:fixed]
         if not {
             ">=": result >= limit,
             "<": result < limit,
             "<=": result <= limit,
             ">": result > limit,
-            "==": result == limit,
+            "==": same,
+            "===": same,
+            "!=": not same,
+            "~=": same and result >= limit,
         }[sign]:
             return False
     return True

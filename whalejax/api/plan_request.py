@@ -237,10 +237,11 @@ class PlanQuestion:
         check_split(rules.loss(), result, rules.whole)
         result = question.finished(result, programs, wanted)
         notes = [*notes, *split_note(rules.loss(), result, rules.whole)]
-        if self.beside_swarm and slow_link(self.cluster) is not None:
+        rate = slow_link(self.cluster) if self.beside_swarm else None
+        if rate is not None:
             from whalejax.swarm.planning import swarm_note
 
-            notes = [*notes, *swarm_note(self._alone.replan, result)]
+            notes = [*notes, *swarm_note(self._alone.replan, result, rate)]
         result = dataclasses.replace(result, notes=(*result.notes, *notes))
         return self._accepted(result) if self.request.verified else result
 

@@ -186,7 +186,10 @@ class Captured:
     @property
     def float32_line(self) -> str:
         """The user's line of the product with the most of that work, or empty."""
-        widest = max(self._free_float32, key=lambda op: op.flops * op.trip)
+        free = self._free_float32
+        widest = max(free, key=lambda op: op.flops * op.trip, default=None)
+        if widest is None:
+            return ""
         return _compat.line_text(equation_at(self.jaxpr, widest.position))
 
     @property

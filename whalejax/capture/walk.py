@@ -476,7 +476,9 @@ class FlatProgram:
         rule = behaviour(each)
         if rule.parts is not None:
             axis, count = rule.parts
-            shapes = [self.tensors[t].shape for t in (*operands, *results) if t]
+            shapes = [
+                self.tensors[t].shape for t in (*operands, *results) if t is not None
+            ]
             split = replace(view, inputs=(shapes[0],), outputs=tuple(shapes[1:]))
             parts = axis + flags[0], count
             self._equal_parts(parts, split, position, operands, tuple(results), here)

@@ -23,7 +23,10 @@ from whalejax.planner.step_options import REMAT_POLICIES
 
 
 _LITERAL: Final = re.compile(r"^COMPLETION_SPEC = (.*)$", re.MULTILINE)
-_TAKING_MODELS: Final = ("train", "plan", "search", "batch", "join", "serve", "add")
+_TAKING_MODELS: Final = (
+    *("train", "plan", "search", "batch"),
+    *("swarm join", "swarm serve", "jobs add"),
+)
 """Commands whose first argument is a model."""
 
 
@@ -64,15 +67,15 @@ def _spec(shell: str, literal: str) -> Any:
 
 
 _MODELS: Final = """
-def _with_models(spec):
+def _with_models(spec, group=""):
     for name, command in spec["subcommands"].items():
-        if name in {commands}:
+        if group + name in {commands}:
             command["subcommands"] = {{
                 model: {{**command, "description": model, "subcommands": {{}}}}
                 for model in {models}
             }}
         else:
-            _with_models(command)
+            _with_models(command, group + name + " ")
 _with_models(COMPLETION_SPEC)
 """
 """Lines after the script's literal, which would be long with every model in it."""

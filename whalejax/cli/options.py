@@ -100,7 +100,8 @@ class TrainCommand:
 
     Plans, compiles, trains, and compares with one device if asked to. --plan takes the
     place of --cluster, --batch, --mesh, --precision, --micro-batches, --shares,
-    --remat, --offload, --attention, --loss-chunks, --combine and --compiler-options.
+    --remat, --offload, --attention, --loss-chunks, --combine, --per-micro-batch,
+    --group-size and --compiler-options.
     """
 
     model: Model
@@ -258,7 +259,7 @@ class ShowCommand:
     plan: PlanFile
     """a file that whalejax plan wrote"""
     all: Switch = False
-    """show every kind of parameter, not only the largest"""
+    """show all kinds of parameters, traffic and reasons, not only the largest"""
     tokens: Annotated[float | None, option(metavar="N")] = None
     """tokens of a run, such as 1e12 (samples if a batch has none): show how long it
     takes, and its price"""
@@ -479,7 +480,7 @@ class CalibrateCommand:
     output: Annotated[Path, option(aliases=["-o"], metavar="CLUSTER.toml")]
     """where to write the description, which --cluster takes"""
     kind: OptionalText = None
-    """name of this kind of device; JAX's name if left out"""
+    """name of this kind of device; the catalogue's, or else JAX's, if left out"""
     append: Switch = False
     """keep the kinds in the file, and add this machine as further nodes"""
     seconds: float = 18.0

@@ -175,7 +175,7 @@ def _unwritable(path: Path) -> str:
     return ""
 
 
-def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
+def _check_save(options: TrainCommand, problems: Problems) -> None:
     if options.save is None:
         if options.resume:
             problems.add("--resume was given without --save DIR; say where from")
@@ -185,21 +185,20 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
                     f"{name} {value} was given without --save DIR, the directory of "
                     "the checkpoints. Give both, or leave it out"
                 )
-        return None
+        return
     try:
         problem = _unwritable(options.save)
     except OSError as error:  # Such as too long a name, or a circular link.
         problem = f": {error.strerror or error}. Give another directory"
     if problem:
         problems.add(f"--save {options.save}{problem}")
-        return None
+        return
     save = loop.latest(options.save)
     if save is not None and not options.resume:
         problems.add(
             f"--save {options.save} holds checkpoints already, the latest "
             f"{save.name}. Go on from it with --resume, or give another directory"
         )
-    return save
 
 
 def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:

@@ -26,7 +26,7 @@ from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.runtime.table_copies import CopiedTableStates
 from whalejax.runtime.train_step import compile as compile_step
-from whalejax.state.checkpoint_files import told_by_all
+from whalejax.state.checkpoint_files import told_by_first
 from whalejax.state.shard_copies import CopiedStates
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 from whalejax.user_code.losses import Job
@@ -180,23 +180,17 @@ def _first_plan(make: Callable[[], Plan]) -> Plan:
 
     Raises:
         PlanError: There is no plan; raised in all processes.
+        WhaleError: Planning failed in another way; raised in all processes.
     """
     if jax.process_count() == 1:
         return make()
-    told, failed = "", None
-    if jax.process_index() == 0:
-        try:
-            text = json.dumps({"plan": make().document()})
-        except PlanError as error:
-            failed, text = error, json.dumps({"error": str(error)})
-        told = base64.b85encode(zlib.compress(text.encode())).decode()
-    first, *_ = told_by_all(told, "the plan of this run")
-    if failed is not None:
-        raise failed
-    answer = json.loads(zlib.decompress(base64.b85decode(first)))
-    if "error" in answer:
-        raise PlanError(answer["error"])
-    return Plan.from_document(answer["plan"])
+
+    def packed() -> str:
+        text = json.dumps(make().document())
+        return base64.b85encode(zlib.compress(text.encode())).decode()
+
+    first = told_by_first(packed, "the plan of this run")
+    return Plan.from_document(json.loads(zlib.decompress(base64.b85decode(first))))
 
 
 def _placement_text(placement: TablePlacement) -> str:

@@ -189,7 +189,7 @@ def _top_k(
     equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
 ) -> dict[str, Any]:
     del whole, result
-    axis = equation.params.get("axis", -1)
+    axis = equation.params.get("axis", equation.params.get("reduction_dimension", -1))
     return {"k": min(equation.params["k"], shapes[0][axis])}
 
 
@@ -219,5 +219,6 @@ _RULES: Final[Mapping[str, Callable[..., dict[str, Any]]]] = {
     "dynamic_slice": _slice_sizes,
     "split": _split,
     "top_k": _top_k,
+    "approx_top_k": _top_k,
     "conv_general_dilated": _convolution,
 }

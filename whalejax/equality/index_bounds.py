@@ -15,7 +15,7 @@ from whalejax import _compat
 _PASSING: Final = frozenset(
     "convert_element_type reshape broadcast_in_dim squeeze expand_dims slice transpose "
     "concatenate pad rev select_n add sub max min clamp dynamic_slice copy gather rem "
-    "reduce_max reduce_min stop_gradient sort while".split()
+    "reduce_max reduce_min stop_gradient sort".split()
 )
 """Primitives whose results are still such integers."""
 

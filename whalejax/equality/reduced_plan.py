@@ -91,7 +91,7 @@ class _Builder:
             shares=shares,
             stages=stages,
             pipelines=tuple(self.plan(plan.pipelines[rank]) for rank in kept),
-            leaves=tuple(self._leaf(leaf, dict(axes)) for leaf in plan.leaves),
+            leaves=tuple(self._leaf(leaf) for leaf in plan.leaves),
             batch=tuple(self._batch_leaf(leaf) for leaf in plan.batch),
             roles=self.roles,
             compute=tuple(self._table(table) for table in plan.compute),
@@ -105,7 +105,7 @@ class _Builder:
         )
         return result
 
-    def _leaf(self, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
+    def _leaf(self, leaf: LeafPlan) -> LeafPlan:
         aval = self.avals[leaf.path]
         return dataclasses.replace(leaf, shape=tuple(aval.shape), dtype=str(aval.dtype))
 

@@ -145,12 +145,6 @@ class TableSummary:
     unread: int
 
 
-def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
-    """Runs ``write_estimates``; returns the numbers of predictions and of rows."""
-    file = write_estimates(source, target)
-    return file.predicted, file.runs
-
-
 def write_estimates(
     source: str | Path, target: str | Path, *, strict: bool = False
 ) -> TableSummary:

@@ -480,6 +480,7 @@ class Runs:
         self, ahead: Array, behind: Array, slowest: Array, constants: Constants
     ) -> None:
         share = self.shares(constants, "point")
+        here = self.node / detour(self.peers, 2)
         for i, run in enumerate(self.runs):
             if run.stages == 1:
                 continue
@@ -487,7 +488,6 @@ class Runs:
             tokens /= run.tensor if run.sequence_parallel else 1
             sent = run.itemsize_bytes * tokens * run.sizes.hidden
             near = run.devices_per_node >= run.num_devices
-            here = self.node / detour(self.peers, 2)
             link = (here if near else self.network)[i] * share[i]
             counts = even_shares(run.sizes.layers, run.stages * run.chunks)
             step = pipeline_seconds(

@@ -316,8 +316,8 @@ class _Values:
                 left, right = map(self.of, line.operands)
                 return _Comparison(way[1] if way else "", left, right)
             case "fusion" | "call":
-                key = "calls" if line.opcode == "fusion" else "to_apply"
-                inside = self.module.computation(line.computation(key))
+                (name,) = _called(line)
+                inside = self.module.computation(name)
                 given = [self.of(operand) for operand in line.operands]
                 return _Values(self.module, inside, given).root()
             case opcode if opcode in _SAME:

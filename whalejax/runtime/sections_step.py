@@ -191,6 +191,7 @@ class SectionsStep(TableStep):
         self._started = 0
         super().__init__(*given)
         self._ids = jax.jit(self._ids_and_bounds)
+        self._clip_ids = jax.jit(self._clipped_ids)
         given_once: Any = {"donate_argnums": 0, "static_argnums": 3}
         self._train_dense = jax.jit(self._advance_dense, **given_once)
         self._eval_dense = jax.jit(self._evaluate_dense)
@@ -435,8 +436,7 @@ class SectionsStep(TableStep):
 
     def _made_ids(self, by_lookup: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns ``_host_ids`` for ids that another process made."""
-        found = jax.jit(self._clipped_ids)(by_lookup)
-        return np.asarray(found[0]), np.asarray(found[1])
+        return _on_cpu(self._clip_ids, by_lookup)
 
     def _check_trains(self) -> None:
         if not self._trains:
@@ -447,9 +447,7 @@ class SectionsStep(TableStep):
 
     def _host_ids(self, leaves: list[Any]) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids of all lookups, bounds), computed on the CPU."""
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            ids, bounds = self._ids(leaves)
-            return np.asarray(ids), np.asarray(bounds)
+        return _on_cpu(self._ids, leaves)
 
     def _ids_and_bounds(self, leaves: list[Any]) -> tuple[Any, Any]:
         return self._clipped_ids(self.program.ids(leaves))
@@ -613,6 +611,12 @@ class SectionsStep(TableStep):
     def forget_times(self) -> None:
         """Resets the measured times."""
         self.pipeline.forget_seconds()
+
+
+def _on_cpu(program: Any, arrays: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        ids, bounds = program(arrays)
+        return np.asarray(ids), np.asarray(bounds)
 
 
 _CONSUMED = (

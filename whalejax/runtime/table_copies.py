@@ -122,7 +122,6 @@ class _CopiedRows:
         Raises:
             BadCopies: Some were not copied, or cannot be read.
         """
-        result: np.ndarray | None = None
         missing = np.ones((_count(rows), columns.stop - columns.start), bool)
         result = np.empty(missing.shape, self._dtype)
         for number, (part, theirs, (first, last)) in enumerate(self._parts):

@@ -26,7 +26,7 @@ from whalejax.lowering.multihost.watchdog import Watch
 from whalejax.lowering.train_state import host_copy
 from whalejax.planner.tables.placement_record import placement_data, placement_of
 from whalejax.planner.tables.replace import Replacement
-from whalejax.state.checkpoint_files import told_by_all
+from whalejax.state.checkpoint_files import told_by_first
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.table_plan_record import program_hash, whole_plan
 from whalejax.tables.tables_plan import TablesPlan
@@ -127,15 +127,19 @@ class TableProcesses:
 
         Args:
             find: Function that searches for a placement.
+
+        Raises:
+            WhaleError: The search failed; raised in all processes.
         """
         if not self.are_several:
             return find()
-        text = ""
-        if jax.process_index() == 0:
+
+        def text() -> str:
             found = find()
             seconds = found.planned_seconds, found.present_seconds, found.new_seconds
-            text = json.dumps([placement_data(found.placement), *seconds])
-        first, *_ = told_by_all(text, "a new placement of tables")
+            return json.dumps([placement_data(found.placement), *seconds])
+
+        first = told_by_first(text, "a new placement of tables")
         data, planned, present, new = json.loads(first)
         return Replacement(
             placement=placement_of(data),

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +26,7 @@ import jax
 
 from whalejax import _compat_processes
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.planner.plan_errors import PlanError
 from whalejax.state.checkpoint_record import (
     LONGEST_REASON,
     RECORD,
@@ -89,6 +90,36 @@ def told_by_all(mine: str, what: str) -> list[str]:
             f"{_WAIT_SECONDS:.0f} s. Look for the first error of theirs"
         )
     return [text for text in said if text is not None]
+
+
+def told_by_first(make: Callable[[], str], what: str) -> str:
+    """Returns the text that the first process makes; all of them call this.
+
+    Args:
+        make: Function that makes it; only the first process calls it.
+        what: Name of the text for messages.
+
+    Raises:
+        PlanError: ``make`` raised one; raised in all processes.
+        WhaleError: ``make`` raised another error; other processes raise this one.
+    """
+    text, failed = "", None
+    if jax.process_index() == 0:
+        try:
+            text = make()
+        except Exception as error:  # Otherwise the other processes would wait.
+            failed = error
+    message = str(failed or "")
+    if failed is not None and not isinstance(failed, WhaleError):
+        message = f"{what}: process 0 failed with {type(failed).__name__}: {message}"
+    has_no_plan = isinstance(failed, PlanError)
+    first, *_ = told_by_all(json.dumps([text, message, has_no_plan]), what)
+    if failed is not None:
+        raise failed
+    text, message, has_no_plan = json.loads(first)
+    if message:
+        raise (PlanError if has_no_plan else WhaleError)(message)
+    return str(text)
 
 
 def _waited_for(key: str, deadline: float) -> str | None:

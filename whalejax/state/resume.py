@@ -28,7 +28,7 @@ from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import Problems, WhaleError, warn
 from whalejax.planner.plan.plan import Plan
 from whalejax.state.checkpoint import UncheckedCheckpoint, unchecked
-from whalejax.state.checkpoint_files import fail_together, told_by_all
+from whalejax.state.checkpoint_files import fail_together, told_by_first
 from whalejax.state.checkpoint_record import DamagedCheckpoint, Record, read_record
 from whalejax.state.folder_lock import FolderLock
 from whalejax.user_code.losses import Job
@@ -201,20 +201,12 @@ def agreed_checkpoints(folder: Path) -> list[Path]:
         WhaleError: The folder cannot be read, or a process does not see the newest
             checkpoint; raised in all processes.
     """
-    result, error = list[str](), ""
-    if jax.process_index() == 0:
-        try:
-            result = [path.name for path in checkpoints(folder)]
-        except WhaleError as problem:
-            error = str(problem)
-    first, *_ = told_by_all(
-        json.dumps([result, error]), f"checkpoints of {folder.name}"
+    names = told_by_first(
+        lambda: json.dumps([path.name for path in checkpoints(folder)]),
+        f"checkpoints of {folder.name}",
     )
-    names, error = json.loads(first)
-    if error:
-        raise WhaleError(error)
-    paths = [folder / name for name in names]
-    missing = [path for path in paths[:1] if not path.is_dir()]
+    paths = [folder / name for name in json.loads(names)]
+    missing, error = [path for path in paths[:1] if not path.is_dir()], ""
     if missing:
         error = (
             f"process {jax.process_index()} does not see {missing[0]}, from which "

@@ -25,7 +25,6 @@ from whalejax.planner.swarm_data import (
     Swarm,
     SwarmStage,
     closed_form_seconds,
-    slow_link,
     sum_bytes,
     wire_bytes,
 )
@@ -87,13 +86,13 @@ def swarm_plan(
     chosen = _predicted(plan, chosen)
     reasons = {
         "wire": _why_wire(chosen, result, given=wire is not None),
-        "stages": _why_stages(plan, chosen, tried, given=fixed is not None),
+        "stages": _why_stages(chosen, tried, given=fixed is not None),
         "micro-batches": _why_micro_batches(plan, chosen, num_micro_batches),
-        "gradients": _why_gradients(plan, chosen),
+        "gradients": _why_gradients(chosen),
         "synchronous": _beside_synchronous(again, cluster, bandwidth, chosen),
     }
     chosen = dataclasses.replace(chosen, reasons=tuple(reasons.items()))
-    notes = (_summary(plan, chosen), *reasons.values(), *_what_would_help(chosen))
+    notes = (_summary(chosen), *reasons.values(), *_what_would_help(chosen))
     return dataclasses.replace(plan, swarm=chosen, notes=(*plan.notes, *notes))
 
 
@@ -112,19 +111,17 @@ def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
     return _setting(plan, plan.swarm, **changes), _link(plan.swarm)
 
 
-def swarm_note(again: Again, plan: Plan) -> tuple[str, ...]:
-    """Returns a note that compares a swarm with the plan, if links are slow.
+def swarm_note(again: Again, plan: Plan, rate: float) -> tuple[str, ...]:
+    """Returns a note that compares a swarm with the plan, whose links are slow.
 
     Args:
         again: Function that plans again with other settings, such as ``Plan.what_if``.
         plan: Plan on one kind of devices, without a swarm.
+        rate: Bandwidth of its slowest link, in bytes per second.
 
     Returns:
-        One note; none if links are fast, or no swarm is possible.
+        One note; none if no swarm is possible.
     """
-    rate = slow_link(plan.cluster)
-    if rate is None:
-        return ()
     text = f"{8 * rate / 1e6:.6g}Mb/s"
     try:
         note = again(swarm=True, bandwidth=text, mesh=None, num_micro_batches=None)
@@ -339,7 +336,7 @@ def _stage(
     own = plan.stages.plans[number].memory
     borders = border_bytes(plan, number, wire)
     crossing = max(sum(borders[0]), sum(borders[1]))
-    queue = math.ceil(QUEUE * len(plan.stages.plans)) + 1
+    queue = QUEUE * len(plan.stages.plans) + 1
     state_bytes = own.params_bytes + own.optimizer_bytes + own.state_bytes
     slowest = max(forward, backward) + crossing / bandwidth + 2 * LATENCY_SECONDS
     return SwarmStage(
@@ -467,7 +464,7 @@ def _predicted(plan: Plan, swarm: Swarm) -> Swarm:
 # Texts.
 
 
-def _summary(plan: Plan, swarm: Swarm) -> str:
+def _summary(swarm: Swarm) -> str:
     peers = " + ".join(str(stage.peers) for stage in swarm.stages)
     return (
         f"a swarm of {swarm.peers} peers ({peers}) over "
@@ -503,7 +500,7 @@ def _widest(swarm: Swarm) -> str:
     return gigabytes(max(sum(stage.wire_bytes) for stage in swarm.stages))
 
 
-def _why_stages(plan: Plan, swarm: Swarm, tried: list[str], *, given: bool) -> str:
+def _why_stages(swarm: Swarm, tried: list[str], *, given: bool) -> str:
     count = len(swarm.stages)
     if given:
         return f"{count} stages, as asked"
@@ -530,7 +527,7 @@ def _why_micro_batches(plan: Plan, swarm: Swarm, given: int | None) -> str:
     )
 
 
-def _why_gradients(plan: Plan, swarm: Swarm) -> str:
+def _why_gradients(swarm: Swarm) -> str:
     words = [
         f"stage {number} {gigabytes(stage.memory_bytes)} of the device and "
         f"{gigabytes(stage.host_bytes)} of the host"

@@ -21,8 +21,6 @@ BLOCK: Final = 256
 LEVELS: Final = 127
 # Below it, a scale has too few digits for the bound; accelerators flush it to zero.
 SMALLEST_SCALE: Final = float(np.finfo(np.float32).tiny)
-# Rounding of a scale and of a product in float32, in addition to half a level.
-ROUNDING: Final = 4 * float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +87,6 @@ def dequantize(quantized: Quantized) -> Any:
     space = quantized.codes.__array_namespace__()
     values = quantized.codes.astype(space.float32) * quantized.scales[:, None]
     return values.reshape(-1)[: math.prod(quantized.shape)].reshape(quantized.shape)
-
-
-def error_bound(quantized: Quantized) -> Any:
-    """Returns the largest possible error of a value in each block, of shape
-    (blocks,).
-    """
-    return quantized.scales * (0.5 + LEVELS * ROUNDING)
 
 
 def block_count(size: int, block: int = BLOCK) -> int:

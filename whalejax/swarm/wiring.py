@@ -222,9 +222,8 @@ class StageWiring:
         self,
         peer: str,
         seconds: float,
-        now: float,
-        ban: bool,
         *,
+        ban: bool,
         task: float = FORWARD_TASK,
         incarnation: int | None = None,
     ) -> None:
@@ -233,7 +232,6 @@ class StageWiring:
         Args:
             peer: Name of the peer.
             seconds: Seconds that the caller lost; for a timeout, the deadline.
-            now: Current time in seconds.
             ban: Whether nothing more is sent to it until it announces itself again.
             task: Size of the call.
             incarnation: Called incarnation; failures of an earlier one do not count.

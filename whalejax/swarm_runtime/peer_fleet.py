@@ -146,8 +146,7 @@ class Fleet:
             self._wirings[member.stage].failed(
                 member.name,
                 seconds,
-                self._clock(),
-                ban,
+                ban=ban,
                 task=task,
                 incarnation=member.incarnation,
             )

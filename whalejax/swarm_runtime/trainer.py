@@ -425,11 +425,6 @@ class Trainer(TrainerState):
                 (e for e in result if not isinstance(e, StopRequested)), result[0]
             )
 
-    @property
-    def is_computing(self) -> bool:
-        """Whether a step is under way and not yet summed."""
-        return self._computing is not None
-
     def gradients_at(self) -> Counter[str]:
         """Returns the number of a step's gradients on each peer; else nothing."""
         context = self._open_step

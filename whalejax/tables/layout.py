@@ -229,16 +229,6 @@ class TableLayout:
             if (each.memory == "node") == nodes
         }
 
-    def crossing_bytes(self, samples: int, element_bytes: int) -> int:
-        """Returns the bytes that all ranks send to other nodes in a two-level exchange.
-
-        Args:
-            samples: Number of samples of a global batch.
-            element_bytes: Bytes of an element.
-        """
-        nodes = self.ranks // self.per_node
-        return samples * self.node_elements * element_bytes * (nodes - 1)
-
     def block_elements(self, beside: int) -> int:
         """Returns the elements of the rows that a rank sends completely.
 

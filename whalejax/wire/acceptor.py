@@ -220,7 +220,8 @@ class Acceptor:
         """Accepts a connection."""
         del events
         for _ in range(_AT_ONCE):
-            if len(self._strangers) >= self._most_strangers and not self._make_room():
+            oldest = self._oldest() if self._is_full else None
+            if self._is_full and oldest is None:
                 break
             try:
                 link, _ = self._listening.accept()
@@ -230,6 +231,9 @@ class Acceptor:
                 self._count(f"a connection was not accepted ({error.strerror})")
                 self._stays_closed_until = time.monotonic() + _PAUSE_SECONDS
                 break
+            if oldest is not None:
+                did = "ended no handshake" if oldest.speaks else "said nothing"
+                self.refuse(oldest, f"{oldest.peer} {did}, and others came")
             self._take(link)
         self._watch()
 
@@ -246,18 +250,19 @@ class Acceptor:
         """Watches the socket, unless no connection can be accepted now."""
         if self._closed.is_set():
             return
-        full = len(self._strangers) >= self._most_strangers and not self._make_room()
+        full = self._is_full and self._oldest() is None
         waits = full or time.monotonic() < self._stays_closed_until
         loop().watch(self._listening, self, 0 if waits else selectors.EVENT_READ)
 
-    def _make_room(self) -> bool:
-        """Drops the oldest stranger that is silent, or has spoken for long."""
+    @property
+    def _is_full(self) -> bool:
+        return len(self._strangers) >= self._most_strangers
+
+    def _oldest(self) -> _Stranger | None:
+        """Returns the oldest stranger that is silent, or has spoken for long."""
         late = time.monotonic() - _SPEAKING_SECONDS
-        for stranger in self._strangers:
-            if not stranger.speaks or stranger.came_at < late:
-                self.refuse(stranger, f"{stranger.peer} said nothing, and others came")
-                return True
-        return False
+        strangers = self._strangers
+        return next((s for s in strangers if not s.speaks or s.came_at < late), None)
 
     def _take(self, plain: socket.socket) -> None:
         plain.setblocking(False)

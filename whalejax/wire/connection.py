@@ -550,7 +550,7 @@ def _check_admission(said: Admission, where: str) -> None:
     if said.refused and said.is_final:
         raise WrongKey(f"{where} refused the key of this process: {said.refused}")
     if said.refused:
-        raise ConnectionClosedError(f"{where}: {said.refused}")
+        raise ConnectionClosedError(said.refused)
 
 
 def _dialled_wrong(error: Exception, where: str) -> WireError:

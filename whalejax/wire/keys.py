@@ -115,7 +115,7 @@ class Key:
             return ""
         return (
             f"the certificate of {visible(name)!r} was revoked. Make that process "
-            "another key, under another name: python -m whalejax.wire.keys issue"
+            f"another key, under another name: {_ISSUE}"
         )
 
     def revoked(self) -> frozenset[str]:
@@ -140,7 +140,7 @@ def make_key(path: Path) -> None:
             beside it.
 
     Raises:
-        WhaleError: The key cannot be written, or ``openssl`` is missing.
+        WhaleError: The key cannot be written, or ``openssl`` is missing or fails.
     """
     if path.exists():
         return
@@ -249,7 +249,7 @@ def refused_words(error: ssl.SSLError) -> str:
     if "CERTIFICATE_EXPIRED" in reason:
         return (
             "it refused the key of this process, whose certificate has expired. Give "
-            "it another: python -m whalejax.wire.keys issue"
+            f"it another: {_ISSUE}"
         )
     is_of_another = "UNKNOWN_CA" in reason or "CERT" in reason
     return _OTHER_RUN if "ALERT" in reason and is_of_another else ""
@@ -422,6 +422,12 @@ def _openssl(folder: Path, command: str, *words: str) -> None:
             "it, or make the key on another machine (python -m whalejax.wire.keys new) "
             "and copy it"
         ) from error
+    except subprocess.TimeoutExpired:
+        raise WhaleError(
+            f"openssl {command} made no key in {_SECONDS:.0f} s. Try again when this "
+            "machine has less to do, or make the key on another (python -m "
+            "whalejax.wire.keys new) and copy it"
+        ) from None
     if done.returncode:
         said = visible(done.stderr[-500:])
         raise WhaleError(f"openssl {command} made no key: {said}")

@@ -34,43 +34,20 @@ def whole_seconds(plan: PlanData) -> float:
     sections = _sections(document)
     if sections is not None:
         return sections.step_seconds
-    return dense + _table_seconds(document)
+    return dense + _table_seconds(_placement_and_cut(document)[0])
 
 
-def _table_seconds(document: dict[str, Any]) -> float:
+def _table_seconds(placement: TablePlacement) -> float:
     """Returns the seconds per step of the tables on the most loaded device; 0 if the
     objective is not time.
     """
-    placement = _placement_and_cut(document)[0]
     return float(placement.loads.max()) if placement.objective == "time" else 0.0
-
-
-def whole_text(plan: PlanData) -> str:
-    """Returns the text of a step's seconds and their parts; empty without tables.
-
-    Args:
-        plan: The plan.
-    """
-    if plan.tables is None:
-        return ""
-    document, dense = plan.tables.document, milliseconds(plan.time.step_seconds)
-    text = f"a step takes {milliseconds(whole_seconds(plan))} as "
-    sections = _sections(document)
-    if sections is not None:
-        how = "measured" if sections.is_measured else "predicted"
-        loads = sections.times.loads(sections.processes)
-        slowest = max(loads, key=lambda name: loads[name])
-        busy = ", ".join(f"{name} {milliseconds(x)}" for name, x in loads.items())
-        return f"{text}{how}, of {busy}; {slowest} takes longest"
-    tables = milliseconds(_table_seconds(document))
-    return (
-        f"{text}predicted: {dense} of the dense part, {tables} of lookups, exchange "
-        "and updates on the most loaded device"
-    )
 
 
 def tables_text(plan: PlanData) -> str:
     """Describes the sections and the placement of a plan's tables; empty without any.
+
+    The first line has a step's seconds and their parts.
 
     Args:
         plan: The plan.
@@ -78,10 +55,31 @@ def tables_text(plan: PlanData) -> str:
     if plan.tables is None:
         return ""
     document = plan.tables.document
-    lines = [whole_text(plan), *_not_used(plan)]
-    lines += [placed_text(_sections(document), *_placement_and_cut(document))]
+    sections, found = _sections(document), _placement_and_cut(document)
+    lines = [_whole_text(plan.time.step_seconds, sections, found[0]), *_not_used(plan)]
+    lines += [placed_text(sections, *found)]
     lines += [f"no table: {text}" for _, text in document.get("refused", ())]
     return "\n".join(lines)
+
+
+def _whole_text(
+    dense: float, sections: Sections | None, placement: TablePlacement
+) -> str:
+    if sections is not None:
+        how = "measured" if sections.is_measured else "predicted"
+        loads = sections.times.loads(sections.processes)
+        slowest = max(loads, key=lambda name: loads[name])
+        busy = ", ".join(f"{name} {milliseconds(x)}" for name, x in loads.items())
+        return (
+            f"a step takes {milliseconds(sections.step_seconds)} as {how}, of {busy}; "
+            f"{slowest} takes longest"
+        )
+    tables = _table_seconds(placement)
+    return (
+        f"a step takes {milliseconds(dense + tables)} as predicted: "
+        f"{milliseconds(dense)} of the dense part, {milliseconds(tables)} of lookups, "
+        "exchange and updates on the most loaded device"
+    )
 
 
 def _not_used(plan: PlanData) -> list[str]:

@@ -16,7 +16,7 @@ from whalejax.planner.cost_terms import precision_words
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Tensor
 from whalejax.planner.plan.report.parameter_table import homes
-from whalejax.planner.plan.report.table_text import tables_text, whole_text
+from whalejax.planner.plan.report.table_text import tables_text
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_entries import Candidate, LeafPlan, starred
 from whalejax.planner.sharding.layout import STAGE, Spec, shards
@@ -325,9 +325,9 @@ def explain(plan: PlanData) -> str:
     dimensions.
     """
     spare = plan.room_bytes - plan.memory.total_bytes
-    whole = whole_text(plan)
+    tables = tables_text(plan)
     lines = [
-        *([f"whole: {whole}", *tables_text(plan).splitlines()[1:]] if whole else []),
+        *(f"whole: {tables}".splitlines() if tables else ()),
         f"chosen: {layout_text(plan)}: {milliseconds(plan.time.step_seconds)} a step, "
         f"{gigabytes(plan.memory.total_bytes)} per device, {gigabytes(spare)} to spare",
     ]

@@ -28,6 +28,7 @@ from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.supervisor_client import Control
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire import acceptor as acceptors
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import (
     _HEADER,
@@ -140,16 +141,40 @@ def test_who_says_nothing_keeps_nobody_out_and_leaves_nothing() -> None:
     until(lambda: descriptors() <= before)
 
 
+def test_who_ends_no_handshake_goes_only_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(acceptors, "_SPEAKING_SECONDS", 0.0)
+    with accepting(listen(), echo, most_strangers=2) as (acceptor, address):
+        speaking = [socket.create_connection(address) for _ in range(2)]
+        for link in speaking:
+            link.sendall(b"\x16")
+        until(lambda: len(acceptor._strangers) == 2)
+        until(lambda: all(s.speaks for s in [*acceptor._strangers]))
+        for _ in range(3):  # Nobody waits, so nobody goes.
+            acceptor._in_loop(lambda: acceptor.tick(time.monotonic()))
+        assert acceptor.take_refused(0.0) is None
+        channel = dial(address, KEY, seconds=SECONDS)
+        until(lambda: acceptor._refused)
+        refused = acceptor.take_refused(10.0)
+        assert refused is not None and refused.count == 1
+        assert refused.why.endswith(" ended no handshake, and others came")
+        channel.close()
+        for link in speaking:
+            link.close()
+
+
 def test_members_have_a_limit_of_their_own() -> None:
     with accepting(listen(), echo, most_channels=2) as (acceptor, address):
         channels = [dial(address, KEY, seconds=SECONDS) for _ in range(2)]
         for channel in channels:
             channel.send(A)
             assert channel.receive(TO_PEER, seconds=SECONDS) == A
-        with pytest.raises(
-            ConnectionClosedError, match="it has 2 connections, as many as it takes"
-        ):
+        with pytest.raises(ConnectionClosedError) as error:
             dial(address, KEY, seconds=SECONDS)
+        where = f"{address[0]}:{address[1]}"
+        text = f"{where}: it has 2 connections, as many as it takes"
+        assert str(error.value) == text
         channels[0].close()
         until(lambda: len(acceptor._channels) < 2)
         dial(address, KEY, seconds=SECONDS).close()

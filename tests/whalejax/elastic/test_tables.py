@@ -19,10 +19,11 @@ import whalejax as wh
 from tests.whalejax.elastic.table_script import make_job
 from tests.whalejax.elastic.test_spread import SpreadRun, in_order
 from whalejax.cli.main import main
-from whalejax.elastic.table_programs import TableSpreadPrograms
+from whalejax.elastic.table_programs import TableSpreadPrograms, _first_plan
 from whalejax.journals.status import status_of
 from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.table_copies import CopiedTableStates, _CopiedRows
+from whalejax.state import checkpoint_files
 from whalejax.state.shard_copies import (
     BadCopies,
     CopiedPart,
@@ -305,6 +306,39 @@ def test_a_number_of_processes_that_does_not_divide_a_batch_has_no_plan() -> Non
     assert made.plan_for(2).cluster.num_devices == 16
     with pytest.raises(PlanError, match="48 samples, which 40 devices of 5 processes"):
         made.plan_for(5)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (PlanError("nothing fits"), PlanError, "nothing fits"),
+        (wh.WhaleError("batch_size is 0"), wh.WhaleError, "batch_size is 0"),
+        (KeyError("x"), wh.WhaleError, "of this run: process 0 failed with KeyError"),
+    ],
+)
+def test_an_error_of_the_first_plan_is_raised_in_all_processes(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type, text: str
+) -> None:
+    sent: list[str] = []
+
+    def exchange(mine: str, what: str) -> list[str]:
+        del what
+        sent.extend([mine] * bool(not sent))
+        return sent
+
+    def make() -> Any:
+        raise error
+
+    monkeypatch.setattr(checkpoint_files, "told_by_all", exchange)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    with pytest.raises(type(error)) as first:
+        _first_plan(make)
+    assert first.value is error
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(kind, match=text) as other:
+        _first_plan(make)
+    assert type(other.value) is kind
 
 
 def test_one_process_goes_on_from_a_checkpoint(tmp_path: Path) -> None:

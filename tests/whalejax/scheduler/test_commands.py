@@ -145,6 +145,14 @@ def test_a_simulation_shows_its_progress_on_a_terminal(
             ["jobs", "simulate", "none.csv", "--cluster", "h100:4", "--every", "0"],
             "--every is 0; expected seconds, above 0",
         ),
+        (
+            ["jobs", "simulate", "none.csv", "--cluster", "h100:4", "--resize", "-1"],
+            "--resize is -1; expected seconds, at least 0 and below 1e+12",
+        ),
+        (
+            ["jobs", "serve", "--cluster", "h100:4", "--resize", "-1"],
+            "--resize is -1; expected seconds, at least 0 and below 1e+12",
+        ),
     ],
 )
 def test_wrong_words_are_refused(

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import whalejax as wh
+from tests.compilations import count_compilations
 from tests.whalejax.test_table_step import OneDevice, loss, make_batch, make_net
 from whalejax import models
 from whalejax.adapters.base import adapt
@@ -230,9 +231,14 @@ def test_the_processes_make_the_batches_of_a_job() -> None:
         with pytest.raises(wh.WhaleError, match="has no job"):
             next(step.run(state, 1))
     with wh.compile_tables(*given, devices=one, job="dlrm-test", **options) as step:  # type: ignore[attr-defined]
-        found = [metrics for _, metrics in step.run(step.init_from(model), 6)]
+        with count_compilations() as compiled:
+            found = [metrics for _, metrics in step.run(step.init_from(model), 6)]
+        assert compiled.names["_clipped_ids"] == 1
         assert [float(metrics["loss"]) for metrics in found] == losses
         assert step.report().times.batch_seconds > 0
+        step.forget_times()
+        times = step.report().times
+        assert times.batch_seconds == times.sparse_seconds == times.dense_seconds == 0
 
 
 def test_an_id_without_a_row_is_refused_before_it_is_on_its_way() -> None:

@@ -90,7 +90,7 @@ def test_a_time_out_is_charged_its_deadline() -> None:
     for _ in range(2):
         wiring.choose(0.0)
     wiring.completed("good", 1.0, 0.1, now=0.1)
-    wiring.failed("silent", 30.0, now=30.0, ban=False)
+    wiring.failed("silent", 30.0, ban=False)
     assert wiring.seconds_per_task("silent") == 30.0
     assert {wiring.choose(30.0) for _ in range(250)} == {"good"}
 
@@ -107,7 +107,7 @@ def test_a_peer_that_always_times_out_is_given_ever_less() -> None:
             wiring.completed(peer, 1.0, 0.1, now)
         else:
             now += 10.0
-            wiring.failed(peer, 10.0, now, ban=False)
+            wiring.failed(peer, 10.0, ban=False)
     assert counts["silent"] == pytest.approx(600 * 0.1 / 10, abs=3)
 
 
@@ -116,7 +116,7 @@ def test_a_refusal_at_once_makes_nobody_look_fast() -> None:
     for _ in range(2):
         wiring.choose(0.0)
     wiring.completed("a", 1.0, 1.0, now=1.0)
-    wiring.failed("refuses", 0.001, now=1.0, ban=False)
+    wiring.failed("refuses", 0.001, ban=False)
     assert wiring.seconds_per_task("refuses") is None
 
 
@@ -162,7 +162,7 @@ def test_waiting_behind_the_calls_of_others_counts() -> None:
 def test_a_ban_lasts_until_a_newer_announcement() -> None:
     wiring = wired("a", expires=60.0)
     wiring.choose(0.0)
-    wiring.failed("a", 0.1, now=1.0, ban=True)
+    wiring.failed("a", 0.1, ban=True)
     assert wiring.choose(1.0) is None and wiring.peers(1.0) == ()
     wiring.announce("a", 1, now=2.0, expires=60.0)  # the registry's old record
     assert wiring.peers(2.0) == ()
@@ -172,7 +172,7 @@ def test_a_ban_lasts_until_a_newer_announcement() -> None:
 
 def test_a_ban_ends_with_a_restart() -> None:
     wiring = wired("a", expires=60.0)
-    wiring.failed("a", 0.1, now=1.0, ban=True)
+    wiring.failed("a", 0.1, ban=True)
     wiring.announce("a", 2, now=2.0, expires=60.0)
     assert wiring.choose(2.0) == "a" and wiring.incarnation("a") == 2
     wiring.announce("a", 1, now=3.0, expires=99.0)
@@ -183,7 +183,7 @@ def test_late_failures_of_a_dead_process_do_not_ban_the_new_one() -> None:
     wiring = wired("a", expires=60.0)
     wiring.choose(0.0)
     wiring.announce("a", 2, now=2.0, expires=62.0)
-    wiring.failed("a", 30.0, now=30.0, ban=True, incarnation=1)
+    wiring.failed("a", 30.0, ban=True, incarnation=1)
     wiring.completed("a", 1.0, 30.0, now=30.0, incarnation=1)
     assert wiring.peers(30.0) == ("a",) and wiring.seconds_per_task("a") is None
 

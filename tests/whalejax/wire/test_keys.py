@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire import keys
 from whalejax.wire.keys import issue_key, load_key, main, make_key, revoke_key
 
 
@@ -138,6 +139,19 @@ def test_without_openssl_it_is_said(
         make_key(tmp_path / "other")
     assert load_key(tmp_path / "key").name == "everyone"  # To use one takes none.
     assert not (tmp_path / "other").exists()
+
+
+def test_an_openssl_that_never_ends_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "openssl"
+    command.write_text("#!/bin/sh\nexec /bin/sleep 600\n")
+    command.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(keys, "_SECONDS", 0.2)
+    with pytest.raises(WhaleError, match="req made no key in 0 s. Try again"):
+        make_key(tmp_path / "key")
+    assert not (tmp_path / "key").exists()
 
 
 def test_only_tls_of_this_version_is_spoken(tmp_path: Path) -> None:

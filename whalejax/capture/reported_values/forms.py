@@ -77,7 +77,7 @@ _MOVES: Final = frozenset(
     "copy copy_p name reshape squeeze expand_dims broadcast_in_dim transpose slice "
     "concatenate split rev stop_gradient optimization_barrier sharding_constraint "
     "reduce_precision device_put convert_element_type gather dynamic_slice "
-    "concatenate stack unstack tile".split()
+    "stack unstack tile".split()
 )
 """Operations that move elements, or round each to a type with fewer bits."""
 

@@ -90,7 +90,7 @@ def align_dim(a: Dim, b: Dim) -> Dim:
     while first and second:
         x, y = first.pop(), second.pop()
         if (x.part, x.whole) != (y.part, y.whole):
-            x, y = _cut(x, y, first, second) or _cut_reversed(x, y, first, second)
+            x, y = _cut(x, y, first) or _cut_reversed(x, y, first, second)
         if Along.SAMPLES in (x.along, y.along) and x.along is not y.along:
             other = y if x.along is Along.SAMPLES else x
             if other.along is Along.PLAIN:
@@ -103,17 +103,16 @@ def align_dim(a: Dim, b: Dim) -> Dim:
 _Pair = tuple[Atom, Atom]
 
 
-def _cut(x: Atom, y: Atom, first: list[Atom], second: list[Atom]) -> _Pair | None:
-    """Cuts an inner part as large as ``y`` from ``x``; puts the rest back."""
-    del second
+def _cut(x: Atom, y: Atom, rest: list[Atom]) -> _Pair | None:
+    """Cuts an inner part as large as ``y`` from ``x``; ``rest`` gets the outer one."""
     if x.along is Along.SAMPLES or x.part % y.part or x.whole % y.whole:
         return None
-    first.append(x.sized(x.part // y.part, x.whole // y.whole))
+    rest.append(x.sized(x.part // y.part, x.whole // y.whole))
     return x.sized(y.part, y.whole), y
 
 
 def _cut_reversed(x: Atom, y: Atom, first: list[Atom], second: list[Atom]) -> _Pair:
-    result = _cut(y, x, second, first)
+    result = _cut(y, x, second)
     if result is not None:
         return result[1], result[0]
     if Along.SAMPLES in (x.along, y.along):

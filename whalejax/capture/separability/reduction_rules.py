@@ -173,17 +173,37 @@ def _sort(equation: PairedEquation) -> list[Value]:
     return [Value(kind=kind, dims=tuple(dims), within=within)] * len(values)
 
 
+_APPROXIMATION: Final = (
+    "reduction_dimension",
+    "recall_target",
+    "is_max_k",
+    "reduction_input_size_override",
+    "aggregate_to_topk",
+)
+"""Parameters of ``approx_top_k`` on which its choice in each row depends."""
+
+
+def _approx_top_k(equation: PairedEquation) -> list[Value]:
+    axis, *_ = equation.equal_params(*_APPROXIMATION)
+    return _largest(equation, axis)
+
+
 def _top_k(equation: PairedEquation) -> list[Value]:
+    return _largest(equation, equation.params.get("axis", -1))
+
+
+def _largest(equation: PairedEquation, axis: int) -> list[Value]:
+    """Follows the largest elements along a dimension, and their indices."""
     value = equation.values[0]
-    axis = equation.params.get("axis", len(value.dims) - 1) % len(value.dims)
+    axis %= len(value.dims)
     _check_apart(equation, value, [axis])
     if any(a.grows for a in value.dims[axis]):
         raise CoupledError(f"takes the largest of what {SIZE}")
     dims, pairs = list(value.dims), [*zip(*equation.shapes(), strict=True)]
     dims[axis] = plain_dim(*pairs[axis])
     _check_positive(value)
-    top_k = value.shaped(dims)
-    return [top_k, replace(top_k, ratio=1.0)]
+    largest = value.shaped(dims)
+    return [largest, replace(largest, ratio=1.0)]
 
 
 def _windows(equation: PairedEquation) -> list[Value]:
@@ -246,8 +266,7 @@ def _matrices(equation: PairedEquation) -> list[Value]:
     values = [v for v in equation.values if len(v.dims) >= 2]
     front: list[Dims] = []
     for value in equation.values:
-        if value.kind is Dependence.SUM or not is_one(value.ratio):
-            raise CoupledError(f"applies {equation.name} to a sum over the samples")
+        _check_matrix(equation, value)
     for value in values:
         if any(a.grows for dim in value.dims[-2:] for a in dim):
             raise CoupledError(f"applies {equation.name} along the samples")
@@ -264,13 +283,19 @@ def _matrices(equation: PairedEquation) -> list[Value]:
     return matrices
 
 
+def _check_matrix(equation: PairedEquation, value: Value) -> None:
+    if value.kind is Dependence.SUM:
+        raise CoupledError(f"applies {equation.name} to a sum over the samples")
+    if not is_one(value.ratio):
+        raise CoupledError(f"applies {equation.name} to a value that {SIZE}")
+
+
 def _triangular_solve(equation: PairedEquation) -> list[Value]:
     """Follows solves for several right-hand sides, which may be samples."""
     (left,) = equation.equal_params("left_side")
     matrix, sides = equation.values
     row = len(sides.dims) - (2 if left else 1)
-    if matrix.kind is Dependence.SUM or not is_one(matrix.ratio):
-        raise CoupledError(f"applies {equation.name} to a sum over the samples")
+    _check_matrix(equation, matrix)
     if any(a.grows for dim in (*matrix.dims[-2:], sides.dims[row]) for a in dim):
         raise CoupledError(f"applies {equation.name} along the samples")
     dims = [*align_dims([matrix.dims[:-2], sides.dims[:-2]]), *sides.dims[-2:]]
@@ -329,7 +354,7 @@ RULES: Final[dict[str, Any | Rule]] = {
     "cumprod": _along_axis("axis"),
     "sort": _sort,
     "top_k": _top_k,
-    "approx_top_k": _reduce_other,
+    "approx_top_k": _approx_top_k,
     "reduce_window_sum": _windows,
     "reduce_window_max": _windows,
     "reduce_window_min": _windows,

@@ -22,6 +22,7 @@ from whalejax.cli.jobs.jobs_options import (
     JobsServeCommand,
     JobsShowCommand,
     SchedulerOptions,
+    check_seconds,
 )
 from whalejax.cli.process_places import address_for
 from whalejax.elastic.elastic_worker import mesh_asked
@@ -69,10 +70,7 @@ def serve(command: JobsServeCommand) -> int:
     Args:
         command: Options of the command.
     """
-    for name in ("every", "resize", "horizon"):
-        value = getattr(command, name)
-        if not 0 <= value < 1e12 or (name != "resize" and not value):
-            raise JobError(f"--{name} is {value:g}; expected seconds, above 0")
+    check_seconds(command)
     settings = ServeSettings(
         folder=command.save,
         cluster=command.cluster,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from tyro import conf
 
 from whalejax.cli.launch_options import SSH, option
 from whalejax.cli.options import Mesh, Model, OptionalNumber, Precision, Settings
+from whalejax.scheduler.job_table import JobError
 
+
+_MOST_SECONDS: Final = 1e12
 
 Policy = Literal["throughput", "completion", "fairness", "sia", "static"]
 
@@ -199,3 +202,22 @@ JobsCommand = (
     | Annotated[JobsPauseCommand, conf.subcommand("pause")]
     | Annotated[JobsResumeCommand, conf.subcommand("resume")]
 )
+
+
+def check_seconds(command: JobsServeCommand | JobsSimulateCommand) -> None:
+    """Checks the options of a scheduler that are seconds.
+
+    Args:
+        command: Options of the command.
+
+    Raises:
+        JobError: One is out of range.
+    """
+    for name in ("every", "resize", "horizon"):
+        value, is_least = getattr(command, name), name == "resize"
+        if not 0 <= value < _MOST_SECONDS or not (value or is_least):
+            limit = "at least 0" if is_least else "above 0"
+            raise JobError(
+                f"--{name} is {value:g}; expected seconds, {limit} and below "
+                f"{_MOST_SECONDS:g}"
+            )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from whalejax.cli.jobs.jobs_options import JobsSimulateCommand
+from whalejax.cli.jobs.jobs_options import JobsSimulateCommand, check_seconds
 from whalejax.cli.progress import Meter, Working
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -43,10 +43,7 @@ def simulated(command: JobsSimulateCommand, find_job: Callable[[str], Job]) -> i
     Raises:
         WhaleError: An option or the trace is invalid, or a job cannot be planned.
     """
-    for name in ("every", "resize", "horizon"):
-        value = getattr(command, name)
-        if not 0 <= value < 1e12 or (name != "resize" and not value):
-            raise JobError(f"--{name} is {value:g}; expected seconds, above 0")
+    check_seconds(command)
     traced = read_job_trace(command.trace)
     cluster = parse_cluster(command.cluster)
     jobs = _scheduled(traced, cluster, find_job, command)

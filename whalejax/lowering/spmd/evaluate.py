@@ -351,7 +351,7 @@ def _as_it_is(
     """Runs an operation as traced, or by a special rule for sharded values."""
     laid = scope.constraints.lookups.get(position, ())
     specs = [laid[s] if s is not None and laid else () for s in slots]
-    windows = shared_windows(equation, specs, scope.mesh)
+    windows = shared_windows(equation, specs)
     if windows:
         return in_slabs(equation, values, specs, windows, scope.mesh)
     if is_grouped(equation) and laid:

@@ -114,7 +114,7 @@ class _AttentionLayout:
         out = tuple(
             by_tag[n] if what == "scores" else value[n] for what, n in one.output_dims
         )
-        others = tuple(_of_tags(ways, by_tag, one) for ways in one.scores.tags)
+        others = tuple(_of_tags(ways, by_tag) for ways in one.scores.tags)
         whole = (query, key, value, *others)
         parts = dealt.rows.size, dealt.columns.size
         filled = one.scores.filled(*parts, tag, column)
@@ -153,7 +153,7 @@ class _AttentionLayout:
         return on_automatic_axes(function, self.mesh, tuple(inputs), tuple(outputs))
 
 
-def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any], one: AttentionPattern) -> Spec:
+def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any]) -> Spec:
     """Returns the spec of another input: rows like the query's, columns unsharded."""
     result = []
     for tags in zip(*ways, strict=True):

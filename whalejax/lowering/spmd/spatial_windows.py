@@ -28,15 +28,12 @@ from whalejax.planner.model.windows import Window
 from whalejax.planner.sharding.layout import SPATIAL_AXES, Spec
 
 
-def shared_windows(
-    equation: Any, specs: Sequence[Spec], mesh: Any
-) -> dict[str, Window]:
+def shared_windows(equation: Any, specs: Sequence[Spec]) -> dict[str, Window]:
     """Returns the window along the dimension that each mesh axis shards.
 
     Args:
         equation: Operation with windows.
         specs: Specs of its operands; empty ones are unsharded.
-        mesh: Mesh of the devices.
 
     Returns:
         Windows by mesh axis; empty if the compiler partitions the operation.

@@ -361,7 +361,7 @@ class Placing:
             self._set_devices(job, order)
         # A change of the batch or the kind restarts the run from a checkpoint.
         ends = job.changes_batch or bool(job.behind)
-        target = 0 if ends else self._without_failed(job, run)
+        target = 0 if ends else self._without_failed(job)
         if target < size:
             run.resize(target, self._mask(job)[:target])
         elif job.target > size and not ends:
@@ -371,7 +371,7 @@ class Placing:
                 if not self._book.problem:
                     run.resize(job.target, self._mask(job))
 
-    def _without_failed(self, job: LiveJob, run: JobRun) -> int:
+    def _without_failed(self, job: LiveJob) -> int:
         """Returns the number of members before the first one on a lost device; 0 if
         they are too few, or on another kind of devices than the target.
         """
@@ -403,7 +403,7 @@ class Placing:
         """Takes back devices that no process of a job uses or is to use."""
         if run.is_asking or (run.is_alive and not run.has_opened):
             return
-        slots, target = run.reader.held_slots, self._without_failed(job, run)
+        slots, target = run.reader.held_slots, self._without_failed(job)
         kept = max([run.reader.size, target, *(slot + 1 for slot in slots)])
         if not run.is_alive and not slots:
             kept = target

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from whalejax.meshes.texts import visible
 from whalejax.scheduler.job_table import JobError
-from whalejax.wire.messages import Count, Message, Seconds, Text, Whole
+from whalejax.wire.messages import Count, Message, Text, Whole
 
 
 T = TypeVar("T")
@@ -146,7 +146,6 @@ class Jobs(Message):
     devices: Whole
     pid: Whole
     notes: list[Text]
-    seconds: Seconds = 0.0
 
 
 class RequestDone(Message, tag="done"):

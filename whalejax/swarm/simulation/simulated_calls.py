@@ -351,8 +351,7 @@ class SimulatedCalls(abc.ABC):
         self._wirings[call.trainer][call.attempt.stage].failed(
             peer.name,
             self.now - call.sent,
-            self.now,
-            is_gone,
+            ban=is_gone,
             task=call.task,
             incarnation=peer.incarnation,
         )
