@@ -156,8 +156,7 @@ def decide_mpmd(
         raise next(iter(problems), not_faster(stages, known_seconds))
     if piped.schedule is None:
         result += _other_schedules(result, known_seconds)
-    best = min(result, key=_slow)
-    if not best.fits:
+    if not (best := min(result, key=_slow)).fits:
         raise too_large(min(result, key=lambda one: one.memory.total_bytes))
     return best.plan(request, precision, batch, graph, result)
 

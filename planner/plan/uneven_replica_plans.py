@@ -139,6 +139,10 @@ def decide_shares(
     for size in every if tries.best_seconds == math.inf else ():
         if size not in several:
             tries.add(size, every[size][:MOST_COUNTS])
+    if asked is None and not even and tries.leaves_idle():
+        fewer = counts(graph, request, asked, least=1)
+        for size in several if cluster.num_devices <= MANY_DEVICES else tries.sizes():
+            tries.add(size, [n for n in fewer if n < ranks[size]][::-1])
     if not tries.found:
         raise _nearest(cluster, tries.problems)
     ranked = sorted(tries.found, key=lambda one: one.step_seconds)
@@ -184,6 +188,18 @@ class _Tries:
     def best_seconds(self) -> float:
         """Step time of the fastest replicas that fit; infinite if none fit."""
         return min((o.step_seconds for o in self.found if o.fits), default=math.inf)
+
+    def leaves_idle(self) -> bool:
+        """Returns whether a replica takes no micro-batch in the fastest that fit.
+
+        Then fewer micro-batches, which leave more of them idle, may be faster.
+        """
+        best = min(self.found, key=_slow, default=None)
+        return best is not None and best.fits and min(best.shares) == 0
+
+    def sizes(self) -> list[int]:
+        """Returns the size of the fastest replicas."""
+        return [min(self.found, key=_slow).case.size]
 
     def add(self, size: int, several: Sequence[int]) -> None:
         """Evaluates replicas of some size.
@@ -252,6 +268,11 @@ class _Tries:
         except PlanError as error:
             self.problems.append(error)
         return False
+
+
+def _slow(one: Replicas) -> tuple[bool, float]:
+    """Returns the sort key of replicas: whether they lack memory, then their time."""
+    return not one.fits, one.step_seconds
 
 
 def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:

@@ -97,6 +97,20 @@ def test_no_number_of_micro_batches_beats_an_open_one_on_mixed_kinds(text: str) 
         assert chosen <= 1.01 * seconds(num_micro_batches=count)
 
 
+def test_slow_kinds_may_idle_with_few_micro_batches() -> None:
+    sizes = {"layers": 2, "embed": 512, "heads": 8, "mlp": 2048}
+    job = models.job("bert-base", **sizes, sequence=512, vocab=8192)
+    batch = jax.eval_shape(lambda: job.batch_at(0, 16))
+
+    def seconds(**options: Any) -> float:
+        given = job.loss_fn, jobs.abstract_model(job), batch
+        options |= {"cluster": "h100:1x2+v100-32:1x2", "precision": "bf16"}
+        plan = wh.plan(*given, optimizer=optax.adam(1e-4), **options)
+        return plan.time.step_seconds
+
+    assert seconds() <= 1.01 * seconds(num_micro_batches=1)
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "text", "scanned"),
     [
