@@ -18,7 +18,9 @@ from whalejax.meshes.device_kinds import DeviceKind, Platform
 
 
 def detour(peers: Any, size: Any) -> Any:
-    """Returns the bandwidth of links to ``peers`` over that of the links in a group."""
+    """Returns the ratio of the bandwidth to all ``peers`` to that inside a group, at
+    least 1.
+    """
     return np.maximum(1.0, peers / np.maximum(1, size - 1))
 
 
@@ -29,7 +31,8 @@ class Level:
     A collective over the level takes ``rounds * (latency_seconds + payload_bytes *
     (size - 1) / size / bandwidth_bytes_per_second)``, with two rounds for an all-reduce
     and one otherwise, times ``slowdown_of`` the collective. If the level is ``shared``,
-    the full payload counts, and the latency once for each member.
+    the full payload counts, and the latency once for each member. A collective-permute
+    takes one step of a ring instead, over one link.
 
     Attributes:
         name: Name of the link, such as ``"nvlink"``.
@@ -74,8 +77,8 @@ class Level:
         """Returns the fraction of the payload that one round moves in a group of a
         size.
 
-        If only some of a member's links lead to the group, the payload counts by the
-        ratio of all links to these.
+        If only some of a member's links lead to the group, the fraction is multiplied
+        by the ratio of all links to these.
         """
         if self.shared:
             return (size > 1) * 1.0
@@ -83,9 +86,7 @@ class Level:
         return part * self.detour(size) if self.peers else part
 
     def detour(self, size: Any) -> Any:
-        """Returns the bandwidth of all links of a member over that of those
-        in a group.
-        """
+        """Returns the ratio of a member's full bandwidth to that inside a group."""
         return detour(self.peers, size) if self.peers else 1.0
 
     def waits(self, size: Any) -> Any:
@@ -113,8 +114,8 @@ class CompilerProfile:
     """Behaviour of a platform's compiler.
 
     Attributes:
-        merge_partials: Sums partial results locally before it reduces them over devices
-            once, over the axes of several dimensions at a time.
+        merge_partials: Sums partial results locally first, and reduces the sum over
+            devices once. One reduction covers the axes of several dimensions.
         reduce_scatter: Emits reduce-scatter if the result is sharded, instead of an
             all-reduce and a slice.
         reduces_in_parts: If a gradient is sharded over some of the axes that it is
@@ -130,19 +131,19 @@ class CompilerProfile:
         repeats: Recomputes cheap elementwise values in every fusion that reads them,
             rather than keep their result.
         widens: Computes 16-bit values in float32, and keeps them so.
-        reduces_at_end: Reduces gradients after all are computed, each in its own
-            memory; all at once, or individually if they are sharded afterwards.
+        reduces_at_end: Computes all gradients, each in its own memory, before it
+            reduces them: all at once, or individually if they are sharded afterwards.
         gathers_first: Gathers all parameters before it computes with any, each in every
             form in which it is read.
         narrow_products: Multiplies float32 as bfloat16, as JAX's default precision
-            allows, and moves and stores values that only products read in that type.
+            allows. Values that only products read are moved and stored as bfloat16.
         keeps_masks: Saves random masks for the backward pass, one byte each; otherwise
             they are drawn again.
-        merges_regions: Takes the recomputation of a checkpointed region from the
-            forward pass, if the region receives the same values. A collective that the
+        merges_regions: Reuses values of the forward pass instead of recomputing a
+            checkpointed region that receives the same values. A collective that the
             compiler made itself is not merged, nor its successors.
-        groups_rows: Multiplies rows that are sorted by group only by their group's
-            matrix. If not, it multiplies all rows by the matrices of all groups and
+        groups_rows: If rows are sorted by group, multiplies each by the matrix of its
+            group only. If not, it multiplies all rows by the matrices of all groups and
             masks the rest; so do all compilers for the gradient of the matrices.
         lanes: Length of one side of the tiles in which memory stores arrays; 1 for
             plain arrays.
@@ -155,9 +156,9 @@ class CompilerProfile:
             runs an all-reduce if the torus has three lengths of 4 or more, or, below 32
             MiB, two of 8 or more.
         hides_updates: Gathers parameters that replicas updated in shards inside
-            products, on the kinds in ``HIDES_UPDATES_ON``. Products of weights'
-            gradients, outside loops and of one micro-batch, are delayed for that to the
-            end of the backward pass, while their operands fit the memory.
+            products, on the kinds in ``HIDES_UPDATES_ON``. For that, all products of
+            weights' gradients, outside loops and of one micro-batch, are delayed to the
+            end of the backward pass; none if their operands do not fit the memory.
         scatters_odd_tiles: Reduce-scatters 16-bit values whose last dimension keeps an
             odd number of tiles. If not, it runs an all-reduce and a slice.
     """
@@ -218,8 +219,8 @@ class CompilerProfile:
 
 
 KERNEL_TURNS = (1, 2)
-"""Number of transposes of a kernel at which a convolution is priced on CPU: forward,
-and for the input's gradient.
+"""Number of transposes of a kernel in the cost of a convolution on CPU: forward, and
+for the input's gradient.
 
 Measured on fifteen convolutions on eight devices, of 1 × 1 and 3 × 3, with kernels of
 0.03 to 9.4 MB: beyond their products, 1.2 ms per megabyte of the kernel forward and 2.9
@@ -234,7 +235,7 @@ KEEPS_SCATTERS = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatte
 """Option that keeps reduce-scatters over all chips of a torus unchanged."""
 
 HIDES_UPDATES_ON = frozenset({"v5e"})
-"""Kinds on which libtpu 0.0.42.1 does so; v5p and v6e wait for each gather."""
+"""Kinds on which libtpu 0.0.42.1 hides updates; v5p and v6e wait for each gather."""
 
 _OPTIONS: Mapping[str, tuple[bool, Mapping[str, bool]]] = {
     KEEPS_SCATTERS: (True, {"scatters_whole_torus": True}),
@@ -242,15 +243,15 @@ _OPTIONS: Mapping[str, tuple[bool, Mapping[str, bool]]] = {
     "xla_tpu_enable_latency_hiding_scheduler": (False, {"hides_updates": False}),
     "xla_tpu_enable_all_reduce_scatter_fusion": (False, {"reduce_scatter": False}),
 }
-"""Options that change facts: the value that does, and the changed facts.
+"""Options that change facts: the value that changes them, and their new values.
 
-As counted in programs that libtpu 0.0.42.1 compiled: one collective alone, over groups
-of many sizes and places of tori from 2×2 to 16×16 chips and 2×2×1 to 16×16×16.
+Counted in programs of one collective that libtpu 0.0.42.1 compiled, over groups of many
+sizes and positions in tori of 2×2 to 16×16 chips and 2×2×1 to 16×16×16.
 """
 
 
 def _truth(value: Any) -> bool | None:
-    """Returns a switch as compilers read it, or None if it is none."""
+    """Returns a Boolean option as compilers read it; None if it is not Boolean."""
     text = str(value).lower()
     if text in ("true", "t", "1", "yes", "y"):
         return True

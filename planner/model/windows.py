@@ -1,12 +1,13 @@
-"""Windows that slide over space: the samples that a device needs of its neighbours.
+"""Windows that slide over space: the elements that a device needs of its neighbours.
 
 A convolution or a pooling reads a window of its operand for each element of its result.
 If devices share a spatial dimension in equal parts, windows at the edge of a part reach
-into the next one: that strip is the *halo*. Its width follows from the window alone:
-with a window that spans ``span`` elements, moves by ``stride`` and begins ``low``
-elements before the first, a part needs ``low`` elements below and ``span - low -
-stride`` above (Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting
-Finer-Grained Parallelism", IPDPS 2019, section III).
+into the next one: that strip is the *halo*. If parts of the operand have ``stride``
+times the elements of those of the result, its width follows from the window alone: with
+a window that spans ``span`` elements, moves by ``stride`` and begins ``low`` elements
+before the first, a part needs ``low`` elements below and ``span - low - stride`` above
+(Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained
+Parallelism", IPDPS 2019, section III).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Window:
     refused: str = ""
 
     def halo(self, size: int, result: int, parts: int) -> tuple[int, int]:
-        """Returns the elements that a device receives from below and from above.
+        """Returns the most elements that a device receives from below and from above.
 
         Args:
             size: Elements of the operand along the dimension, over all devices.
@@ -91,8 +92,8 @@ class Window:
         return max(below, self.low), max(above, high)
 
     def start(self, size: int, result: int, parts: int, part: Any) -> Any:
-        """Returns the first element that a device reads, in its part extended by its
-        reach.
+        """Returns the offset of the first element that a device reads, in its part
+        extended by ``reach``.
 
         Args:
             size, result, parts: Arguments of ``halo``, unchanged.
@@ -103,8 +104,8 @@ class Window:
         return part * step + (before - self.low) if step else before - self.low
 
     def read(self, size: int, result: int, parts: int) -> int:
-        """Returns the operand elements that a device's part of the result is
-        made of.
+        """Returns the number of operand elements that a device reads for its part of
+        the result.
         """
         if self.spread > 1:
             return size // parts

@@ -30,7 +30,8 @@ class FusedLayout:
 
     Attributes:
         inner: Roles that are dimensions only in its readers, with their sizes.
-        others: Roles of its dimensions that are not fused, in the order of storage.
+        others: Roles of its dimensions that are not fused, in the order of
+            ``ParameterForms.storage``.
     """
 
     inner: tuple[tuple[int, int], ...]
@@ -43,8 +44,8 @@ class ParameterForms:
 
     Attributes:
         weight: Whether each tensor depends on parameters alone.
-        fused: Sharding of each fused parameter and of values computed from it alone, by
-            tensor id.
+        fused: Sharding of each fused parameter and of its forms, by tensor id. A value
+            of several parameters is a form of the largest.
         minor: Roles that are only the minor part of a dimension for some reader.
         storage: Shardable roles of the parameters, those that cover most bytes first.
     """
@@ -94,10 +95,11 @@ def picks(graph: Graph) -> bool:
 
 
 def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
-    """Returns the parameters with fused dimensions, which may be split.
+    """Returns the fused dimensions at which parameters may be split.
 
     A dimension counts as fused if its major part is an index of components, such as
     query, key and value: readers select from it, and no product sums over it.
+    Parameters that are split before any reader are left out.
 
     Args:
         graph: Captured loss.
@@ -119,15 +121,16 @@ def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
 def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
     """Finds reshapes of values that make a dimension the minor part of another.
 
-    ``[batch, heads, ...]`` to ``[batch · heads, ...]`` hides the heads, and time-major
-    rows in one dimension hide the batch: their readers cannot be sharded along it.
+    ``[batch, heads, ...]`` to ``[batch · heads, ...]`` hides the heads, and ``[time,
+    batch, ...]`` to ``[time · batch, ...]`` the batch: readers cannot be sharded along
+    a hidden dimension.
 
     Args:
         graph: Captured loss.
 
     Returns:
         Positions of the reshapes, and the number of operations for which a shardable
-        dimension is only a minor part.
+        dimension is only a minor part; 0 if no reshape merges dimensions.
     """
     weight = graph.weight_tensors()
     made = (op for op in graph.ops if op.reshape and op.operands)
@@ -174,7 +177,7 @@ def computed_whole(
 
 
 def _minor_only_roles(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:
-    """Returns the shardable roles of each value that are only minor parts."""
+    """Returns each value's shardable roles that are only minor; none for weights."""
     return [
         frozenset()
         if weight[t]
@@ -219,8 +222,8 @@ def _picked(graph: Graph, dims: Dimensions) -> frozenset[int]:
 
 
 def _forms(graph: Graph, weight: Sequence[bool]) -> tuple[dict[int, int], set[int]]:
-    """Returns the parameter that each derived tensor comes from, and the parameters
-    that are read.
+    """Returns the parameter that each form comes from, and the forms that operations
+    on other values read.
     """
     source = {t.id: t.id for t in graph.params}
     read: set[int] = set()
@@ -228,7 +231,7 @@ def _forms(graph: Graph, weight: Sequence[bool]) -> tuple[dict[int, int], set[in
         mine = [t for t in op.operands if t in source]
         made = [t for t in op.results if weight[t]]
         if mine and made:
-            # With several parameters, the smaller ones adjust the largest.
+            # A tensor of several parameters counts as a form of the largest.
             largest = max(mine, key=lambda t: graph.tensors[t].nbytes)
             source.update(dict.fromkeys(made, source[largest]))
         tie = op.kind in LOOPS and not op.results
@@ -271,7 +274,7 @@ def lying(
     table: Table,
     mesh: Mapping[str, int],
 ) -> Spec:
-    """Returns the storable layout of a parameter that is closest to its compute layout.
+    """Returns the layout of a parameter under a compute table, as it can be stored.
 
     Args:
         layout: Roles of each dimension, major atom first.
@@ -282,7 +285,7 @@ def lying(
 
     Returns:
         Layout under the table. For a fused parameter, an axis that divides an inner
-        role shards another dimension instead.
+        role shards another dimension instead; other axes do not shard the role.
     """
     if fused is None:
         return spec_of(layout, sizes, table, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable
@@ -15,7 +16,10 @@ import optax
 import pytest
 
 import whalejax as wh
+from tests.planner.plans import example
 from whalejax.cli import main
+from whalejax.planner.plan_entries import Collective
+from whalejax.runtime.planned_traffic import compared_traffic, unplanned_traffic
 from whalejax.runtime.profiling.device_events import (
     DeviceEvent,
     TraceData,
@@ -167,3 +171,25 @@ def test_the_command_profiles_a_plan_file(
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == 2 and found["unexplained"] < 1e-9
     assert (tmp_path / "trace.json").is_file()
+
+
+def test_equal_instructions_beyond_the_plan_are_counted() -> None:
+    """Two are planned, four of the same size run, each an entry of its own."""
+    axes = ("data",)
+    planned = Collective(
+        kind="all-reduce",
+        axes=axes,
+        phase="update",
+        what="gradient",
+        payload_bytes=1000,
+        count=2,
+    )
+    plan = dataclasses.replace(example(), axes=(("data", 4),), collectives=(planned,))
+    one = {"kind": "all-reduce", "axes": axes, "count": 1, "payload_bytes": 1000}
+    traffic = [{**one, "name": f"all-reduce.{n}", "places": []} for n in range(4)]
+    quantities = compared_traffic(plan, traffic)
+    found = unplanned_traffic(plan, quantities, traffic)
+    assert [(one.name, one.nbytes) for one in found] == [
+        ("all-reduce.2", 1000),
+        ("all-reduce.3", 1000),
+    ]

@@ -1,8 +1,8 @@
-"""Arrays of NNX modules outside their variables and without values.
+"""Arrays without values that NNX modules hold outside their variables.
 
-A module from ``nnx.eval_shape`` has descriptions in place of values. Arrays that are
-plain attributes, or in containers, are leftover tracers there, with which no loss can
-compute. The module is separate because only it looks at attributes.
+Variables of a module from ``nnx.eval_shape`` have descriptions in place of values. Its
+arrays in plain attributes or containers are leftover tracers, with which no loss can
+compute. This file is separate because only it looks at attributes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def refuse_arrays_without_values(model: Any, variables: Mapping[Any, Any]) -> No
 
     Args:
         model: Module, or a container of modules.
-        variables: Variables and arrays of the model, as Flax finds them.
+        variables: Values of the variables and arrays that Flax finds, by path.
 
     Raises:
         WhaleError: Lists every attribute with such an array, and the remedy.

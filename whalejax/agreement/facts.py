@@ -1,6 +1,7 @@
 """Facts that all processes of a run must share, as short texts, and their comparison.
 
-Elastic runs, swarms and launches compare the same facts before they train together.
+Elastic runs and swarms compare the same facts before they train together; launches
+compare the versions of these.
 JAX is imported at first use: a supervisor compares facts without it.
 """
 
@@ -20,7 +21,7 @@ _ADDRESS: Final = re.compile(r"0x[0-9a-f]+")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of this package, JAX, jaxlib and Python, by name."""
+    """Returns the versions of this package, JAX, jaxlib and Python (x.y), by name."""
     import jax
     import jaxlib.version
 

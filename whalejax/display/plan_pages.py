@@ -1,7 +1,7 @@
 """Displays plans in notebooks: one static block of HTML each.
 
-Tables first show the largest rows and fold the rest; very long ones end in a count, so
-that a plan with ten thousand parameters still is a page.
+The table of parameters shows the largest rows and folds the rest; a very long one ends
+in a count, so that a plan with ten thousand parameters still is a page.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from whalejax.planner.plan_data import PlanData
 
 
 UNFOLDED_ROWS = 300
-"""Maximum number of folded rows of parameters; of more, only a count is shown."""
+"""Maximum number of parameter rows in the folded table; others are only counted."""
 
 
 def bundle(plan: PlanData) -> dict[str, str]:
@@ -144,7 +144,7 @@ def _parameters(plan: PlanData) -> str:
     used = any(row.leaf.param_spec != row.leaf.compute_spec for row in rows)
     names = ["parameter", "shape", "stored as", *["used as"] * used, "per device"]
     names.append("collectives a step, each")
-    # Layers stay together, largest first; a stable sort keeps equal ones in order.
+    # A stable sort keeps rows of equal size in the model's order.
     by_size = sorted(rows, key=lambda row: -row.device_bytes)
     cells = [_parameter(row, used) for row in by_size[: SHOWN_ROWS + UNFOLDED_ROWS]]
     count = sum(row.count for row in rows)

@@ -66,7 +66,7 @@ class Processes:
             environment: Environment variables that are added to those of this process.
             logs: Folder of one log for each process.
             selector: Selector that reports the end of each, with its name as data.
-            end_with_this: Whether they are killed together with this process, which
+            end_with_this: Whether Linux kills them together with this process, which
                 must then start them in its main thread and have no other thread.
         """
         self.command, self.environment = list(command), environment
@@ -90,7 +90,7 @@ class Processes:
         Args:
             name: Name of the future member.
             own: Further environment variables, for this process only.
-            command: Words of the program, if it is another one.
+            command: Words of the program; empty for those of the constructor.
             output: Descriptor that it writes to; None for its log.
             errors: Descriptor of its errors; None for that of its output.
             passed: Further descriptors that it inherits.
@@ -158,21 +158,28 @@ class Processes:
         self, name: str, pid: int, began: str, child: subprocess.Popen[bytes] | None
     ) -> None:
         watched = os.pidfd_open(pid) if child is None else _end_of(child)
+        try:
+            self._selector.register(watched, selectors.EVENT_READ, name)
+        except OSError:
+            os.close(watched)
+            raise
         self._there[name] = _Process(pid=pid, began=began, watched=watched, child=child)
-        self._selector.register(watched, selectors.EVENT_READ, name)
 
     def take_exit_status(self, name: str) -> int | None:
-        """Removes an ended process, and returns its status; None if unknown."""
+        """Removes a process, and returns its exit status; None if unknown.
+
+        Kills it first if it has not ended, and its group.
+        """
         exit_status = self._there.pop(name)
         self._selector.unregister(exit_status.watched)
-        self._end_group(exit_status)  # Its own children.
+        self._end_group(exit_status)  # Kills its remaining children.
         os.close(exit_status.watched)
         if name in self._held:
             os.close(self._held.pop(name))
         return None if exit_status.child is None else exit_status.child.wait()
 
     def kill(self, name: str) -> None:
-        """Ends a process at once; its end is reported like any other."""
+        """Kills a process and its group; its end is reported like any other."""
         entry = self._there.get(name)
         if entry is not None:
             self._end_group(entry)
@@ -185,7 +192,7 @@ class Processes:
         Args:
             name: Name of its member.
             number: Signal that asks.
-            group: Whether to signal its children too, even if it is stopped.
+            group: Whether to signal its children too, and resume them if stopped.
         """
         entry = self._there.get(name)
         if entry is not None:
@@ -223,7 +230,7 @@ class Processes:
 
     @property
     def names(self) -> list[str]:
-        """Names of processes that have not ended."""
+        """Names of processes whose exit status has not been taken."""
         return [*self._there]
 
     def identities(self) -> dict[str, tuple[int, str]]:
@@ -328,7 +335,7 @@ def _end_of(child: subprocess.Popen[bytes]) -> int:
 
 
 def die_with_parent() -> None:
-    """Makes this process end when its parent is killed, on Linux."""
+    """Makes this process end with the thread that started it, on Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
@@ -360,7 +367,8 @@ def handled_signals(
 def began_at(pid: int) -> str:
     """Returns the start time of a process, in ticks since boot.
 
-    The text is empty if the process has ended, and on systems other than Linux.
+    The text is empty if there is no such process, not even a zombie, and on systems
+    other than Linux.
     """
     try:
         said = Path(f"/proc/{pid}/stat").read_text()
@@ -385,9 +393,10 @@ def runs(pid: int, began: str) -> bool:
 
 @functools.cache
 def machine() -> str:
-    """Returns an identity of this machine since its start.
+    """Returns an id of this machine that changes at every boot.
 
-    Containers have their own process ids, and count as machines.
+    Containers have their own process ids, and count as machines. On systems other than
+    Linux it is the host name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

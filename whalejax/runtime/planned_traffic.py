@@ -1,6 +1,6 @@
 """Compares a plan's predicted traffic with the compiled program's.
 
-Verification reads the traffic of compiled programs, profiles that of executed ones.
+Verification passes the traffic of compiled programs, profiling that of executed ones.
 """
 
 from __future__ import annotations
@@ -129,15 +129,16 @@ def unplanned_traffic(
     *,
     least: float = CLOSE,
 ) -> tuple[Finding, ...]:
-    """Returns the largest collectives over axes with more traffic than planned.
+    """Returns at most five collectives over axes with more traffic than planned.
 
-    The collectives are identified by size. As the compiler merges and splits
-    collectives, this is only a hint; the sums are exact. At most five are returned.
+    The sums over the axes are exact; which collectives exceed the plan is only a hint,
+    as they are matched by size and the compiler merges and splits them. Kinds that the
+    plan lacks over their axes come first, then the largest.
 
     Args:
         plan: Plan that was compiled.
         quantities: Comparison of its traffic by ``compared_traffic``.
-        traffic: Collectives of the program.
+        traffic: Argument of ``compared_traffic``, also with ``name`` and ``places``.
         least: Fraction of all traffic above which a collective is listed.
     """
     sums: dict[str, list[float]] = {}
@@ -165,7 +166,9 @@ def unplanned_traffic(
 
     for found in sorted(traffic, key=likeliest):
         name = traffic_name(found["kind"], _axes(found))
-        times = found["count"] - planned[name, found["payload_bytes"]]
+        expected = min(found["count"], planned[name, found["payload_bytes"]])
+        planned[name, found["payload_bytes"]] -= expected
+        times = found["count"] - expected
         axes = name.partition(" over ")[2]
         nbytes = min(more.get(axes, 0), times * found["payload_bytes"])
         if nbytes <= least * total:
@@ -187,7 +190,9 @@ def traffic_name(kind: str, axes: Axes) -> str:
 
 
 def own_place(places: Sequence[str]) -> str:
-    """Returns the innermost line outside libraries, or else any line."""
+    """Returns the innermost line outside libraries, else in ``models``, else any; empty
+    without one.
+    """
     plain = [p for p in places if not p.startswith("<")]
     own = [p for p in plain if not any(part in p for part in _LIBRARIES)]
     models = [p for p in plain if "/models/" in p and "site-packages" not in p]

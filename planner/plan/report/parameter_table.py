@@ -44,11 +44,12 @@ def parameter_rows(plan: PlanData) -> list[ParameterRow]:
     groups: dict[tuple[object, ...], list[LeafPlan]] = {}
     for leaf in plan.leaves:
         home = stored.get(leaf.path, plan)
-        specs = (leaf.compute_spec, leaf.param_spec, leaf.summed, leaf.gathers)
+        layouts = (leaf.compute_spec, leaf.param_spec, leaf.gradient_spec)
+        specs = (*layouts, leaf.optimizer_spec, leaf.summed, leaf.gathers)
         alike = (leaf.shape, leaf.dtype, *specs, leaf.hosted, home.axes)
         groups.setdefault((starred(leaf.path), *alike), []).append(leaf)
     rows = []
-    said: dict[tuple[object, ...], str] = {}  # thousands of rows have the same
+    said: dict[tuple[object, ...], str] = {}  # thousands of rows share a text
     for leaves in groups.values():
         leaf, count = leaves[0], len(leaves)
         home = stored.get(leaf.path, plan)
@@ -78,7 +79,7 @@ def homes(plan: PlanData) -> dict[str, PlanData]:
 
 
 def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:
-    """Returns the mesh axes that shard a tensor in one layout and not in another."""
+    """Returns the mesh axes that shard a tensor in ``after`` and not in ``before``."""
     old = {axis for axes in before for axis in axes}
     return tuple(axis for axes in after for axis in axes if axis not in old)
 
@@ -152,7 +153,9 @@ def _parameter_collective(
 
 
 def _as_run(plan: PlanData, asked: Collective) -> Collective:
-    """Returns the collective that the compiler runs in place of a planned one."""
+    """Returns a collective in the kind that the plan lists for its axes and phase; the
+    same if it lists none.
+    """
     kinds = [
         c.kind
         for c in plan.collectives

@@ -14,7 +14,7 @@ from whalejax.membership.exit_status import Ending
 _PROGRESS: Final = frozenset(
     {"adding_up", "begun", "leaving", "tables_placed", "recovered", "saved"}
 )
-"""Events of a run without failures."""
+"""Events that a quiet run does not print."""
 
 
 def adding_up_words(by: str, why: str) -> str:
@@ -27,13 +27,16 @@ def adding_up_words(by: str, why: str) -> str:
 
 
 def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
-    """Returns the text of an event for the user; empty for others."""
+    """Returns the text of an event for the user.
+
+    It is empty for events without one, and for progress if ``quiet``.
+    """
     if quiet and event in _PROGRESS:
         return ""
     match event:
         case "begun":
             names, step = ", ".join(fields["members"]), fields["step"]
-            # If no member has a state yet, the one that finds it reports ``recovered``.
+            # Step -1: no member has a state; the first to have one logs ``recovered``.
             whence = f" from step {step}" if step >= 0 else ""
             return f"generation {fields['generation']}{whence}: {names}"
         case "recovered":
@@ -86,6 +89,6 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
 
 
 def tell_user(text: str) -> None:
-    """Prints a line if anyone still reads it; nothing waits for that."""
+    """Prints a line to standard error without waiting for its reader."""
     if text:
         say_in_background(f"whalejax: {text}")

@@ -1,8 +1,8 @@
 """Divides a program over the arrays of several stages among the stages.
 
-An operation runs on the stage of its arrays. Scalars that several stages compute are
-broadcast, and every stage computes the operations on scalars alone. The partition needs
-no devices, so that a plan can be refused early.
+An operation runs on the stage of its arrays, or of its scalars if it has no arrays.
+Scalars that other stages read are broadcast; operations on scalars of several stages
+run on all. The partition needs no devices, so that a plan can be refused early.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Group = tuple[int, int]
 """A part of the program: the number of exchanges before it, and its stage."""
 
 _BEFORE = -1
-"""Level of the inputs."""
+"""Level of the inputs, and of values that every stage computes from shared ones."""
 
 
 class UpdatePartition:
@@ -40,7 +40,8 @@ class UpdatePartition:
 
     Attributes:
         owners: Stage that owns each value.
-        levels: Number of exchanges before each value is known.
+        levels: Number of exchanges before each value is known; -1 for inputs, and for
+            values that every stage computes from inputs that all have.
         gives: Values of each part for other parts of its stage, or for the outputs.
         tells: Scalars that each part broadcasts.
         reads: Values that each part reads.
@@ -63,12 +64,13 @@ class UpdatePartition:
             inputs, outputs: Owners of the inputs and outputs.
             stages: Number of stages.
             meshes: Mesh of each stage; an operation with a sharding on one runs there.
-            few_rounds: Whether every stage computes the operations on a broadcast
-                scalar, also if the other scalars are of one stage. A sum over stages in
-                sequence then takes one exchange, with more scalars.
+            few_rounds: Whether every stage computes the operations on a scalar that all
+                have after an exchange, even if the other scalars are of one stage. A
+                running sum over the stages then takes one exchange, of more scalars.
 
         Raises:
-            PlanError: An operation takes arrays of several stages.
+            PlanError: An operation takes arrays of several stages, or an output one of
+                another stage.
         """
         self._steps = steps
         self._stages = stages
@@ -101,11 +103,13 @@ class UpdatePartition:
             self.owners[number], self.levels[number] = owner, level
 
     def _rounds_until_known(self, number: int, owner: Owner) -> int:
-        """Returns the exchanges before a stage, or (None) every stage, has a value."""
+        """Returns the number of exchanges until a stage (None: all) has a value."""
         return self.levels[number] + (self.owners[number] not in (None, owner))
 
     def _owner(self, step: Step) -> Owner:
-        """Returns the stage of an operation: that of its arrays, or of its scalars."""
+        """Returns the stage of an operation's sharding, arrays or scalars; None for all
+        stages.
+        """
         laid = self._mesh_owner(step)
         if laid is not None:
             return laid
@@ -128,7 +132,7 @@ class UpdatePartition:
         return self._meshes.index(mesh) if mesh in self._meshes else None
 
     def _cut(self) -> dict[Group, list[int]]:
-        """Returns the values that each part reads, from the outputs backwards.
+        """Fills ``gives`` and ``tells`` from the outputs backwards; returns ``reads``.
 
         Raises:
             PlanError: A stage would have to send an array to another.
@@ -180,7 +184,7 @@ def check_update(
     """Refuses an update that stage programs cannot run.
 
     Args:
-        plan: Plan; without stage programs nothing is refused.
+        plan: Plan; nothing is refused if it cannot run or has no stage programs.
         adapter: Adapter of the model.
         optimizer: Optimizer that updates the model.
         steady: Non-trainable state that changes once a step.

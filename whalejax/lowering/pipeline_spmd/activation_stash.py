@@ -1,8 +1,8 @@
 """Saves activations or residuals of micro-batches in flight in a lockstep pipeline.
 
-A stage saves either its inputs, and recomputes its layers; or all residuals of their
-derivative. Residuals that do not depend on the stage's inputs (parameters, their casts
-and gathered shards, masks) are recomputed instead of saved.
+A stage saves its inputs and recomputes its layers, or it saves the residuals of the
+layers' derivative. Residuals that do not depend on the stage's inputs (parameters,
+their casts and gathered shards, masks) are recomputed instead of saved.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from whalejax.lowering.spmd.spmd_executor import Sums
 
 
 Function = Callable[[list[Any], Carry, Any], Carry]
-"""Function from what gradients are by, inputs of a stage and a micro-batch's number to
-outputs."""
+"""Function from parameters with differentiated leaves of the batch, inputs of a stage
+and a micro-batch's number to the stage's outputs."""
 
 
 class Derivative:
@@ -39,7 +39,8 @@ class Derivative:
 
         Args:
             function: The stage's layers.
-            inputs: Function from a micro-batch's number to what gradients are by.
+            inputs: Function from a micro-batch's number to ``function``'s first
+                argument.
             given: Inputs of the stage with their shapes and dtypes.
         """
         self._function = function
@@ -200,7 +201,7 @@ class Inputs:
 
 
 class Residuals:
-    """Stash of all residuals of the derivative.
+    """Stash of a stage's outputs, and of the residuals that depend on its inputs.
 
     Attributes:
         empty: Zeros of the stash's shapes for one micro-batch.
