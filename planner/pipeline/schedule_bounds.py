@@ -69,12 +69,16 @@ class StageSeconds:
         return cls(ahead=ahead, prompt=prompt, busy=busy)
 
 
-def least_step_seconds(stages: Sequence[StageSeconds], count: int) -> float:
+def least_step_seconds(
+    stages: Sequence[StageSeconds], count: int, chunks: int = 1
+) -> float:
     """Returns a lower bound on the seconds of a step.
 
     Args:
         stages: Seconds of each stage.
         count: Number of micro-batches.
+        chunks: Number of parts of the model on each stage. A stage of several waits
+            only for the first parts of the others, of which no least time is known.
 
     >>> one = StageSeconds.of(3.0, 0.0, recomputes=False)
     >>> round(least_step_seconds([one, one], 1), 6)
@@ -83,8 +87,8 @@ def least_step_seconds(stages: Sequence[StageSeconds], count: int) -> float:
     least = ahead = prompt = 0.0
     for stage in stages:
         least = max(least, stage.busy + ahead, stage.prompt + prompt)
-        ahead += stage.ahead / count
-        prompt += stage.prompt / count
+        ahead += stage.ahead / count if chunks == 1 else 0.0
+        prompt += stage.prompt / count if chunks == 1 else 0.0
     return least
 
 
@@ -139,16 +143,17 @@ class PricedStages:
         """
         self._priced[cut, count][stage] = least
 
-    def least_of(self, cut: object, count: int) -> float:
+    def least_of(self, cut: object, count: int, chunks: int) -> float:
         """Returns a lower bound on the step seconds of a cut.
 
         Args:
             cut: Key of the cut.
             count: Number of micro-batches.
+            chunks: Number of parts of the model on each stage.
         """
         return max(
             (
-                least_step_seconds(stages, count)
+                least_step_seconds(stages, count, chunks)
                 for (priced, fewer), stages in self._priced.items()
                 if priced == cut and count % fewer == 0
             ),

@@ -399,7 +399,8 @@ class _Ask:
 
     def _check_bounds(self, found: ModelCut, limit: float) -> None:
         """Raises ``NotFaster`` if no schedule of a cut stays below a limit."""
-        least = self.priced.least_of(found.cut_key, self.count)
+        chunks = self.table.num_chunks
+        least = self.priced.least_of(found.cut_key, self.count, chunks)
         if self.cluster.is_uniform:
             least = max(least, self.priced.least_of_any(self.count))
         if least >= limit:

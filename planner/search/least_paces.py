@@ -15,6 +15,7 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.cost.layout_cases import LayoutCases
+from whalejax.planner.cost.step_time import TimeColumns
 from whalejax.planner.cost_terms import ALL, Remat
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import stacked_loops
@@ -113,7 +114,8 @@ def least_stage_steps(
             pace, ahead = _paces(search, cases)
             step = np.maximum(pace / number * (cases.count + number - 1), ahead)
         else:
-            total = _least_total(search, cases, recomputes=bool(remat))
+            times = search.evaluator.times(cases)
+            total = _least_total(times, cases, recomputes=bool(remat))
             step = least_divided_seconds(total, number, cases.count)
         for n in stages:
             here = float(step[number == n].min(initial=np.inf))
@@ -181,8 +183,9 @@ def least_steps(
         stages: Number of stages.
         counts: Numbers of micro-batches.
         known: Programs of the loss that were analysed before.
-        largest_part: Fraction of the work in the largest part that no stage boundary
-            divides.
+        largest_part: Fraction of the products in the largest part that no stage
+            boundary divides. One stage is estimated to take this fraction of all
+            compute seconds.
 
     Returns:
         Seconds of a step by number of micro-batches; 0 if no layout has that number,
@@ -211,7 +214,8 @@ def least_steps(
         cases = search.at_every_count({devices: counts})
         if not len(cases):
             return dict.fromkeys(counts, 0.0)
-        total = _least_total(search, cases, recomputes=bool(request.remat))
+        times = search.evaluator.times(cases)
+        total = _least_total(times, cases, recomputes=bool(request.remat))
         alike = sum(other.kind.name == part.kind.name for other in parts)
         if alike == stages:
             step = least_divided_seconds(total, stages, cases.count)
@@ -221,7 +225,8 @@ def least_steps(
             some = cases.count == count
             least = step[some].min(initial=np.inf)
             speeds[count] += 1 / least if some.any() else math.inf
-            busy = part.ratio * total.busy[some].min(initial=np.inf)
+            compute = times.terms["compute"][some]
+            busy = part.ratio * compute.min(initial=np.inf)
             alone[count] = min(alone[count], busy) if some.any() else 0.0
     return {
         count: max(1 / float(speed), largest_part * float(alone[count]))
@@ -230,10 +235,9 @@ def least_steps(
 
 
 def _least_total(
-    search: Search, cases: LayoutCases, *, recomputes: bool
+    times: TimeColumns, cases: LayoutCases, *, recomputes: bool
 ) -> StageSeconds:
     """Returns the least seconds of all stages that divide a model, by case."""
-    times = search.evaluator.times(cases)
     _, step = times.sequence_parallel(cases.mesh["tensor"])
     reduction = times.terms["gradient"]
     once = times.terms["update"] + reduction

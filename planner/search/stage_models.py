@@ -187,9 +187,9 @@ class ModelCuts:
         reserved = reserved or {}
         if self.cluster.is_uniform:
             request = replace(request, num_micro_batches=self.count)
-        key: tuple[object, ...] = table.num_stages, table.num_chunks, hidden
-        if not self.cluster.is_uniform:  # what fits where depends on all of these
-            key = *key, table.num_micro_batches, *sorted(reserved.items())
+        # Which part fits depends on all of these.
+        sizes = table.num_stages, table.num_chunks, table.num_micro_batches
+        key = *sizes, hidden, *sorted(reserved.items())
         if key not in self._found:
             self._found[key] = self._cut(table, request, reserved, hidden)
         return self._found[key]
@@ -307,9 +307,17 @@ class ModelCuts:
             )
             for place in range(table.num_places)
         ]
-        layers = segments.layers
-        if hidden:
-            layers = [replace(layer, transfer_seconds=0.0) for layer in layers]
+        # The segments are those of ``count`` micro-batches.
+        layers = [
+            replace(
+                layer,
+                activation_bytes=layer.activation_bytes
+                * self.count
+                / table.num_micro_batches,
+                transfer_seconds=0.0 if hidden else layer.transfer_seconds,
+            )
+            for layer in segments.layers
+        ]
         if len(layers) < len(places):
             raise _too_few(table, len(layers))
         try:

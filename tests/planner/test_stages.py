@@ -188,3 +188,24 @@ def test_no_schedule_is_faster_than_its_bound(
             back = [b - w for b, w in zip(back, weight, strict=True)]
         line = simulate(table, forward, back, 0.0, weight_seconds=weight)
         assert line.step_seconds >= bound * (1 - 1e-9), name
+
+
+@given(
+    st.lists(SECONDS, min_size=4, max_size=8).filter(lambda each: len(each) % 2 == 0),
+    st.integers(1, 3),
+)
+def test_interleaved_parts_are_no_faster_than_their_bound(
+    passes: list[float], rounds: int
+) -> None:
+    """Parts of any length: stage s has the parts s and s + the number of stages."""
+    number = len(passes) // 2
+    count = rounds * number
+    both = [a + b for a, b in zip(passes[:number], passes[number:], strict=True)]
+    stages = [StageSeconds.of(one, 0.0, recomputes=False) for one in both]
+    bound = least_step_seconds(stages, count, 2)
+    divided = least_divided_seconds(StageSeconds.total(stages), number, count)
+    table = schedule("interleaved", number, count, 2)
+    forward = [one / count / 3 for one in passes]
+    back = [2 * one / count / 3 for one in passes]
+    line = simulate(table, forward, back, 0.0)
+    assert line.step_seconds >= max(bound, float(divided)) * (1 - 1e-9)

@@ -536,3 +536,30 @@ def test_what_cannot_be_is_said(
         wh.plan(loss, {"a": w, "b": w}, x, optimizer=optax.adam(1e-3), **options)
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_an_open_number_of_micro_batches_is_cut_like_a_fixed_one() -> None:
+    """Activations of a batch fill a device; those of a micro-batch do not."""
+    wide = jax.ShapeDtypeStruct((2048, 8192), "float32")
+    narrow = jax.ShapeDtypeStruct((8192, 2048), "float32")
+    weights = {f"w{number}": {"a": wide, "b": narrow} for number in range(8)}
+
+    def loss(net: Any, x: Any) -> Any:
+        for layer in net.values():
+            x = x + jax.nn.gelu(x @ layer["a"]) @ layer["b"]
+        return (x**2).mean()
+
+    def starts(**options: Any) -> tuple[str, ...]:
+        plan = wh.plan(
+            loss,
+            weights,
+            jax.ShapeDtypeStruct((64, 1024, 2048), "float32"),
+            optimizer=optax.adam(1e-3),
+            cluster="v100-32:1x4",
+            mesh={"stage": 4},
+            **options,
+        )
+        assert plan.stages is not None and plan.num_micro_batches == 32
+        return plan.stages.starts
+
+    assert starts() == starts(num_micro_batches=32)

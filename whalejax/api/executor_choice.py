@@ -494,7 +494,11 @@ class _Staging:
         count = request.num_micro_batches or 1
         part = _largest_part(self.traced(()))
         given = graph, cluster, request, stages, [count]
-        bound = least_steps(*given, known=self.programs.known, largest_part=part)
+        known = self.programs.known
+        try:
+            bound = least_steps(*given, known=known, largest_part=part)
+        except PlanError:
+            return False  # A stage would have devices of several kinds.
         return bound[count] < known_seconds
 
     def of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
@@ -705,7 +709,8 @@ def _whole_stages(cluster: Cluster, devices: int) -> list[int]:
         for _, nodes in itertools.groupby(cluster.nodes, lambda node: node.kind.name)
     ]
     least = devices // math.gcd(*sizes)
-    return [n for n in (least, 2 * least) if devices % n == 0 and n <= MOST_STAGES]
+    each = (least, 2 * least)
+    return [n for n in each if 1 < n <= MOST_STAGES and devices % n == 0]
 
 
 def _marked(graph: Graph) -> set[int]:

@@ -78,6 +78,7 @@ class FixedRun:
     failure: tuple[int, str] | None = None
     _blamed: dict[int, str] = field(default_factory=dict)
     _joining: set[int] = field(default_factory=set)
+    _states: Mapping[str, str] = field(default_factory=dict)
     _going: Lease[int] = field(
         default_factory=lambda: Lease(STOPPED_SECONDS, _LONGEST_TURN_SECONDS)
     )
@@ -103,7 +104,6 @@ class FixedRun:
             now: The time, in seconds.
             event: Event that happened.
         """
-        states: Mapping[str, str] = {}
         match event:
             case ev.StartsAllowedEvent():
                 return [ev.StartEffect(rank) for rank in range(self.processes)]
@@ -112,13 +112,16 @@ class FixedRun:
             case ev.ProcessExitEvent(name=name, status=status):
                 assert status is not None  # Each is a child of the loop.
                 self._on_end(now, _rank_of(name), status)
+            case ev.NotStarted(slot=slot, why=why):
+                self._give_up(now, slot, f"cannot be started: {why}")
             case ev.Tick(states=states):
+                self._states = states
                 self._look(now, states)
         if self.running_ranks() and now < self._ends_at:
             return []
         if not self.failed:
             return [ev.End(Ending.COMPLETE, "")]
-        self.failure = self._first_failure(states)
+        self.failure = self._first_failure()
         status = next(iter(self.failed.values()))
         return [ev.End(Ending.FAILED, "", shell_status(status))]
 
@@ -166,12 +169,12 @@ class FixedRun:
         """Returns the ranks that still run."""
         return [rank for rank in range(self.processes) if rank not in self.over]
 
-    def _first_failure(self, states: Mapping[str, str]) -> tuple[int, str]:
+    def _first_failure(self) -> tuple[int, str]:
         """Returns the rank that failed first, and text that says how."""
         if not self._blamed and {*self.failed.values()} <= {*_FOR_ANOTHER}:
             # All ended because of another one, and none could name it.
             for rank in self.running_ranks():
-                if states.get(rank_name(rank)) == _STOPPED:
+                if self._states.get(rank_name(rank)) == _STOPPED:
                     self._blamed[rank] = _IS_STOPPED
         first = next(iter(self.failed))
         # A process that ends because of another reports it; JAX aborts processes whose

@@ -172,16 +172,18 @@ class _Launched:
         launch, rank, name = self._launch, slot, rank_name(slot)
         own = {**launch.environment_of(rank, self._coordinator), **self._given}
         words = launch.words(rank, own)
-        read, write = os.pipe()
-        self._stack.callback(os.close, read)
         try:
-            pid, _ = self._loop.processes.start(name, own, command=words, output=write)
+            read, write = os.pipe()
+            self._stack.callback(os.close, read)
+            try:
+                start = self._loop.processes.start
+                pid, _ = start(name, own, command=words, output=write)
+            finally:
+                os.close(write)
         except OSError as error:
             raise WhaleError(
                 f"rank {rank} cannot be started: {words[0]}: {error.strerror}"
             ) from error
-        finally:
-            os.close(write)
         self._slow_down(rank, pid)
         self._loop.processes.release(name)
         shows = rank == 0 and not launch.json

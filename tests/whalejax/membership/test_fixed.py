@@ -65,6 +65,22 @@ def test_a_signal_ends_it() -> None:
     assert (effect.how, effect.status) == (Ending.INTERRUPTED, 130)
 
 
+def test_a_rank_that_cannot_start_ends_it() -> None:
+    run = run_of(3)
+    assert not run.react(1.0, ev.NotStarted(2, "Too many open files"))
+    (effect,) = look(run, 1.0 + SOON_SECONDS)
+    assert isinstance(effect, ev.End) and effect.how == Ending.FAILED
+    assert failure(run) == (2, "cannot be started: Too many open files")
+
+
+def test_a_stopped_rank_is_named_though_an_end_comes_last() -> None:
+    run = run_of(3)
+    assert not look(run, 0.5, 2)
+    assert not end(run, 1.0, 0, -signal.SIGABRT)
+    assert end(run, 1.1 + SOON_SECONDS, 1, -signal.SIGABRT)
+    assert failure(run)[0] == 2
+
+
 @pytest.mark.parametrize(
     ("ends", "blames", "rank", "how"),
     [

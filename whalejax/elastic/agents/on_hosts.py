@@ -134,6 +134,8 @@ class HostAgents:
         for host, (pid, began) in earlier.items():
             if told.get("supervisor") == self._supervisor and host in self._shells:
                 self._commands.adopt(host, pid, began)
+                with contextlib.suppress(OSError):
+                    self._output_from[host] = self._log(host).stat().st_size
             elif runs(pid, began):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
