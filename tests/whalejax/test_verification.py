@@ -351,7 +351,7 @@ def test_a_compiler_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "options, first",
     [
-        ({"cluster": "v100-32:2+p100-16:2"}, "v100-32:2"),
+        ({"cluster": "v100-32:2+p100-16:2", "mesh": {"stage": 1}}, "v100-32:2"),
         ({"cluster": "h100:4", "mesh": {"stage": 2}, "shares": [3, 1]}, "h100:2"),
         ({"cluster": "v100-32:2x1+p100-16:2x1", "shares": [1, 1]}, "v100-32:2x1"),
     ],

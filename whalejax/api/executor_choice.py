@@ -273,12 +273,14 @@ def _busy_seconds(plan: Plan) -> float:
 
 
 def _stages_may_gain(plan: Plan) -> bool:
-    """Whether stages may be clearly faster than one program.
+    """Whether stages may be clearly faster than one program."""
+    busy = _busy_seconds(plan) * (1 + SURE)
+    return not _has_many_launches(plan) and busy < _seconds(plan)
 
-    False if kernel launches take much of the step: more programs do not help then.
-    """
-    launches = plan.time.launch_seconds > SURE * _seconds(plan)
-    return not launches and _busy_seconds(plan) * (1 + SURE) < _seconds(plan)
+
+def _has_many_launches(plan: Plan) -> bool:
+    """Whether kernel launches take much of the step; more programs do not help then."""
+    return plan.time.launch_seconds > SURE * _seconds(plan)
 
 
 def _without_stages(
@@ -467,7 +469,9 @@ class _Staging:
             each = [
                 functools.partial(self.of(n, known), *given, **options)
                 for n in _whole_stages(cluster, request.num_devices)
-                if not plans or self._may_be_faster(n, known, *given)
+                if not plans
+                or not _has_many_launches(plans[0])
+                and self._may_be_faster(n, known, *given)
             ]
             staged, _ = _feasible_plans(*each)
             clearly = [
