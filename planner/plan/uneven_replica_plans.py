@@ -141,7 +141,8 @@ def decide_shares(
             tries.add(size, every[size][:MOST_COUNTS])
     if asked is None and not even and tries.leaves_idle():
         fewer = counts(graph, request, asked, least=1)
-        for size in several if cluster.num_devices <= MANY_DEVICES else tries.sizes():
+        few_devices = cluster.num_devices <= MANY_DEVICES
+        for size in several if few_devices else (tries.fastest_size(),):
             tries.add(size, [n for n in fewer if n < ranks[size]][::-1])
     if not tries.found:
         raise _nearest(cluster, tries.problems)
@@ -197,9 +198,9 @@ class _Tries:
         best = min(self.found, key=_slow, default=None)
         return best is not None and best.fits and min(best.shares) == 0
 
-    def sizes(self) -> list[int]:
-        """Returns the size of the fastest replicas."""
-        return [min(self.found, key=_slow).case.size]
+    def fastest_size(self) -> int:
+        """Returns the number of devices of a replica in the fastest that fit."""
+        return min(self.found, key=_slow).case.size
 
     def add(self, size: int, several: Sequence[int]) -> None:
         """Evaluates replicas of some size.

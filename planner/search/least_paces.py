@@ -173,8 +173,9 @@ def least_steps(
     """Returns lower bounds on the step seconds of stages with programs of their own.
 
     Stages together take at least the time of the full model on the devices of one
-    stage; of several kinds, each kind at least its part of the work. One stage computes
-    the largest indivisible part. Layouts count whether they fit or not.
+    stage; of several kinds, each kind at least its part of the work. Layouts count
+    whether they fit or not. With ``largest_part``, the result is an estimate: one stage
+    computes the largest indivisible part.
 
     Args:
         graph: Captured loss.
