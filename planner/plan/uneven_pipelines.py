@@ -8,6 +8,7 @@ a pipeline equally, with the same number of micro-batches.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -35,9 +36,9 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.uneven_replica_plans import counts
 from whalejax.planner.plan_entries import Candidate, Collective, LeafPlan
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.search.least_paces import least_steps
+from whalejax.planner.search.least_paces import StageBounds, not_faster
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd_search import check_marks
+from whalejax.planner.search.spmd_search import ProgramCache, check_marks
 from whalejax.planner.search.stage_models import TooFewParts
 from whalejax.planner.search.user_shares import DATA, check_shares, said_of
 from whalejax.planner.sharding.layout import divisors
@@ -84,6 +85,14 @@ class _Pipeline:
                 weight_seconds=weight if table.splits_backward else None,
             ).step_seconds
         return self._known[count]
+
+    def most_within(self, seconds: float, most: int) -> int:
+        """Returns the largest number of micro-batches whose step takes less than some
+        seconds, of ``most``.
+        """
+        return bisect.bisect_left(
+            range(1, most + 1), seconds - self.once, key=self.seconds
+        )
 
     @property
     def once(self) -> float:
@@ -170,6 +179,7 @@ def decide_pipelines(
     asked: Sequence[int] | None,
     decide: Decide,
     known_seconds: float = math.inf,
+    known: ProgramCache | None = None,
 ) -> Plan:
     """Chooses how parallel pipelines run a model, with their shares.
 
@@ -182,10 +192,12 @@ def decide_pipelines(
         decide: Function that returns the plan of one pipeline.
         known_seconds: Step time of a known plan. If pipelines are far slower, larger
             numbers of them are not tried.
+        known: Programs of the loss that were analysed before.
 
     Raises:
         PlanError: The request is impossible, or nothing fits.
     """
+    known = ProgramCache() if known is None else known
     _check(graph, request, stages, asked)
     result: list[_ParallelPipelines] = []
     problems: list[PlanError] = []
@@ -198,9 +210,10 @@ def decide_pipelines(
             continue  # Some pipelines would have no micro-batch.
         steps = [one.step_seconds for one in result if one.lacks_bytes <= 0]
         limit = min(known_seconds, *steps, math.inf)
-        weigh = functools.partial(
-            _weigh, graph, cluster, request, stages, asked, decide, limit, replicas
-        )
+        parts = _Parts(cluster, replicas, request.num_devices // replicas)
+        if limit < math.inf:
+            parts.bound(graph, request, stages, several, known)
+        weigh = functools.partial(_weigh, parts, request, stages, asked, decide, limit)
         some = [*_while_faster(weigh, several, problems)]
         result += some
         ends = (one.step_seconds for one in some if one.lacks_bytes <= 0)
@@ -294,54 +307,116 @@ def _replicas(
             yield replicas
 
 
+class _Parts:
+    """Equal parts of a cluster, each for one pipeline.
+
+    Attributes:
+        each: Part of each pipeline, in node order.
+        alike: Number of parts by their kinds of devices.
+        size: Number of devices of a part.
+    """
+
+    def __init__(self, cluster: Cluster, replicas: int, size: int) -> None:
+        """Divides a cluster.
+
+        Args:
+            cluster: Cluster to divide.
+            replicas: Number of parts.
+            size: Number of devices of a part.
+        """
+        self.cluster, self.size = cluster, size
+        self.each = [cluster.part(size, r * size) for r in range(replicas)]
+        self.alike = Counter(_kinds_of(part) for part in self.each)
+        self._bounds: dict[tuple[str, ...], StageBounds] = {}
+
+    def bound(
+        self,
+        graph: Graph,
+        request: Request,
+        stages: int,
+        several: Sequence[int],
+        known: ProgramCache,
+    ) -> None:
+        """Computes the bounds of ``most_within`` for numbers of micro-batches."""
+        one = self.request_of_one(request, 1)
+        self._bounds = {
+            kinds: StageBounds(graph, part, one, stages, several, known=known)
+            for kinds, part in {_kinds_of(part): part for part in self.each}.items()
+        }
+
+    def request_of_one(self, request: Request, count: int) -> Request:
+        """Returns the request for one pipeline that runs all micro-batches.
+
+        Args:
+            request: Request for all pipelines.
+            count: Number of micro-batches.
+        """
+        mesh = {**(request.mesh or {}), DATA: 1}
+        return dataclasses.replace(
+            request,
+            num_devices=self.size,
+            num_micro_batches=count,
+            mesh=mesh,
+            zero=0,
+        )
+
+    def most_within(self, seconds: float, count: int) -> dict[tuple[str, ...], int]:
+        """Returns the most micro-batches that a pipeline may run in time, by kinds.
+
+        Args:
+            seconds: Seconds of a step.
+            count: Number of micro-batches of all pipelines.
+        """
+        bounds = self._bounds
+        return {
+            kinds: bounds[kinds].most_within(seconds, count) if bounds else count
+            for kinds in self.alike
+        }
+
+
 def _weigh(
-    graph: Graph,
-    cluster: Cluster,
+    parts: _Parts,
     request: Request,
     stages: int,
     asked: Sequence[int] | None,
     decide: Decide,
     limit: float,
-    replicas: int,
     count: int,
 ) -> _ParallelPipelines:
-    """Evaluates a number of pipelines with a total number of micro-batches.
+    """Evaluates pipelines with a total number of micro-batches.
 
     Raises:
         NotFaster: No shares take less than ``limit`` seconds a step.
     """
-    size = request.num_devices // replicas
-    mesh = {**(request.mesh or {}), DATA: 1}
-    one = dataclasses.replace(
-        request, num_devices=size, num_micro_batches=count, mesh=mesh, zero=0
-    )
+    one = parts.request_of_one(request, count)
+    alike, most = parts.alike, parts.most_within(limit, count)
+    pipelines: dict[tuple[str, ...], _Pipeline] = {}
     # Parts of the same kinds have one plan. The others copy the setting of the first,
     # so the part with least memory comes first.
-    parts = [cluster.part(size, r * size) for r in range(replicas)]
-    alike = Counter(_kinds_of(part) for part in parts)
-    # Upper bounds on the steps per second that pipelines of equal kinds do together.
-    speeds = dict.fromkeys(alike, math.inf)
-    if limit < math.inf:
-        for part in {_kinds_of(part): part for part in parts}.values():
-            least = least_steps(graph, part, one, stages, [count])[count]
-            if least:
-                speeds[_kinds_of(part)] = alike[_kinds_of(part)] / least
-    known: dict[tuple[str, ...], _Pipeline] = {}
-    for part in sorted(parts, key=lambda part: part.memory_bytes):
+    for part in sorted(parts.each, key=lambda part: part.memory_bytes):
         kinds = _kinds_of(part)
-        if kinds not in known:
-            needed = 1 / limit - sum(s for k, s in speeds.items() if k != kinds)
-            result = decide(part, one, alike[kinds] / max(needed, 1e-9))
-            known[kinds] = _Pipeline(result)
-            speeds[kinds] = alike[kinds] / result.time.step_seconds
+        if kinds not in pipelines:
+            others = sum(alike[k] * most[k] for k in alike if k != kinds)
+            needed = math.ceil((count - others) / alike[kinds])
+            if needed > most[kinds]:
+                raise not_faster(stages, limit)
+            # Of the needed ones, all take as often the time at most.
+            slowest = limit * count / needed if needed > 0 else math.inf
+            result = decide(part, one, slowest)
+            pipelines[kinds] = _Pipeline(result)
+            most[kinds] = pipelines[kinds].most_within(limit, most[kinds])
             inner = {axis: n for axis, n in result.axes if axis != STAGE}
-            one = dataclasses.replace(one, mesh={**mesh, **inner}, remat=result.remat)
-    plans = [known[_kinds_of(part)] for part in parts]
-    _check_alike([pipeline.plan for pipeline in plans])
+            mesh = {**(one.mesh or {}), **inner}
+            one = dataclasses.replace(one, mesh=mesh, remat=result.remat)
+    plans = [pipelines[_kinds_of(part)] for part in parts.each]
+    whole = [pipeline.plan for pipeline in plans]
+    _check_alike(whole)
     return _ParallelPipelines(
         plans=tuple(plans),
         shares=tuple(asked) if asked is not None else _shares(plans, count),
-        exchange=_exchange([pipeline.plan for pipeline in plans], cluster, stages),
+        exchange=_exchange(
+            [pipeline.plan for pipeline in plans], parts.cluster, stages
+        ),
     )
 
 

@@ -6,6 +6,7 @@ no pipeline can be fast enough.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Collection
@@ -115,7 +116,8 @@ def least_stage_steps(
             step = np.maximum(pace / number * (cases.count + number - 1), ahead)
         else:
             times = search.evaluator.times(cases)
-            total = _least_total(times, cases, recomputes=bool(remat))
+            passes = _least_passes(times, cases)
+            total = StageSeconds.of(*passes, recomputes=bool(remat))
             step = least_divided_seconds(total, number, cases.count)
         for n in stages:
             here = float(step[number == n].min(initial=np.inf))
@@ -195,55 +197,161 @@ def least_steps(
     Raises:
         PlanError: A stage would have devices of several kinds.
     """
-    devices = request.num_devices // stages
-    asked = dataclasses.replace(
-        request, num_devices=devices, num_micro_batches=None, **options_off()
-    )
-    known = ProgramCache() if known is None else known
-    parts = grounds(graph, cluster, devices, stages)
-    speeds = dict.fromkeys(counts, 0.0)
-    alone = dict.fromkeys(counts, math.inf)
-    for part in by_memory(parts):
-        analyses = ProgramAnalyses(
-            graph=graph, cluster=part.cluster, again=None, known=known
-        )
-        program = analyses.of((), (), 1)
-        assert program is not None  # It needs no trace.
-        analysed, shared = program
-        given = analysed.graph, analysed.dims, part.cluster, asked
-        search = Search(*given, program=shared, grids=known.grids)
-        cases = search.at_every_count({devices: counts})
-        if not len(cases):
-            return dict.fromkeys(counts, 0.0)
-        times = search.evaluator.times(cases)
-        total = _least_total(times, cases, recomputes=bool(request.remat))
-        alike = sum(other.kind.name == part.kind.name for other in parts)
-        if alike == stages:
-            step = least_divided_seconds(total, stages, cases.count)
-        else:
-            step = total.busy * part.ratio / alike
-        for count in speeds:
-            some = cases.count == count
-            least = step[some].min(initial=np.inf)
-            speeds[count] += 1 / least if some.any() else math.inf
-            compute = times.terms["compute"][some]
-            busy = part.ratio * compute.min(initial=np.inf)
-            alone[count] = min(alone[count], busy) if some.any() else 0.0
+    bounds = StageBounds(graph, cluster, request, stages, counts, known=known)
     return {
-        count: max(1 / float(speed), largest_part * float(alone[count]))
-        for count, speed in speeds.items()
+        count: max(bounds.seconds(count), largest_part * bounds.compute_seconds(count))
+        for count in counts
     }
 
 
-def _least_total(
-    times: TimeColumns, cases: LayoutCases, *, recomputes: bool
-) -> StageSeconds:
-    """Returns the least seconds of all stages that divide a model, by case."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _KindSeconds:
+    """Least seconds of all micro-batches of the full model on the devices of one stage.
+
+    Attributes:
+        ratio: Measured over predicted seconds on the kind.
+        stages: Number of stages on the kind.
+        count: Number of micro-batches, by layout.
+        passes: Seconds of all passes, by layout.
+        reduction: Seconds of the gradient reduction, by layout.
+        compute: Compute seconds, by layout.
+    """
+
+    ratio: float
+    stages: int
+    count: np.ndarray
+    passes: np.ndarray
+    reduction: np.ndarray
+    compute: np.ndarray
+
+
+class StageBounds:
+    """Lower bounds on the step seconds of one pipeline of stage programs.
+
+    Stages together take at least the time of the full model on the devices of one
+    stage; of several kinds, each kind at least its part of the work. Layouts count
+    whether they fit or not.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        stages: int,
+        counts: Collection[int],
+        *,
+        known: ProgramCache | None = None,
+    ) -> None:
+        """Prices the full model on the devices of one stage of each kind.
+
+        Args:
+            graph: Captured loss.
+            cluster: Devices of all stages.
+            request: Options of the search, over all devices.
+            stages: Number of stages.
+            counts: Numbers of micro-batches.
+            known: Programs of the loss that were analysed before.
+
+        Raises:
+            PlanError: A stage would have devices of several kinds.
+        """
+        devices = request.num_devices // stages
+        asked = dataclasses.replace(
+            request, num_devices=devices, num_micro_batches=None, **options_off()
+        )
+        known = ProgramCache() if known is None else known
+        parts = grounds(graph, cluster, devices, stages)
+        self._stages = stages
+        self._recomputes = bool(request.remat)
+        self._kinds: list[_KindSeconds] = []
+        for part in by_memory(parts):
+            analyses = ProgramAnalyses(
+                graph=graph, cluster=part.cluster, again=None, known=known
+            )
+            program = analyses.of((), (), 1)
+            assert program is not None  # It needs no trace.
+            analysed, shared = program
+            given = analysed.graph, analysed.dims, part.cluster, asked
+            search = Search(*given, program=shared, grids=known.grids)
+            cases = search.at_every_count({devices: counts})
+            if not len(cases):
+                self._kinds = []
+                break
+            alike = sum(other.kind.name == part.kind.name for other in parts)
+            times = search.evaluator.times(cases)
+            passes, reduction = _least_passes(times, cases)
+            self._kinds.append(
+                _KindSeconds(
+                    ratio=part.ratio,
+                    stages=alike,
+                    count=cases.count,
+                    passes=passes,
+                    reduction=reduction,
+                    compute=times.terms["compute"],
+                )
+            )
+
+    def seconds(self, count: int, done: int | None = None) -> float:
+        """Returns the least seconds of a step; 0 if no layout has the number.
+
+        Args:
+            count: Number of micro-batches that the global batch is divided into.
+            done: Number of these that the pipeline runs; default: all.
+        """
+        done = count if done is None else done
+        speed = 0.0
+        for kind in self._kinds:
+            some = kind.count == count
+            passes = kind.passes[some] * (done / count)
+            total = StageSeconds.of(
+                passes, kind.reduction[some], recomputes=self._recomputes
+            )
+            if kind.stages == self._stages:
+                step = least_divided_seconds(total, self._stages, done)
+            else:
+                step = total.busy * kind.ratio / kind.stages
+            least = step.min(initial=np.inf)
+            speed += 1 / least if some.any() else math.inf
+        return 1 / float(speed) if speed else 0.0
+
+    def compute_seconds(self, count: int) -> float:
+        """Returns the least compute seconds of a step on any kind; 0 without a layout.
+
+        Args:
+            count: Number of micro-batches.
+        """
+        least = math.inf
+        for kind in self._kinds:
+            compute = kind.compute[kind.count == count]
+            busy = kind.ratio * float(compute.min(initial=np.inf))
+            least = min(least, busy) if busy < math.inf else 0.0
+        return least if least < math.inf else 0.0
+
+    def most_within(self, seconds: float, count: int) -> int:
+        """Returns the largest number of micro-batches whose bound is below a time.
+
+        Args:
+            seconds: Seconds of a step.
+            count: Number of micro-batches that the global batch is divided into.
+        """
+        numbers = range(1, count + 1)
+        return bisect.bisect_left(
+            numbers, seconds, key=lambda done: self.seconds(count, done)
+        )
+
+
+def _least_passes(
+    times: TimeColumns, cases: LayoutCases
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the least seconds of the passes of all stages that divide a model, and of
+    the gradient reduction, by case.
+    """
     _, step = times.sequence_parallel(cases.mesh["tensor"])
     reduction = times.terms["gradient"]
     once = times.terms["update"] + reduction
     passes = np.maximum(step - once, STAGES_SHARE * (times.step - once))
-    return StageSeconds.of(passes, STAGES_SHARE * reduction, recomputes=recomputes)
+    return passes, STAGES_SHARE * reduction
 
 
 def not_faster(stages: int, known_seconds: float) -> NotFaster:

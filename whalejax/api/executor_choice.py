@@ -356,6 +356,7 @@ class _Staging:
             cluster,
             request,
             stages=self.asked.mesh[STAGE],
+            known=self.programs.known,
             decide=lambda part, one, known: self.plan_parallel_pipelines(
                 graph, part, one, known_seconds=known, **options
             ),
