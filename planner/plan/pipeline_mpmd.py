@@ -20,7 +20,7 @@ from typing import Any
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost_terms import Remat, TimeTerms
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.pipeline.combined_steps import scheduled_step
+from whalejax.planner.pipeline.combined_steps import MicroBatchCost, scheduled_step
 from whalejax.planner.pipeline.heterogeneous_stages import HeterogeneousPlacement, notes
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.program_cut import Division
@@ -76,6 +76,12 @@ MOST_CUTS = 4
 
 ESTIMATED = ("offload",)
 """Options that no executor runs in stages; only estimates may have them."""
+
+NEAR = 0.2
+"""Fraction of a stage's step time by which its other layouts may be slower."""
+
+MOST_NEAR, MOST_IMPROVED = 12, 3
+"""Largest numbers of other layouts of a stage, and of plans that they may improve."""
 
 COUNTS = (2, 4, 8)
 """Numbers of micro-batches per stage to evaluate."""
@@ -156,6 +162,8 @@ def decide_mpmd(
         raise next(iter(problems), not_faster(stages, known_seconds))
     if piped.schedule is None:
         result += _other_schedules(result, known_seconds)
+    for one in sorted(result, key=_slow)[:MOST_IMPROVED]:
+        result[result.index(one)] = one.improved()
     if not (best := min(result, key=_slow)).fits:
         raise too_large(min(result, key=lambda one: one.memory.total_bytes))
     return best.plan(request, precision, batch, graph, result)
@@ -206,19 +214,42 @@ def _other_schedules(
     found: Sequence[_MpmdCandidate], known_seconds: float
 ) -> list[_MpmdCandidate]:
     """Returns the plans under other possible schedules; interleaved only with the
-    options of the best plan.
+    numbers of micro-batches of the best other plans.
     """
     best = min(found, key=_slow)
     others = [replace(one.ask, schedule="zb-h1").of(one) for one in found]
-    ask = replace(best.ask, schedule="interleaved")
     several = not (
-        ask.cuts.marked or ask.request.one_part or best.heterogeneous_placement
+        best.ask.cuts.marked
+        or best.ask.request.one_part
+        or best.heterogeneous_placement
     )
-    if several and ask.count % ask.stages == 0:
-        least = best.time.step_seconds / (1 + SURE) if best.fits else math.inf
+    # Short bubbles favour other numbers of micro-batches than 1F1B does.
+    counts = dict.fromkeys(one.ask.count for one in (best, min(others, key=_slow)))
+    for count in counts if several else ():
+        if count % best.ask.stages:
+            continue
+        slow = (_slow(one)[1] for one in (*found, *others) if one.fits)
+        limit = min(known_seconds, min(slow, default=math.inf) / (1 + SURE))
+        ask = replace(best.ask, schedule="interleaved", count=count)
         with contextlib.suppress(PlanError):
-            others += ask.candidate_plans(min(known_seconds, least))
+            others += ask.candidate_plans(limit)
     return others
+
+
+def _near(chosen: StageLayout, fitting: Sequence[StageLayout]) -> list[StageLayout]:
+    """Returns the layouts that are nearly as fast as the chosen one, the fastest first.
+
+    Args:
+        chosen: Layout of a stage.
+        fitting: All layouts of the stage that fit.
+    """
+    most = chosen.scored.time.step_seconds * (1 + NEAR)
+    near = (
+        one
+        for one in fitting
+        if one is not chosen and one.scored.time.step_seconds <= most
+    )
+    return sorted(near, key=lambda one: one.scored.time.step_seconds)[:MOST_NEAR]
 
 
 def _remats(request: Request) -> list[Remat]:
@@ -371,6 +402,7 @@ class _Ask:
         among equals, as they bound the step most.
         """
         chosen: dict[int, StageLayout] = {}
+        others: dict[int, list[StageLayout]] = {}
         each = range(self.stages)
         places = [
             places_of(stage, self.stages, self.table.num_chunks) for stage in each
@@ -390,8 +422,10 @@ class _Ask:
                 chosen[stage] = next(one for one in fitting if one.scored is best)
             else:
                 chosen[stage] = min(laid, key=lambda x: x.scored.memory.total_bytes)
+            others[stage] = _near(chosen[stage], fitting)
         self._check_bounds(found, limit)
-        return _MpmdCandidate(self, found, [chosen[stage] for stage in each])
+        layouts = [chosen[stage] for stage in each], [others[stage] for stage in each]
+        return _MpmdCandidate(self, found, *layouts)
 
     def _busy_seconds(self, time: TimeTerms) -> StageSeconds:
         passes, reduction = time.pass_seconds, time.gradient_seconds
@@ -410,12 +444,14 @@ class _Ask:
         """Returns the plan with the same layouts under this schedule, which has as many
         virtual stages.
         """
-        table = self.table
-        chosen = []
-        for laid, held in zip(other.chosen, table.in_flight, strict=True):
-            memory = laid.search.memory_of(laid.scored, max(1.0, held))
-            chosen.append(replace(laid, scored=replace(laid.scored, memory=memory)))
-        return _MpmdCandidate(self, other.found, chosen)
+        chosen = [self.with_memory(n, laid) for n, laid in enumerate(other.chosen)]
+        return _MpmdCandidate(self, other.found, chosen, other.others, other.turns)
+
+    def with_memory(self, stage: int, laid: StageLayout) -> StageLayout:
+        """Returns a layout of a stage with its memory under this schedule."""
+        held = self.table.in_flight[stage] / self.table.num_chunks
+        memory = laid.search.memory_of(laid.scored, max(1.0, held))
+        return replace(laid, scored=replace(laid.scored, memory=memory))
 
     def _stage(self, found: ModelCut, stage: int, part: Cluster) -> list[StageLayout]:
         table, division = self.table, found.division
@@ -466,6 +502,7 @@ class _MpmdCandidate:
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
         found: Cut of the model into virtual stages.
         chosen: Layout of each stage.
+        others: Layouts of each stage that are nearly as fast.
         turns: Costs of a micro-batch on each virtual stage.
         time, memory: Predictions of a step.
         fullest: Stage that uses the largest fraction of its devices' memory;
@@ -474,7 +511,12 @@ class _MpmdCandidate:
     """
 
     def __init__(
-        self, ask: _Ask, found: ModelCut, chosen: Sequence[StageLayout]
+        self,
+        ask: _Ask,
+        found: ModelCut,
+        chosen: Sequence[StageLayout],
+        others: Sequence[Sequence[StageLayout]],
+        turns: Sequence[MicroBatchCost] | None = None,
     ) -> None:
         self.ask = ask
         self.table = ask.table
@@ -482,10 +524,8 @@ class _MpmdCandidate:
         self.division: Division = found.division
         self.paces = found.paces
         self.chosen = chosen
-        self.turns = [
-            turn_of(one.search, one.scored).measured(ground.ratio)
-            for one, ground in zip(chosen, found.grounds, strict=True)
-        ]
+        self.others = others
+        self.turns = turns or [self._turn(n, laid) for n, laid in enumerate(chosen)]
         needs = [
             (one.scored.memory, ground.cluster.memory_bytes)
             for one, ground in zip(chosen, found.grounds, strict=True)
@@ -517,6 +557,27 @@ class _MpmdCandidate:
             more = one.scored.memory.total_bytes - counted
             result[ground.kind.name] = max(result.get(ground.kind.name, 0.0), more)
         return result
+
+    def _turn(self, stage: int, laid: StageLayout) -> MicroBatchCost:
+        """Returns the costs of a micro-batch on a stage with a layout."""
+        turn = turn_of(laid.search, laid.scored)
+        return turn.measured(self.found.grounds[stage].ratio)
+
+    def improved(self) -> _MpmdCandidate:
+        """Returns this plan with other layouts of stages that make its step faster.
+
+        The layout that is fastest for a stage alone may hold up the others.
+        """
+        best = self
+        for stage, others in enumerate(self.others) if self.fits else ():
+            for other in others:
+                chosen, turns = [*best.chosen], [*best.turns]
+                chosen[stage] = self.ask.with_memory(stage, other)
+                turns[stage] = self._turn(stage, other)
+                one = _MpmdCandidate(self.ask, self.found, chosen, self.others, turns)
+                if one.fits and one.time.step_seconds < best.time.step_seconds:
+                    best = one
+        return best
 
     @property
     def slowest(self) -> int:
