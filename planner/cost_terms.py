@@ -35,8 +35,9 @@ OBEYED = ("marked TaskGraph obeyed", "marked TaskGraphs obeyed")
 """End of the note on the other hints: of one, and of several."""
 
 FETCHED = 2
-"""Layers on the device at a time, if their parameters or activations are in host
-memory: the one that computes, and the next one in transfer."""
+"""Layers on the device at a time, if host memory has their parameters or activations:
+one computes, the next is in transfer.
+"""
 
 
 def moves_to_host(shape: tuple[int, ...]) -> bool:

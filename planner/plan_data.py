@@ -104,11 +104,9 @@ class StagesData:
         return f"{self.schedule}{parts}, {each} layers each{kept}{self._on()}"
 
     def _on(self) -> str:
-        """Returns the kinds of devices as text, if there are several."""
         return f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
 
     def _from(self) -> str:
-        """Describes the cut points."""
         if not self.starts:
             return "cut as marked"
         return f"cut before {', '.join(self.starts)}"
@@ -286,8 +284,8 @@ class PlanData(StepOptions):
         """Returns the plan of one parameter.
 
         Args:
-            path: Dotted path. With ``*`` as the layer's number, as in printed plans, it
-                selects the first layer.
+            path: Dotted path. With ``*`` as the layer's number, as in printed plans,
+                the path selects the first layer.
 
         Raises:
             PlanError: No parameter has that path; lists the nearest paths.
@@ -350,7 +348,6 @@ class PlanData(StepOptions):
 
 
 def _check_fields(plan: PlanData) -> None:
-    """Refuses a plan with fields of wrong types, or impossible numbers."""
     check_fields(plan, "plan", PlanError)
     problems = Arguments("plan", PlanError)
     counts = {name: getattr(plan, name) for name in _COUNTS}

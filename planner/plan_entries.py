@@ -279,8 +279,8 @@ class ModelWork:
     Attributes:
         parameters: Number of elements of all parameters.
         trained: Number of trained elements.
-        active: Number of elements with which a token is computed; fewer than all if
-            there are experts, of which some compute a token.
+        active: Number of elements that compute a token; fewer than all if only some
+            experts compute it.
         chosen: Number of these that a token's choice of experts uses; fewer if experts
             compute every token and only some results are used.
         samples: Number of samples of a global batch.

@@ -7,7 +7,7 @@ Each option is a field of three classes, one for each stage of planning:
     ``StepOptions``   values in a plan, their words in reports, their limits in files
 
 A request, a search's candidates and a plan inherit these fields and pass them on
-together, so code that only passes an option on does not name it.
+together. So code that only passes an option on does not name it.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def option_counts(chosen: StepOptions) -> dict[str, int]:
 
 
 def check_user_options(options: UserOptions, problems: Arguments) -> None:
-    """Records invalid options that no model can be planned with.
+    """Records invalid options, with which no model can be planned.
 
     Args:
         options: Options from the user.

@@ -24,7 +24,7 @@ _VALUE_BYTES: Final = {"f32": 4, "bf16": 2, "f16": 2, "int8": 1}
 
 
 def slow_link(cluster: Cluster) -> float | None:
-    """Returns the bandwidth of a cluster's slowest link, if a swarm may suit.
+    """Returns the bandwidth of a cluster's slowest link if it suits a swarm.
 
     Args:
         cluster: Cluster of the plan.
@@ -38,8 +38,8 @@ def slow_link(cluster: Cluster) -> float | None:
 
 
 LATENCIES: Final = 4
-"""Latencies of a call: the question, the peer's request to another, its answer, the
-answer.
+"""Latencies of a call: the question, the peer's request to another peer, and both
+answers.
 """
 
 

@@ -126,9 +126,7 @@ class Rebalance:
         return shares(self._total, seconds, self._most)
 
     def _probe(self) -> None:
-        """Gives one micro-batch, now and then, to a replica without any, to
-        measure it.
-        """
+        """Gives a micro-batch, now and then, to each idle replica to measure it."""
         pairs = enumerate(zip(self.shares, self._most, strict=True))
         idle = [i for i, (share, most) in pairs if most and not share]
         self._idle = self._idle + 1 if idle else 0
@@ -141,10 +139,10 @@ class Rebalance:
 
 
 def _before_and_after_seconds(seen: Sequence[float], count: int) -> tuple[float, float]:
-    """Returns the seconds before the latest measurements, and the least change in
-    these.
+    """Returns the seconds before the latest measurements, and the size of their change.
 
-    Those show a change if all are on one side; the least different one is its size.
+    The latest measurements show a change if all are on one side. The one that differs
+    least gives its size.
     """
     if len(seen) < LEAST + count:
         middle = statistics.median(seen)

@@ -61,8 +61,10 @@ def axis_parts(
 
 
 def _cut(stride: int, size: int, cluster: Cluster) -> list[AxisPart]:
-    """Divides an axis by levels: each gets the largest factor whose groups are inside
-    it, the outermost also the rest.
+    """Divides an axis by levels.
+
+    A level gets the largest factor whose groups fit inside it; the outermost level also
+    gets the rest.
     """
     parts = []
     reach = 1
@@ -101,7 +103,6 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> 
 
 
 def _permute_seconds(payload_bytes: float, part: AxisPart) -> float:
-    """Returns the seconds of one device's transfer to the next."""
     per_byte, per_time = _permute_rates(part.size, part.level)
     return float(payload_bytes * per_byte + per_time)
 

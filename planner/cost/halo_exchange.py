@@ -35,9 +35,7 @@ class HaloExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
-    """Strip of one dimension: its axis, its width and the resulting growth of
-    the part.
-    """
+    """Strip of one dimension: its axis, its width and the growth of the part."""
 
     axis: str
     own: int
@@ -106,7 +104,6 @@ def exchanges(
 
 
 def _repeat_count(repeats: Repeats, backward: BackwardHalo) -> int:
-    """Returns the number of further exchanges of the operand in the backward pass."""
     needed = repeats.runs_again or repeats.reads_operand
     if repeats.in_loop:
         return repeats.around_loop + needed

@@ -92,12 +92,13 @@ GATHER_TURNS, CUT_TURNS = 1, 2
 """Number of transposes in the cost of XLA's CPU compiler: of an array whose last
 dimension is gathered, and of one whose last dimension an update shards and gathers.
 
-It gathers along the first dimension and transposes the result in memory. Compared with
-arrays of 0.3 to 9 MB along other dimensions, gathers took longer by 0.6 to 0.8 times
-the calibrated time of the transpose (two shapes of seven, with a power of two in each
-dimension, 1.7 and 4.3 times), and updates by SGD and Adam by 0.8 to 2.5 times. The 102
-MB of a ResNet-50 took 270 ms along the third dimensions and 959 ms along the last ones,
-where there was a choice."""
+The compiler gathers along the first dimension and transposes the result in memory.
+Compared with arrays of 0.3 to 9 MB along other dimensions, gathers took longer by 0.6
+to 0.8 times the calibrated time of the transpose (two shapes of seven, with a power of
+two in each dimension, 1.7 and 4.3 times), and updates by SGD and Adam by 0.8 to 2.5
+times. The 102 MB of a ResNet-50 took 270 ms along the third dimensions and 959 ms along
+the last ones, where there was a choice.
+"""
 
 
 def turning_seconds(
@@ -133,9 +134,7 @@ def turning_seconds(
 def _turning(
     before: ShardCounts, after: ShardCounts, nbytes: Any, cluster: Cluster
 ) -> Any:
-    """Returns the seconds to transpose an array once, if storage shards its last
-    dimension.
-    """
+    """Returns the seconds of one transpose, if storage shards the last dimension."""
     last = len(after.per_dim) - 1
     if last < 1:
         return 0.0
@@ -183,9 +182,6 @@ def _odd(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> Any:
-    """Returns whether scattering a gradient leaves an odd number of tiles of the last
-    dimension.
-    """
     if len(group.shape) < 2:
         return False
     before, after = cuts.compute.per_dim[-1], cuts.gradient.per_dim[-1]
@@ -219,9 +215,6 @@ def has_odd_tiles(
 
 
 def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:
-    """Returns whether gradients are all-reduced over several axes at once, even if some
-    shard them.
-    """
     return len(axes) > 1 and not compiler.reduces_in_parts
 
 
@@ -256,7 +249,6 @@ def reduced_whole(
 
 
 def _torus_reduces_whole(cuts: LeafShardCounts, s: CostSetting) -> Any:
-    """Returns whether a torus turns a gradient's reduce-scatter into an all-reduce."""
     if not may_reduce_whole(s.cluster):
         return False
     added = added_axes(cuts.compute, cuts.gradient)

@@ -402,11 +402,8 @@ class Graph:
     def _read_by(self, results: Collection[int], *, gradient: bool = False) -> set[int]:
         """Returns the tensors on which results depend, and the results.
 
-        A loop counts as reading all values that its body carries.
-
-        Args:
-            results: Ids of the results.
-            gradient: Whether to follow only values through which a gradient flows.
+        A loop counts as reading all values that its body carries. With ``gradient``,
+        only values through which a gradient flows are followed.
         """
         carried: dict[tuple[int, ...], list[int]] = {}
         for op in self.ops:

@@ -171,9 +171,7 @@ class Atoms:
             self._points[root] = _chain(points)
 
     def _push(self, regrouping: Regrouping) -> bool:
-        """Copies cut points from each side to the other; returns whether any
-        was new.
-        """
+        """Copies cut points between both sides; returns whether any was new."""
         sides = [
             [self.dim(tensor, d) for d in reversed(dims)]
             for tensor, dims in (

@@ -3,9 +3,9 @@
 A convolution or a pooling reads a window of its operand for each element of its result.
 If devices share a spatial dimension in equal parts, windows at the edge of a part reach
 into the next one: that strip is the *halo*. If parts of the operand have ``stride``
-times the elements of those of the result, its width follows from the window alone: with
-a window that spans ``span`` elements, moves by ``stride`` and begins ``low`` elements
-before the first, a part needs ``low`` elements below and ``span - low - stride`` above
+times the elements of parts of the result, the window alone gives the halo's width. Let
+a window span ``span`` elements, move by ``stride`` and begin ``low`` elements before
+the first. Then a part needs ``low`` elements below and ``span - low - stride`` above
 (Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained
 Parallelism", IPDPS 2019, section III).
 """

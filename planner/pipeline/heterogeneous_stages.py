@@ -191,7 +191,6 @@ def _spans(found: ChainCut) -> Iterator[tuple[int, int]]:
 
 
 def _work(found: ChainCut, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """Returns the compute seconds of every stage for a micro-batch."""
     return tuple(
         sum(stage.seconds[a:b])
         for stage, (a, b) in zip(stages, _spans(found), strict=True)
@@ -204,9 +203,7 @@ def _step_seconds(
     stages: Sequence[Stage],
     table: Schedule,
 ) -> float:
-    """Returns the step time of a cut; one third of a stage's work is its
-    forward pass.
-    """
+    """Returns a cut's step time; the forward pass is a third of a stage's work."""
     part = [seconds / 3 for seconds in _work(found, stages)]
     borders = [b - 1 for _, b in _spans(found)][:-1]
     handed = max((layers[at].transfer_seconds / 2 for at in borders), default=0.0)
@@ -221,7 +218,6 @@ def _step_seconds(
 
 
 def _fits(found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage]) -> bool:
-    """Returns whether every stage of a cut fits its device's memory."""
     return all(
         np.isfinite(interval_seconds(layers, stage)[a, b])
         for stage, (a, b) in zip(stages, _spans(found), strict=True)

@@ -116,9 +116,9 @@ def least_divided_seconds(total: StageSeconds, stages: Any, count: Any) -> Any:
 class PricedStages:
     """Seconds of the stages of cuts that were priced.
 
-    A layout of a stage remains possible if several micro-batches become one, and its
-    step then takes no longer. So the seconds also bound those of every multiple of the
-    number of micro-batches.
+    If several micro-batches become one, a stage's layout stays possible and its step
+    takes no longer. So the seconds priced for a number of micro-batches also bound
+    those for its multiples.
     """
 
     def __init__(self, stages: int) -> None:

@@ -1,9 +1,9 @@
 """The square-cube law of pipelines: compute grows faster than transfers of stages.
 
-A stage of width d takes time in proportion to d² per token, and its border d values. So
-over the same link wider stages wait less (SWARM, section 3.1). More layers per stage
-help as much: they compute more for the same border. Stages are given by their counted
-work; the law predicts other widths relative to theirs.
+A stage of width d computes d² work per token, and transfers d values. So over the same
+link wider stages wait less (SWARM, section 3.1). More layers per stage help as much:
+they compute more for the same transfer. Stages are given by their counted work; the law
+predicts other widths relative to theirs.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class LayerSplit:
         """Seconds per turn by which the joint estimate of all stages exceeds the
         slowest stage.
 
-        That estimate has the most layers and the operations after them, which no stage
-        has both.
+        The joint estimate counts the largest number of layers and the operations after
+        the layers; no stage has both.
         """
         layer, behind = self.seconds
         return min(behind, (max(self.layers) - self.layers[-1]) * layer)
@@ -139,7 +139,7 @@ def parts(shape: Sequence[int], stages: int) -> bool:
 
 
 def stored_apart(leaf: LeafPlan, mesh: Mapping[str, int]) -> LeafPlan:
-    """Returns a stack of layers of which each stage stores a part of every layer.
+    """Returns a stack of layers in which each stage stores a part of every layer.
 
     Args:
         leaf: Stack of all layers, with the layout of one stage.

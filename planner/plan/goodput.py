@@ -262,7 +262,6 @@ def goodput_of(
 def _check_seconds(
     problems: Arguments, name: str, value: object, *, least: float = 0.0
 ) -> None:
-    """Checks a duration that keeps all later results finite."""
     known: Any = value
     if not is_number(value) or not least <= known <= _MOST_SECONDS:
         limits = f"{least:g} to {_MOST_SECONDS:g}"

@@ -143,7 +143,6 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
 
 
 def _upgraded(data: Any) -> Any:
-    """Converts an older document to this version."""
     if isinstance(data, list):
         return [_upgraded(one) for one in data]
     if not isinstance(data, dict):

@@ -126,9 +126,7 @@ def lopsided(plan: Plan, *, marked: bool) -> str:
 
 
 def _lopsided(plan: Plan) -> str:
-    """Describes the stage with far more than an even part of the time; else an empty
-    text.
-    """
+    """Describes a stage with far more than an even part of the time, or nothing."""
     stages = plan.stages
     if stages is None or not stages.paces:
         return ""

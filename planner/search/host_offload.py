@@ -54,8 +54,8 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def streamed(self) -> OffloadableState:
-        """State that the optimizer can update in chunks; in estimates, all state if it
-        can update none so.
+        """State that the optimizer can update in chunks. In estimates, all state if the
+        optimizer can update none in chunks.
         """
         request = self.request
         result = OffloadableState() if request.hosted is None else request.hosted()
@@ -163,7 +163,6 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def _state_counts(self) -> Counter[tuple[int, int]]:
-        """Parameter count by offloadable state bytes and parameter group."""
         return Counter(zip(self.state, self.facts.group_of, strict=True))
 
     def params_on_host(

@@ -238,11 +238,8 @@ class LayoutMemory:
     ) -> Any:
         """Returns the bytes of a device's part of the batch.
 
-        Args:
-            tables: Layout of each TaskGraph.
-            s: Mesh and number of micro-batches.
-            only_gradients: Whether to count only leaves whose gradients a step returns;
-                with several micro-batches these are as large.
+        With ``only_gradients``, only leaves count whose gradients a step returns; with
+        several micro-batches these are as large.
         """
         given = self.hosting.request.batch_bytes
         if not given:

@@ -190,9 +190,8 @@ def searches(
     """Returns the finished searches of the programs that may have the best plan.
 
     For each attention and number of chunks, the least remat comes first. Remat costs
-    time and saves memory. It cannot help if every layout fits with the
-    fewest micro-batches, or if the layouts that do not fit are slower anyway than one
-    that does.
+    time and saves memory. It cannot help if every layout fits with the fewest
+    micro-batches, or if a layout that fits is faster than all that do not.
     """
     known = ProgramCache() if known is None else known
     result = ProgramSearches(graph, cluster, request, again, known)
@@ -201,7 +200,6 @@ def searches(
 
 
 def _normalised_mesh(mesh: Mapping[str, int] | None) -> dict[str, int]:
-    """Returns the mesh that the user fixed, without spatial axes of size 1."""
     every = (mesh or {}).items()
     return {a: n for a, n in every if n > 1 or a not in SPATIAL_AXES}
 
@@ -237,7 +235,6 @@ class ProgramAnalyses:
         return result, AnalysedProgram(result.graph, result.dims, self.cluster.compiler)
 
     def _graph(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
-        """Traces the graph of a program; returns None if there is no such program."""
         if self.again is None or not (remat or attention or chunks > 1):
             return self.graph
         graph = self.graph
@@ -335,8 +332,8 @@ class ProgramSearches:
         """Returns whether a plan would be the fastest if it did not lack memory.
 
         Saving memory costs time: without such a plan, no other program can be faster.
-        Nor do other programs allow more layouts, unless this one lacks state that the
-        user asked to offload.
+        Other programs do not allow more layouts either, unless this one lacks state
+        that the user asked to offload.
         """
         best = self.best_seconds() * (1 + TIE)
         lacks = search.least_lacking < math.inf and search.least_lacking <= best
@@ -533,7 +530,6 @@ tried: before the best plan of each program is known, and in a stage or replica.
 
 
 def _no_sequence(search: Search) -> str:
-    """Returns the reason why no plan is sequence parallel."""
     options, mesh = search.options, search.request.mesh or {}
     sizes = ", ".join(str(options.sizes[r]) for r in options.sequence)
     used = math.prod(mesh.values()) == search.request.num_devices

@@ -274,7 +274,6 @@ class ModelCuts:
         reserved: Mapping[str, float],
         hidden: bool,
     ) -> tuple[Division, HeterogeneousPlacement]:
-        """Cuts the model into one part for each stage, on devices of several kinds."""
         first = next(iter(segments.values()))
         division = self.whole.by_marks() if self.marked else None
         chains = {
@@ -295,7 +294,6 @@ class ModelCuts:
     def _division(
         self, segments: Segments, table: Schedule, part: Cluster, hidden: bool
     ) -> tuple[Division, tuple[float, ...]]:
-        """Cuts the model; returns the parts and the estimated seconds of each."""
         if self.marked:
             division = self.whole.by_marks()
             return division, segments.seconds_of(division)

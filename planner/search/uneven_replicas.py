@@ -64,7 +64,6 @@ class Replicas:
         return self._memory_of(max(self.shares))
 
     def _memory_of(self, share: int) -> MemoryTerms:
-        """Returns the memory for a share, with the buffer of the gradient exchange."""
         alone = self.plan.memory
         if self.slices is not None:
             kept = self.slices.state_bytes

@@ -117,8 +117,8 @@ def spec_of(
 ) -> Spec:
     """Returns the layout of a tensor under a table.
 
-    An axis shards the first of its roles that is the major atom of a dimension of the
-    tensor (a PartitionSpec cannot name a minor one) and that its size divides.
+    An axis shards the first of its roles that is divisible and the major atom of one of
+    the tensor's dimensions: a PartitionSpec cannot name a minor atom.
 
     Args:
         layout: Roles of each dimension, major atom first.

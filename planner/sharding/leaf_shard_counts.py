@@ -96,7 +96,8 @@ def _group_shard_counts(
 
 
 def ignores_pins(facts: LeafFacts, cuts: Sequence[LeafShardCounts]) -> Any:
-    """Returns whether ``fsdp`` shards another dimension than some leaf's metadata asks.
+    """Returns whether ``fsdp`` shards another dimension than the metadata of some leaf
+    names.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.

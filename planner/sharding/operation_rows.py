@@ -161,7 +161,7 @@ class Flow:
     """Equal values between their producer and all their readers.
 
     Attributes:
-        source: Value in the form of its producer; of a leaf, in that of its first
+        source: Value in the form of its producer; a leaf has the form of its first
             reader.
         task_graph: TaskGraph of the value's producer.
         present: All roles of the operation that produces it; empty for a leaf.

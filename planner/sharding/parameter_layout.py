@@ -364,7 +364,6 @@ def summed_over(
 def _count_equal_groups(
     groups: Sequence[LeafGroup],
 ) -> tuple[tuple[tuple[LeafGroup, int], ...], tuple[int, ...]]:
-    """Returns the distinct groups with their counts, and the index of each input."""
     counts = Counter(groups)
     places = {group: place for place, group in enumerate(counts)}
     return tuple(counts.items()), tuple(places[group] for group in groups)
@@ -419,8 +418,7 @@ def _readers(
 ) -> dict[int, list[tuple[str, float]]]:
     """Returns the readers of each parameter, through casts, slices and the like.
 
-    Returns:
-        Kind of every reading operation and the fraction that it reads, by tensor.
+    A reader is the kind of its operation and the fraction that it reads.
     """
     readers: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
     for op in reversed(graph.ops):
@@ -454,12 +452,10 @@ def _read(
 
 
 def _uses(readers: Sequence[tuple[str, float]]) -> float:
-    """Returns ``LeafGroup.uses``."""
     return max(1.0, round(sum(part for _, part in readers), 3))
 
 
 def _turns(readers: Sequence[tuple[str, float]], gathers: int) -> int:
-    """Returns ``LeafGroup.turns``."""
     kinds = {kind for kind, _ in readers}
     if CONVOLUTION in kinds:
         return 1
@@ -515,7 +511,6 @@ def are_most(some: Collection[int], params: Sequence[Tensor]) -> bool:
 
 
 def _narrow(tables: Collection[int], params: Sequence[Tensor]) -> set[int]:
-    """Returns the tables with fewer than ``NARROW`` columns, if tables dominate."""
     if not are_most(tables, params):
         return set()
     return {t.id for t in params if t.id in tables and t.shape[-1] < NARROW}

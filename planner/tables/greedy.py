@@ -1,9 +1,9 @@
 """Assigns tables to ranks greedily: the largest shard first, to the emptiest rank.
 
-Each rank takes at most ⌈shards / ranks⌉, since an exchange is padded to the fullest; if
-only rows counted, one rank would get nearly all small tables. The largest allowed load
-of a shard determines how finely tables are divided; several are tried. Then shards move
-or swap while the most loaded rank gains.
+Each rank takes at most ⌈shards / ranks⌉ shards, since an exchange is padded to the
+fullest rank. If only rows counted, one rank would get nearly all small tables. The
+largest allowed load of a shard determines how finely tables are divided; several are
+tried. Then shards move or swap while the most loaded rank gains.
 """
 
 from __future__ import annotations
@@ -124,8 +124,6 @@ def assign(
 
 
 class _Search:
-    """Keeps the best assignment that was tried."""
-
     def __init__(
         self, items: Sequence[Item], ranks: Ranks, scale: Scale, most_shards: int
     ) -> None:
@@ -173,9 +171,7 @@ class _Search:
                 return
 
     def _finer(self, best: Assignment) -> list[tuple[int, int]]:
-        """Returns (item, next finer way) of the largest shards on the most
-        loaded rank.
-        """
+        """Returns (item, next finer way) for the most loaded rank's largest shards."""
         loads = rank_loads(self.items, best, self.ranks, self.scale)
         rank, measure = np.unravel_index(np.argmax(loads), loads.shape)
         finer = []
@@ -213,8 +209,6 @@ def _way_below(item: Item, largest: float, ranks: Ranks, scale: Scale) -> int:
 
 
 class _Filling:
-    """State of the ranks while shards are assigned to them."""
-
     def __init__(
         self,
         items: Sequence[Item],
@@ -232,9 +226,7 @@ class _Filling:
         self.held: list[list[int]] = [[] for _ in items]
 
     def run(self, by_memory: bool) -> tuple[tuple[int, ...], ...] | None:
-        """Assigns every shard, and returns the ranks of each item's shards; None if
-        they do not fit.
-        """
+        """Assigns every shard; returns the ranks of each item's shards, or None."""
         room = self.ranks.memory_bytes or 1.0
 
         def rank(number: int) -> tuple[bool, float, int]:

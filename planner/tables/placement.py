@@ -236,7 +236,6 @@ class TablePlacement:
 
 
 def _request_text(way: StorageOption) -> str:
-    """Returns text on the bytes of requested rows and of vectors by sample."""
     return (
         "a rank asks a shard for each distinct row once, at most "
         f"{way.distinct_rows:,}; a shard exchanges {gigabytes(way.exchange_bytes)}, "

@@ -133,7 +133,6 @@ def _synchronous(plan: PlanData) -> Iterator[str]:
 
 
 def _exchanged(plan: PlanData) -> Iterator[str]:
-    """Yields the kinds of traffic, with their bytes and the links of their axes."""
     found = [*by_sort(plan).values()]
     if not found:
         yield "nothing"

@@ -176,9 +176,7 @@ class PlanDiff:
         return lines
 
     def _rows(self, all_rows: bool) -> list[list[str]]:
-        """Returns the cells of the parameters, with one row for all of the smallest
-        changes.
-        """
+        """Returns the cells of the parameters; the smallest changes share a row."""
         by_change = sorted(
             self.leaves,
             key=lambda leaf: (-abs(leaf.more_seconds), -abs(leaf.more_bytes)),
@@ -357,8 +355,6 @@ def _regions(plan: PlanData) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Facts about one parameter that are compared."""
-
     words: str
     collectives: str
     nbytes: int

@@ -114,12 +114,10 @@ def logical_axes(plan: PlanData) -> dict[str, tuple[str | None, ...]]:
 
 
 def _names(leaf: LeafPlan) -> tuple[str, ...]:
-    """Returns one name for each dimension."""
     return tuple(names[0] if names else "" for names in leaf.roles)
 
 
 def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
-    """Returns the layout that Flax gives an array of these dimensions."""
     found: list[tuple[str, ...]] = [() for _ in names]
     done = [False for _ in names]
     for name, axes in rules:
@@ -133,7 +131,7 @@ def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
 def _before(
     plan: PlanData, axes_of: Mapping[str, tuple[str, ...]], order: Sequence[str]
 ) -> list[str]:
-    """Returns the names in an order that gives each parameter its sharded ones first.
+    """Orders the names so that each parameter's sharded names come first.
 
     If no order suits all parameters, some of the others keep the given order.
     """
@@ -193,7 +191,7 @@ def check_export(
     command: object = None,
     called: str = "form",
 ) -> None:
-    """Refuses arguments that no plan can be exported with.
+    """Refuses arguments with which no plan can be exported.
 
     Args:
         form, name, image, command: Arguments of ``export``.

@@ -402,7 +402,6 @@ def _axlearn_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def _selector(cluster: Cluster) -> str:
-    """Returns the value of ``--mesh_selector`` for a cluster."""
     kind, count = cluster.kinds[0], cluster.num_devices
     if kind.platform == "tpu":
         return tpu_type(cluster) + f"-{len(cluster.nodes)}" * (len(cluster.nodes) > 1)

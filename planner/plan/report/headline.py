@@ -151,7 +151,6 @@ def _devices(plan: PlanData) -> list[DeviceKind]:
 
 
 def _product_type(plan: PlanData, kind: DeviceKind) -> str:
-    """Returns the type in which a kind of device does most of a model's products."""
     assert plan.work is not None
     name = kind.multiplies_in(plan.work.dtype)
     return "bf16" if name == "f32" and plan.cluster.compiler.narrow_products else name
@@ -264,5 +263,4 @@ def flops_text(flops: float) -> str:
 
 
 def _rate(number: float) -> str:
-    """Formats a rate with three digits, or as an integer above a thousand."""
     return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"

@@ -141,7 +141,6 @@ def _parameter_collective(
     nbytes: int,
     count: int = 1,
 ) -> Collective:
-    """Returns a gather of the parameter, or a sum of its gradient."""
     return Collective(
         kind=kind,
         axes=axes,
@@ -153,8 +152,9 @@ def _parameter_collective(
 
 
 def _as_run(plan: PlanData, asked: Collective) -> Collective:
-    """Returns a collective in the kind that the plan lists for its axes and phase; the
-    same if it lists none.
+    """Returns a collective with the kind that the plan lists for its axes and phase.
+
+    If the plan lists none, the collective stays unchanged.
     """
     kinds = [
         c.kind

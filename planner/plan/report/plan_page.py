@@ -130,7 +130,6 @@ def bar_text(share: float, width: int) -> str:
 def _bars(
     head: str, terms: Sequence[tuple[str, float]], whole: float, form: _Form
 ) -> list[Line | str]:
-    """Returns the head, and each term with a bar of its share, its name and size."""
     pieces: list[Line | str] = [head]
     for number, (name, size) in enumerate(terms):
         bar = bar_text(size / max(whole, 1e-30), BAR_CELLS)
@@ -219,7 +218,6 @@ def region_axes(plan: PlanData, region: RegionTable) -> str:
 
 
 def _stages(plan: PlanData, width: int | None) -> Iterator[Line]:
-    """Yields one row for each stage, if there are any."""
     if plan.stages is not None:
         yield from paragraph("stages", pipeline_words(plan), width, " · ")
         yield from table(*stage_rows(plan), width)
@@ -378,7 +376,6 @@ def other_notes(plan: PlanData) -> list[str]:
 
 
 def _next(plan: PlanData, width: int | None) -> list[Line]:
-    """Describes the second-best plan, and how much faster any other can be."""
     others = [c for c in plan.candidates if c.verdict != "chosen"]
     lines = paragraph("next", [str(others[0])], width) if others else []
     words = gap_words(plan)

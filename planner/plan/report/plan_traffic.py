@@ -151,7 +151,6 @@ def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], TrafficRow
 
 
 def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow]:
-    """Yields the collectives of one program, equal ones merged."""
     found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
     for c in plan.collectives:
         parts = axis_parts(c.axes, mesh_of(plan), plan.cluster)
@@ -181,13 +180,6 @@ def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow
 def _stage_transfer_rows(
     plan: PlanData, home: Home, count: int
 ) -> Iterator[TrafficRow]:
-    """Yields the transfers of one stage to and from others in a step.
-
-    Args:
-        plan: Plan of the pipeline.
-        home: The stage.
-        count: Micro-batches.
-    """
     assert plan.stages is not None
     parts = axis_parts((STAGE,), mesh_of(plan), plan.cluster)
     paces = plan.stages.paces[home[1] :: len(plan.stage_plans)]

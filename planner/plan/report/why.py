@@ -220,7 +220,6 @@ def why(plan: PlanData, leaf: LeafPlan) -> str:
 
 
 def _readers(plan: PlanData, path: str) -> list[str]:
-    """Describes the other stages that read a parameter, one line each."""
     back = ", and gives its gradient back" if plan.leaf(path).trained else ""
     found = dict.fromkeys(
         f"  stage {stage} reads it too: once in a step it is given a copy{back}"
@@ -232,9 +231,7 @@ def _readers(plan: PlanData, path: str) -> list[str]:
 
 
 def _stage_words(plan: PlanData, path: str) -> str:
-    """Describes the stage that stores a parameter, of each pipeline if there are
-    several.
-    """
+    """Describes the stage of each pipeline that stores a parameter."""
     each = [one.stage_plans.index(one.home(path)) for one in plan.pipelines or (plan,)]
     if len(set(each)) == 1:
         return f"stage {each[0]}"
@@ -364,9 +361,7 @@ def gap_words(plan: PlanData) -> str:
 
 
 def _against(plan: PlanData, other: Candidate) -> list[str]:
-    """Describes the runner-up, the terms that differ, and what would reverse the
-    choice.
-    """
+    """Describes the runner-up, and what would reverse the choice."""
     slower = other.step_seconds - plan.time.step_seconds
     lines = [f"runner-up: {other}"]
     differences = {
@@ -395,7 +390,6 @@ def _against(plan: PlanData, other: Candidate) -> list[str]:
 
 
 def _held_whole(plan: PlanData) -> list[str]:
-    """Describes the parameters with notes and the dimensions that nothing can shard."""
     held: Counter[str] = Counter()
     for leaf in plan.leaves:
         if leaf.note:
