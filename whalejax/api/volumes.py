@@ -122,7 +122,6 @@ class Volumes:
         problems.raise_if_any()
 
     def _take(self, step: TrainStep, problems: Problems) -> None:
-        """Reads the layout of the leaves from a step's plan."""
         planned = {leaf.path: leaf for leaf in step.plan.batch}
         names = {f"[{name!r}]": name for name in self._leaves}
         if names.keys() != planned.keys():
@@ -177,7 +176,6 @@ class Volumes:
         return part
 
     def _check(self, array: Any, name: str, where: str, *, file: bool) -> None:
-        """Checks the shape, and for files the type, against the plan."""
         shape = tuple(array.shape)
         wanted = self._shapes.get(name, shape)
         if shape != wanted:
@@ -196,7 +194,6 @@ class Volumes:
 
 
 def _is_array(each: Any) -> bool:
-    """Whether a value is an array with at least one dimension."""
     return hasattr(each, "__array__") and getattr(each, "ndim", 0) > 0
 
 
@@ -210,7 +207,6 @@ def _path(value: Any) -> Path | None:
 
 
 def _open_array(path: Path, where: str) -> Any:
-    """Opens the array of a file without reading its values."""
     if not path.exists():
         raise WhaleError(f"{where}: there is no file {path}")
     if path.is_dir():

@@ -252,7 +252,6 @@ def with_length(batch: Any, batch_axes: Any, size: int, tokens: int) -> list[Any
 
 
 def _longer(batch: Any, changed: Sequence[tuple[Any, int]], more: int) -> Any:
-    """Returns the shapes of a batch, some leaves with more elements of a sample."""
     axes = {id(leaf): axis + 1 for leaf, axis in changed}
     leaves, tree = jax.tree.flatten(batch)
     found = []
@@ -266,8 +265,10 @@ def _longer(batch: Any, changed: Sequence[tuple[Any, int]], more: int) -> Any:
 
 
 def _sequences(batch: Any, batch_axes: Any) -> list[tuple[Any, int]]:
-    """Returns leaves of integers with one dimension after the samples, and other such
-    leaves of these lengths (masks), each with the axis of its samples.
+    """Returns the sequences of a batch, each with the axis of its samples.
+
+    These are leaves of integers with one dimension after the samples, and other such
+    leaves of the same lengths (masks).
     """
     leaves, tree = jax.tree.flatten(batch)
     axes = _axes_of(batch_axes, batch, tree)

@@ -86,8 +86,8 @@ def held_back(
         resized: Traces the loss with twice as many samples.
 
     Returns:
-        The loss, the state that it leaves alone, and the indices of the other leaves
-        that change: with every micro-batch.
+        The loss, the state that it leaves alone, and the indices of the leaves that
+        change with every micro-batch.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
     leaves = jax.tree.leaves(rest)
@@ -178,7 +178,6 @@ def _may_hold(jaxpr: Any, size: int) -> bool:
 
 
 def _numbers(jaxpr: Any) -> Iterator[float]:
-    """Yields lengths of dimensions, and scalars."""
     body, _ = _compat.open_jaxpr(jaxpr)
     for equation in body.eqns:
         for inner in _compat.inner_jaxprs(equation):
@@ -192,7 +191,6 @@ def _numbers(jaxpr: Any) -> Iterator[float]:
 
 
 def _nothing(aval: Any) -> Any:
-    """Returns a placeholder for an input that is not read."""
     if _compat.is_key_dtype(aval.dtype):
         return jnp.broadcast_to(jax.random.key(0), aval.shape)
     return jnp.zeros(aval.shape, aval.dtype)

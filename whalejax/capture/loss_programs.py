@@ -145,7 +145,6 @@ class ResizedPrograms(Programs):
         return result or super()._trace_again(remat, attention, chunks)
 
     def _resize_graph(self, graph: Graph) -> Graph | None:
-        """Returns a graph of ``like`` for this batch; None if it must be traced."""
         if id(graph) not in self._known:
             result = rebatch_graph(graph, self._size)
             if result is not None:

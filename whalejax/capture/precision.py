@@ -27,8 +27,9 @@ CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}
 """Ratio of a parameter's bytes in computation to its stored bytes."""
 
 SMALL_PART: Final = 0.05
-"""Fraction of the work of all products: if float32 products, such as a router's, have
-no more than this, the rest of the model is cast."""
+"""Largest fraction of the products' work in float32 products, such as a router's, at
+which the rest of the model is still cast.
+"""
 
 
 def at_precision(adapter: Adapter, precision: str) -> Adapter:

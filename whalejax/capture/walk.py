@@ -73,8 +73,6 @@ class SortedRows:
 
 @dataclass(slots=True)
 class _EquationView:
-    """An equation, and its behaviour once known."""
-
     view: Equation
     rule: Behaviour | None = None
 
@@ -580,7 +578,6 @@ class FlatProgram:
         return tuple(one for several in kept for one in several)
 
     def _data(self) -> set[int]:
-        """Returns the tensors that depend on the batch."""
         data = {i for i, t in enumerate(self.tensors) if t.kind == "batch"}
         for op in self.ops:
             if not data.isdisjoint(op.operands):
@@ -672,7 +669,6 @@ class FlatProgram:
         results: Sequence[int],
         here: Context,
     ) -> None:
-        """Connects a loop's carries: as produced, as consumed, and as results."""
         for out, back, result in zip(produced, carried, results, strict=False):
             self._tie(kind, position, [out, back], result, here)
             if out is not None:
@@ -719,7 +715,7 @@ _FULL = "broadcast_in_dim"
 def _is_constant(equation: Any, operands: Sequence[Value], rule: Behaviour) -> bool:
     """Returns whether an operation moves, sums or multiplies only scalar literals.
 
-    Literals are no operands, and so the result is filled with one number, as in
+    Literals are no operands, so the result is filled with one number, as in
     ``jnp.zeros``. A random key made of a number does not count.
     """
     if not operands or any(t is not None for t in operands):
@@ -770,7 +766,6 @@ def holds_tiles(jaxpr: Any) -> bool:
 
 
 def _row_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of rows, given the shape with a dimension of samples."""
     samples, first, *rest = shape
     return samples * first, *rest
 

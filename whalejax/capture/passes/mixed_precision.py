@@ -3,9 +3,9 @@
 Products in such a part read their float32 operands in 16 bits. Elementwise operations
 on the results stay in 16 bits as long as no wider operand joins. Operations that sum
 many numbers or are steep (reductions, exponentials, logarithms, roots, powers) read the
-results in the type of the trace. Values that a loop carries, or that a part passes to
-one in float32, have their traced type there. So the program is the model's own except
-for casts, and gradients flow back through these.
+results in the type of the trace. Values that a loop carries, or that a part passes to a
+float32 part, keep their traced type. So the program is the model's own except for
+casts, and gradients flow back through these.
 """
 
 from __future__ import annotations
@@ -162,7 +162,6 @@ class _Scope:
         return self.casts[atom, wanted]
 
     def is_narrow(self, atom: Any, dtype: Any) -> bool:
-        """Whether a value was float32 when traced, and now has the given type."""
         if _compat.is_literal(atom) or atom.aval.dtype != _WIDE:
             return False
         return bool(self.values[atom].dtype == dtype)
@@ -184,13 +183,11 @@ class _Scope:
         return number == 0 or abs(cast) >= _LEAST[dtype]
 
     def number(self, atom: Any) -> Any:
-        """Returns the number that all elements are equal to, if it is known."""
         if not _compat.is_literal(atom):
             return self.numbers.get(atom)
         return None if np.ndim(atom.val) else atom.val
 
     def remember(self, equation: Any, results: Sequence[Any]) -> None:
-        """Stores results, and the numbers that they are known to equal."""
         self.values.update(zip(equation.outvars, results, strict=True))
         given = [a for a in equation.invars if not _compat.is_literal(a)]
         if given and all(a in self.weights for a in given):
@@ -203,11 +200,7 @@ class _Scope:
 
 
 class _PrecisionRewriter:
-    """Evaluates a program again, in 16 bits where requested.
-
-    Args:
-        precisions: Precision of equations, by position.
-    """
+    """Evaluates a program again, in 16 bits where requested."""
 
     def __init__(self, precisions: Mapping[Position, str]) -> None:
         self.dtypes: dict[Position, Any] = {}
@@ -339,7 +332,6 @@ def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
 
 
 def _is_wide(scope: _Scope, atom: Any, dtype: Any) -> bool:
-    """Whether a value is a float32 parameter that is not in 16 bits here."""
     known = not _compat.is_literal(atom) and atom in scope.weights
     return known and atom.aval.dtype == _WIDE and not scope.is_narrow(atom, dtype)
 
@@ -352,7 +344,6 @@ def _takes_any_type(product: Any) -> bool:
 
 
 def _all_narrow(scope: _Scope, atoms: Sequence[Any], dtype: Any) -> bool:
-    """Whether some values are narrow and all others can become so."""
     return any(scope.is_narrow(a, dtype) for a in atoms) and all(
         scope.may_be_narrow(a, dtype) for a in atoms
     )
@@ -396,7 +387,6 @@ def _is_tame(jaxpr: Any, dtype: Any) -> bool:
 
 
 def _as_traced(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
-    """Casts values to the types that they were traced in."""
     return [
         x
         if getattr(x, "dtype", a.aval.dtype) == a.aval.dtype

@@ -166,12 +166,8 @@ def _recognised(
     maker: Mapping[Any, Any],
     trained: set[Any],
 ) -> AttentionPattern | str:
-    """Returns the attention that ends in a product, or why not; "" for other products.
-
-    Args:
-        second: Candidate for the second product.
-        maker: The equation that makes each variable.
-        trained: Variables through which a gradient flows.
+    """Returns the attention that ends in a product, or why not; "" for other
+    products.
     """
     for side in (0, 1):
         weights = second.invars[side]
@@ -192,10 +188,8 @@ def _recognised(
 def _assembled(
     second: Any, side: int, softmax: Softmax, first: Any, scores: Scores
 ) -> AttentionPattern:
-    """Returns the attention of two products and the softmax between them.
-
-    Raises:
-        NotScoresError: Their dimensions do not match those of attention.
+    """Returns the attention of two products and a softmax; raises
+    ``NotScoresError``.
     """
     (left_in, right_in), (left_batch, right_batch) = _numbers(first)
     inside, batch = _numbers(second)
@@ -277,12 +271,7 @@ def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int
 
 
 class _Leaks:
-    """Finds whether other equations read an attention's inner values.
-
-    Args:
-        body: Open jaxpr.
-        maker: The equation that makes each variable.
-    """
+    """Finds whether other equations read an attention's inner values."""
 
     def __init__(self, body: Any, maker: Mapping[Any, Any]) -> None:
         self.maker = maker
@@ -294,9 +283,7 @@ class _Leaks:
                     self.readers.setdefault(atom, []).append(equation)
 
     def of(self, one: AttentionPattern) -> str:
-        """Returns the reason why an attention's equations cannot become one call; empty
-        if they can.
-        """
+        """Returns why an attention cannot become one call; empty if it can."""
         inside = equations_of(one, self.maker)
         numbers = {id(equation) for equation in inside}
         made = {one.first.outvars[0]}

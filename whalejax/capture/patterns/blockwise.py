@@ -94,7 +94,6 @@ def stops_gradient(equation: Any, trained: set[Any]) -> bool:
 
 
 def _where_above_one(shape: Sequence[int], tags: Tags) -> Tags:
-    """Returns tags of an operand: None where its size is 1."""
     return tuple(
         None if size == 1 else tag for size, tag in zip(shape, tags, strict=False)
     )
@@ -155,9 +154,7 @@ def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | N
 
 
 def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | None:
-    """Returns operand tags of a lookup of single elements (``take_along_axis``); None
-    for other lookups.
-    """
+    """Returns operand tags of a lookup of single elements, or None."""
     numbers = equation.params["dimension_numbers"]
     table, indices = (atom.aval.shape for atom in equation.invars)
     batch = tuple(numbers.operand_batching_dims)

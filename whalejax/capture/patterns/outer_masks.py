@@ -92,7 +92,6 @@ def _made_inside(
 
 
 def _regions(jaxpr: Any, trained: Sequence[bool]) -> Iterator[_Region]:
-    """Yields the scans and checkpointed regions of one jaxpr."""
     body = _compat.open_jaxpr(jaxpr)[0]
     flows = trained_in(body, trained)
     maker = {v: e for e in body.eqns for v in e.outvars}
@@ -136,9 +135,7 @@ def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
 def _mask_maker(
     variable: Any, maker: Mapping[Any, Any], flows: set[Any]
 ) -> _Maker | None:
-    """Returns the equations that make a variable from smaller ones; None if there are
-    none.
-    """
+    """Returns the equations that make a variable from smaller ones, or None."""
     if _compat.is_literal(variable) or variable not in maker or variable in flows:
         return None
     sources, equations = _chain(variable, maker, flows)

@@ -92,8 +92,9 @@ class Scores:
     def masked_blocks(self, rows: int, columns: int, row: int, column: int) -> Any:
         """Returns which blocks are masked for any values of the product.
 
-        They have only masked scores, and each row has an unmasked score elsewhere. If a
-        row may have none, they all have one value, which ``filled`` returns.
+        A masked block has only masked scores, and each of its rows has an unmasked
+        score elsewhere. If a row may have none, all masked scores have one value, which
+        ``filled`` returns.
 
         Args:
             rows, columns: Number of equal blocks of rows and columns.
@@ -132,7 +133,6 @@ class Scores:
 
     @property
     def _mask_threshold(self) -> float:
-        """Threshold below which scores are masked."""
         aval = self.nodes[-1].equation.outvars[0].aval
         narrow = _compat.dtype_name(aval.dtype) == "float16"
         return _HALF if narrow else HIDDEN
@@ -169,10 +169,8 @@ class Scores:
     def _run(self, extents: Mapping[int, Any], product: Interval) -> Interval:
         """Returns bounds of the scores, given those of the product.
 
-        Args:
-            extents: First and last index of each part of dimensions that are cut.
-            product: Bounds of the product. With ``_USUAL``, results of equations
-                without a rule (a cap) are assumed to be usual too.
+        With ``_USUAL``, results of equations without a rule (a cap) are assumed to be
+        usual.
         """
         result: list[Interval] = []
         made: set[int | None] = {self.product}
