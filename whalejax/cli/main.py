@@ -154,7 +154,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
-    """Runs a command, or prints the program's own help or version."""
     if list(argv) == ["--version"]:
         print(f"whalejax {__version__}")
         return 0
@@ -218,17 +217,7 @@ def _parse(argv: Sequence[str]) -> Command:
 
 
 def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) -> Any:
-    """Returns the command that words describe.
-
-    Args:
-        commands: Union of the commands.
-        prog: Program and command before these words.
-        description: Beginning of the help.
-        words: Name of a command and its options.
-
-    Raises:
-        WhaleError: The command does not have one of the options.
-    """
+    """Returns the command that words describe; refuses unknown options."""
     check_words(words)
     parsed, unknown = tyro.cli(
         commands,
@@ -244,7 +233,6 @@ def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) ->
 
 
 def _description(argv: Sequence[str]) -> str:
-    """Returns the beginning of the help, with the names of the reference models."""
     if not {"-h", "--help"} & {*argv}:
         return ""
     return _DESCRIPTION.format(models=", ".join(model_names()))
@@ -685,7 +673,6 @@ MOST_STATUS = 100
 
 
 def _complete(shell: str) -> None:
-    """Prints the completion script of a shell."""
     from whalejax.cli.completion import completion_script
 
     groups: dict[str, Callable[[list[str]], object]] = {
@@ -702,7 +689,6 @@ def _check(command: CheckCommand) -> int:
 
 
 def _goodput(command: GoodputCommand) -> None:
-    """Prints the predicted cost of failures for a plan."""
     from whalejax.planner.plan.goodput import goodput
     from whalejax.planner.plan.plan import Plan
 
@@ -713,8 +699,8 @@ def _goodput(command: GoodputCommand) -> None:
 
 
 def _described(path: Path) -> Cluster | None:
-    """Returns the cluster of a file that would be overwritten; None for a missing
-    or empty file.
+    """Returns the cluster of a file that would be overwritten; None if there is
+    none.
     """
     from whalejax.meshes import Cluster
 

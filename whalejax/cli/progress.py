@@ -94,7 +94,6 @@ class Working:
             self._console.print(Text(self._words(seconds)))
 
     def _words(self, seconds: float) -> str:
-        """Returns the total time, and the time of each part, in their order."""
         ends = [begun for _, begun in self._parts[1:]] + [self._started + seconds]
         spent: dict[str, float] = {}
         for (what, begun), end in zip(self._parts, ends, strict=True):

@@ -118,7 +118,6 @@ def compile_tables(
 def _check_sections(
     problems: Arguments, plan: TablesPlan, replace_every: Any, job: Any, run: Any
 ) -> None:
-    """Adds problems of arguments that do not suit the plan's number of sections."""
     if plan.sections is not None:
         if replace_every is not None:
             problems.add(
@@ -229,7 +228,6 @@ def _check_program(plan: TablesPlan, step: TableStep) -> None:
 
 
 def _check_shapes(plan: TablesPlan, adapter: Adapter) -> None:
-    """Refuses a model whose parameters have other shapes than planned."""
     leaves = dict(
         zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
     )

@@ -256,7 +256,6 @@ def _batches(
 
 
 def _span(option: str, text: str, most: int, problems: Problems) -> tuple[int, int]:
-    """Parses ``N``, or ``MIN:MAX``."""
     low, colon, high = text.partition(":")
     parts = [int(t) if t.isdecimal() and t.isascii() else 0 for t in (low, high)]
     least, largest = parts if colon else (parts[0], parts[0])

@@ -162,7 +162,6 @@ class _Rehearsing:
     # Programs.
 
     def _site(self, site: VirtualStagePrograms) -> _Site:
-        """Compiles the programs of a virtual stage, and returns their memory."""
         place, names, result = site.place, site.place.names, _Site()
         whole = self.apart.whole[site.stage]
         values = self._common(site)
@@ -212,7 +211,6 @@ class _Rehearsing:
         before: Sequence[Any],
         found: _Site,
     ) -> Any:
-        """Compiles a program, and returns its abstract results."""
         lowered = piece.program.lower([values[n] for n in piece.reads], list(before))
         compiled = lowered.compile()
         self.programs.append(
@@ -261,7 +259,6 @@ class _Rehearsing:
         return self.apart.moves.layout(value, place)
 
     def _finishing(self) -> list[int]:
-        """Compiles the update, and returns its additional bytes on each stage."""
         apart, above = self.apart, [0] * len(self.apart.plans)
         end = apart.whole[-1]
         sums = jax.tree.map(lambda x: aval_with_sharding(x, end), apart.sums)
@@ -382,14 +379,12 @@ class _Rehearsing:
 
 
 def _above(compiled: Any) -> int:
-    """Returns the bytes of a program's temporaries and new outputs."""
     stats = compiled.memory_analysis()
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return int(stats.temp_size_in_bytes + fresh)
 
 
 def _nbytes(values: Iterable[Any]) -> int:
-    """Returns the bytes of arrays on one device."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * _compat.itemsize_bytes(x.dtype)
         for x in values

@@ -266,8 +266,8 @@ class _Tracer:
         )
 
     def _aval(self, number: int) -> Any:
-        """Returns an abstract input of the loss; if the stage slices its micro-batch, a
-        batch leaf has its full size.
+        """Returns an abstract input; a full batch leaf if the stage slices
+        micro-batches.
         """
         aval, place = self.facts.avals[(), number], number - self.first_batch
         shape = list(aval.shape)
@@ -278,7 +278,6 @@ class _Tracer:
         return _compat.abstract(shape, aval.dtype)
 
     def _inputs(self) -> dict[str, Any]:
-        """Returns the abstract inputs of the virtual stage, by name."""
         scalar = _compat.abstract((), jnp.int32)
         cotangents = [self._value(v) for v in self.sent]
         if self.last:
@@ -401,7 +400,6 @@ class _Tracer:
     def _constrain_exports(
         self, values: Sequence[Value], found: Sequence[Any]
     ) -> list[Any]:
-        """Constrains values to their transfer shardings."""
         return [
             jax.lax.with_sharding_constraint(
                 x, named_sharding(self.layouts[v], self.program.mesh)

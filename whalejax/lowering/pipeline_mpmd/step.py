@@ -93,7 +93,6 @@ class SchedulePass:
                 )
 
     def _on(self, stage: int, number: int) -> Any:
-        """Returns the current input of the loss on a stage."""
         if self.apart.owner(number) == stage:
             return self.leaves[number]
         return self.copies[stage, number]
@@ -125,7 +124,6 @@ class SchedulePass:
             getattr(self, event.action)(place, event.micro_batch)
 
     def _hand(self, handing: ScheduledTransfer) -> None:
-        """Transfers values of one virtual stage to another that reads them."""
         coming = self.apart.moves.transfer(handing, self.leaving.pop(handing, None))
         if self.apart.here[handing.target % self.apart.table.num_stages]:
             key = handing.action, handing.target, handing.micro_batch

@@ -92,7 +92,6 @@ class _Part:
     def program_inputs(
         self, taken: Sequence[Any], read: Sequence[Any], vectors: Sequence[Any]
     ) -> tuple[dict[int, Any], dict[int, Any], Sequence[Any]]:
-        """Returns the arguments of the program."""
         own = dict(zip(self.takes, taken, strict=True))
         others = dict(zip(self.reads, read, strict=True))
         usable = self.usable(own)
@@ -106,7 +105,6 @@ class _Part:
         read: Sequence[Any],
         vectors: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the part on values and vectors, and returns both."""
         result: tuple[list[Any], list[Any]] = run_alone(
             lambda several: self.program(*several),
             self.program_inputs(taken, read, vectors),
@@ -252,7 +250,6 @@ class MultiStageProgram:
         inputs: Mapping[int, Any],
         made: Mapping[tuple[int, int], Any],
     ) -> Any:
-        """Returns an output from its stage, or from all stages."""
         assert where.sharding is not None
         if isinstance(operand, FixedValue):
             return put_global(operand.value, where.sharding)
@@ -276,7 +273,6 @@ class MultiStageProgram:
         reads: Mapping[Group, list[int]],
         told: Mapping[Group, tuple[_BroadcastVector, ...]],
     ) -> dict[int, list[_Part]]:
-        """Returns the parts by level."""
         order = sorted(reads)
         last = {n: group for group in order for n in reads[group]}
         kept = {x for x, _ in self._outputs if not isinstance(x, FixedValue)}

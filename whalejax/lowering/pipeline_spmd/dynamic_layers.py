@@ -131,7 +131,6 @@ class _LoopResiduals:
     operands: Operands
 
     def of_turn(self, index: Any) -> Any:
-        """Returns the derivative of one layer."""
         leaves = jax.tree.leaves(self.backward)
         structure: Any = jax.tree.structure(self.backward)
         pairs = zip(leaves, self.sliced, strict=True)
@@ -157,16 +156,10 @@ def _differentiated(
 def _sources(
     turns: DynamicLoop, given: Operands, flows: Sequence[bool]
 ) -> tuple[list[int], list[Any]]:
-    """Returns the source of each leaf of an iteration's derivative.
+    """Returns the source of each leaf of an iteration's derivative, and the leaves.
 
-    Args:
-        turns: Loop over layers.
-        given: Operands of one iteration.
-        flows: Whether a gradient flows through each operand.
-
-    Returns:
-        Source of each leaf: the index of the operand that it equals, ``OWN`` or
-        ``ONCE``; and the abstract leaves.
+    A source is the index of the equal operand, ``OWN`` or ``ONCE``; the leaves are
+    abstract.
     """
 
     def leaves(*given: Any) -> list[Any]:

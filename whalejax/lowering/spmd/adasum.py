@@ -2,8 +2,8 @@
 
 Every device combines a part of every tensor for all ranks, so all ranks get the same
 bits. Each tensor is scaled by a power of two so that its largest element is near one,
-and dot products and norms are summed as pairs of floats. So they lose no digits, and
-overflow only if the tensors do.
+and dot products and norms are summed as pairs of floats. So dot products and norms lose
+no digits, and overflow only if the tensors do.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ class _Packing:
         return jnp.concatenate([*result, last], axis=2)
 
     def unpacked(self, whole: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """Returns the tensors from all ranks' parts."""
         result, first = [], 0
         for shape, part in zip(shapes, self.parts, strict=True):
             cut = whole[:, :, first : first + part.width]
@@ -125,16 +124,11 @@ class _Packing:
 
     @property
     def tensor_of(self) -> np.ndarray:
-        """The index of each column's tensor among those of the device."""
         widths = [part.columns for part in self.parts for _ in range(part.here)]
         return np.repeat(np.arange(len(widths)), widths)
 
     def by_column(self, each: Sequence[Any]) -> list[Any]:
-        """Repeats values (group, tensor) for columns, as (group, 1, column).
-
-        Args:
-            each: Several values for tensors.
-        """
+        """Repeats values (group, tensor) for columns, as (group, 1, column)."""
         return [x[:, self.tensor_of][:, None] for x in each]
 
     def by_tensor(self, columns: Any) -> list[Any]:
@@ -178,7 +172,6 @@ class _Rows:
 
     @property
     def pair(self) -> Pair:
-        """The high and low parts of the rows."""
         return self.high, self.low
 
     def select(self, which: slice) -> _Rows:
@@ -202,33 +195,22 @@ class _Rows:
         return _Rows(high=high, low=low, exponents=self.exponents - shifts)
 
     def values(self, packing: _Packing) -> Any:
-        """Returns the tensors as plain floats."""
         return self.shift_exponents(self.exponents, packing).high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartialDots:
-    """Exchanges dot products of the devices' parts of tensors.
-
-    Attributes:
-        packing: Packing of the tensors.
-        specs: Specs of the parameters.
-        mesh: Mesh of the devices.
-    """
+    """Exchanges dot products of the devices' parts of tensors."""
 
     packing: _Packing
     specs: tuple[Spec, ...]
     mesh: Mesh
 
     def gather_numbers(self, own: Any) -> Any:
-        """Gathers the numbers of all devices and tensors.
+        """Gathers the numbers (number, pair, tensor on this device) of all devices.
 
-        Args:
-            own: Array (number, pair, tensor on this device).
-
-        Returns:
-            Array (device, number, pair, tensor); zero if a device has no part of the
-            tensor, or the same part as an earlier device.
+        Returns (device, number, pair, tensor); zero if a device has no part of the
+        tensor, or the same part as an earlier device.
         """
         axes = [axis for axis, size in self.mesh.shape.items() if size > 1]
         result, first = [], 0
@@ -353,14 +335,10 @@ def _by_tensor(sums: Sequence[Pair], packing: _Packing) -> list[Pair]:
 def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
     """Returns the coefficients p and q of ``_level``, and the tensors' exponents.
 
-    Args:
-        every: Array (device, number, pair, tensor) from
-            ``_PartialDots.gather_numbers``.
-
-    Returns:
-        a·b / 2‖b‖² and a·b / 2‖a‖², each (pair, tensor), with a and b divided by two to
-        the exponents; and the exponents, (2, pair, tensor). A zero tensor has its
-        partner's exponent, and two zeros have 0.
+    ``every`` is (device, number, pair, tensor). Results are a·b / 2‖b‖² and a·b /
+    2‖a‖², each (pair, tensor), with a and b divided by two to the exponents; and the
+    exponents, (2, pair, tensor). A zero tensor has its partner's exponent, and two
+    zeros have 0.
     """
     every = jnp.moveaxis(every, 1, 0)
     highs, lows, exponents = every[0:6:2], every[1:6:2], every[6:].astype(jnp.int32)
@@ -471,7 +449,6 @@ def _halves(a: Any) -> Pair:
 
 
 def _total(pair: Pair, axis: int) -> Pair:
-    """Returns the sum of pairs along a dimension."""
     high, low = pair
     nothing = jnp.zeros((), high.dtype)
 

@@ -190,7 +190,6 @@ class _Scope:
         return self.passed(value, self.constraints.results.get((position, slot), ()))
 
     def passed(self, value: Any, specs: Sequence[Spec], name: str = MOVED) -> Any:
-        """Passes a value through specs in order, under a checkpoint name."""
         if isinstance(value, HostParameter) and specs:
             # A slice has the stack's spec without the first dimension.
             return value.then(
@@ -484,7 +483,6 @@ def _inner(
     recomputed: bool = False,
     here: PartialProgram | None = None,
 ) -> list[Any]:
-    """Runs an inner jaxpr with the scope's flags and the given ones."""
     return evaluate(
         jaxpr,
         values,

@@ -433,13 +433,7 @@ def on_each(
 
 @dataclass(frozen=True, slots=True)
 class _Backward:
-    """One device's part of the backward pass.
-
-    Attributes:
-        parts: Division of the operation among devices.
-        flows: Numbers of the differentiable operands.
-        across: Axes that shard the cotangents.
-    """
+    """One device's part of the backward pass; ``across`` axes shard the cotangents."""
 
     parts: OperationParts
     flows: Sequence[int]

@@ -263,16 +263,7 @@ class UpdateRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loop:
-    """The elementwise part over chunks of one device's shard.
-
-    Attributes:
-        equations: Equations of the loop.
-        target: Variable of the parameter.
-        states: Variables of its optimizer state.
-        hosted: Variables of the offloaded state.
-        whole, single: Other variables that the loop reads, sliced or complete.
-        outs: Variables of the updated parameter and state.
-    """
+    """The elementwise part over chunks of one device's shard."""
 
     equations: Sequence[Any]
     target: Any
@@ -283,7 +274,6 @@ class _Loop:
     outs: Sequence[Any]
 
     def run(self, target: Any, *others: Any) -> tuple[Any, ...]:
-        """Returns the updated shards of one device."""
         held, others = others[: len(self.states)], others[len(self.states) :]
         whole = dict(zip(self.whole, others, strict=False))
         single = dict(zip(self.single, others[len(whole) :], strict=True))

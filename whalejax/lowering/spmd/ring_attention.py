@@ -202,7 +202,6 @@ class _Local:
         ]
 
     def _parts(self, slot: int) -> list[list[int]]:
-        """Returns the dimensions of an operand or the output in each flat dimension."""
         one = self.one
         if slot == 0:
             return [
@@ -228,7 +227,6 @@ class _Local:
         return list(enumerate(self.one.output_dims))
 
     def _flat(self, x: Any, slot: int) -> Any:
-        """Transposes and flattens an array to its flat dimensions."""
         parts = self._parts(slot)
         shape = [math.prod(x.shape[d] for d in part) for part in parts]
         return x.transpose([d for part in parts for d in part]).reshape(shape)
@@ -244,11 +242,9 @@ class _Local:
         return x.reshape([like[d] for d in order]).transpose(np.argsort(order))
 
     def flat_output(self, x: Any) -> Any:
-        """Returns the output as ``[batch, group, rows, width]``."""
         return self._flat(x, 3)
 
     def sizes(self, query: Any) -> dict[int, int]:
-        """Returns the local sizes of the scores' dimensions, except the columns."""
         sizes = {t: query.shape[q] for q, *_, t in self.one.batch}
         return sizes | {t: query.shape[q] for q, t in self.one.rows}
 
@@ -261,7 +257,6 @@ class _Local:
         return dealt_out(x, dim, self.laid.axes, self.ring.size, back=back)
 
     def onward(self, x: Any) -> Any:
-        """Sends blocks to the next device of the ring."""
         n = self.ring.size
         return lax.ppermute(x, self.laid.axes, [(d, (d + 1) % n) for d in range(n)])
 
@@ -346,7 +341,6 @@ class _Local:
         }
 
     def ahead(self, query: Any, key: Any, value: Any, *given: Any) -> Any:
-        """Returns the output and the residuals."""
         sizes = self.sizes(query)
         here, query = self._tied(query)
         query = self.deal(self._flat(query, 0), 2)
@@ -384,7 +378,6 @@ class _Local:
         return self._unflat(output, 3), query, key, value, level, below
 
     def _starts_of(self, pair: Any) -> tuple[Any, Any]:
-        """Returns the offsets of a pair's rows and columns on this device."""
         return pair[0] * self.ring.row_size, pair[1] * self.ring.column_size
 
     def _rows(self, pair: Any, values: Sequence[Any]) -> list[Any]:
@@ -427,7 +420,6 @@ class _Local:
         )
 
     def back(self, cotangent: Any, output: Any, *saved: Any) -> Any:
-        """Returns the cotangents of query, key and value."""
         here, cotangent = self._tied(cotangent)
         query, key, value, level, below = saved[:5]
         sizes = {
@@ -535,17 +527,9 @@ class _Local:
         """Runs all pairs of blocks of this device, round by round.
 
         All devices run as many steps as the busiest one, so the program is static;
-        devices skip the steps for which they have no pair.
-
-        Args:
-            here: This device's pairs of blocks in each round, and their number.
-            moving: Keys and values, which move round the ring.
-            sums: Cotangents of ``moving``, which move with it and return; or ().
-            state: Values that do not move.
-            block: Function from a pair, ``moving``, ``sums`` and ``state`` to state and
-                sums.
-            rest: Function like ``block``, from the number of a round instead of a pair,
-                for the round's skipped pairs.
+        devices skip the steps for which they have no pair. ``moving`` goes round the
+        ring; ``sums`` are its cotangents, which move with it and return, or ().
+        ``rest`` is like ``block``, for a round's skipped pairs.
         """
         n, counts = self.ring.size, self.ring.counts
         pairs, own = here

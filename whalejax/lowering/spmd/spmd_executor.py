@@ -320,10 +320,7 @@ def differentiator(
 
 
 def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
-    """Returns the array that replaces an offloaded parameter in differentiation.
-
-    See ``HostParameter``.
-    """
+    """Returns what replaces an offloaded parameter; see ``HostParameter``."""
     nothing = jnp.zeros(param.shape, param.dtype)
     return jax.lax.with_sharding_constraint(nothing, named_sharding(spec, mesh))
 
@@ -485,7 +482,6 @@ class _ReadLeaves:
         return tuple(self._program.constrain(zeros, self._specs))
 
     def added(self, sums: Sums, more: Sums, index: Any) -> Sums:
-        """Returns sums with those of a micro-batch."""
         triples = zip(
             sums.batch_gradients, more.batch_gradients, self._axes, strict=True
         )

@@ -239,5 +239,4 @@ def _one_behind_the_other(rows: Sequence[Any], devices: int) -> Any:
 
 
 def _has_several_kinds(mesh: Mesh) -> bool:
-    """Whether devices of this process are of several kinds."""
     return len({device.device_kind for device in mesh.local_devices}) > 1

@@ -123,7 +123,6 @@ class Replica:
         )
 
     def _rest_places(self, rest: Any) -> Any:
-        """Returns the shardings of the non-trainable state."""
         place = rest_layouts(self.program, self.program.mesh)
         tree: Any = jax.tree.structure(rest)
         return tree.unflatten([place(i) for i in range(tree.num_leaves)])
@@ -175,7 +174,6 @@ class Replica:
         return jax.tree.map(jnp.add, sums, added), rest
 
     def _advance_counters(self, before: Any, rest: Any, number: Any) -> Any:
-        """Sets counters to their values after ``number`` micro-batches."""
         structure: Any = jax.tree.structure(rest)
         leaves = jax.tree.leaves(rest)
         for i, old in enumerate(jax.tree.leaves(before)):
@@ -222,7 +220,6 @@ class Replica:
         return *finished(self.program, state, sums, rest), paces
 
     def _contributions(self, before: Any, rest: Any, ran: Any, later: Any) -> list[Any]:
-        """Returns a replica's contributions to the non-trainable state."""
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(rest), strict=True)
         return [
             self._untrained.contribution(i, old, new, ran, later)
@@ -231,7 +228,6 @@ class Replica:
         ]
 
     def _after(self, before: Any, told: Sequence[Any]) -> Any:
-        """Returns the non-trainable state after the step of all replicas."""
         structure: Any = jax.tree.structure(before)
         sums, result = iter(told), []
         for i, old in enumerate(jax.tree.leaves(before)):
