@@ -344,7 +344,6 @@ def _all_fit(value: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """Returns the name of a type for messages."""
     if hint is type(None):
         return "None"
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -2,9 +2,9 @@
 measured.
 
 ``DeviceKind`` is the only description of a device that the planner reads. It returns
-seconds, so that no other module converts a peak to a time: by measured points if there
-are any, otherwise by the peak of the datasheet times an efficiency, which for kinds of
-the catalogue is fitted and depends on the shape.
+seconds, so that no other module converts a peak to a time. It uses measured points if
+there are any. Otherwise it uses the datasheet's peak times an efficiency, which is
+fitted for kinds of the catalogue and depends on the shape.
 """
 
 from __future__ import annotations

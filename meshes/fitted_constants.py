@@ -231,11 +231,7 @@ class Constants:
     ) -> Efficiency | None:
         """Returns the measurement in a type; for a generation, the mean of its kinds.
 
-        Args:
-            kind: Kind of device.
-            generation: Generation whose kinds count; the kind itself or its family if
-                empty.
-            width: From ``width_of``.
+        Without a generation, the kind itself or its family counts.
         """
         if not generation:
             for known, name in (
@@ -314,7 +310,6 @@ def _generation(name: str) -> str:
 
 
 def _line(generation: str) -> Iterator[str]:
-    """Yields a generation and its fallbacks, in order."""
     while generation:
         yield generation
         generation = STANDS_IN.get(generation, "")

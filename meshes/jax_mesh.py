@@ -174,7 +174,6 @@ def _is_spec(spec: Any) -> bool:
 def _check(
     axes: Any, devices: Any, allow_idle: Any, order: Any, problems: Arguments
 ) -> None:
-    """Records arguments of ``build_mesh`` with wrong types."""
     if not isinstance(axes, list | tuple) or not all(
         isinstance(pair, tuple)
         and len(pair) == 2

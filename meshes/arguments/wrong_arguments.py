@@ -79,12 +79,7 @@ def names_arguments(
 
 
 def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any]:
-    """Returns the ``__getattr__`` of a class, which type checkers do not see.
-
-    Args:
-        kind: Name of the class.
-        habits: Argument of ``names_arguments``.
-    """
+    """Returns the ``__getattr__`` of a class, which type checkers do not see."""
 
     def find(self: Any, name: str) -> Any:
         if hasattr(type(self), name):
@@ -103,13 +98,7 @@ def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any
 def _checked_method(
     value: Any, key: str, name: str, instance: str, instead: str
 ) -> Any | None:
-    """Returns a method with checked arguments; None for other attributes.
-
-    Args:
-        value: Attribute of the class, without its descriptor applied.
-        key: Name of the attribute.
-        name, instance, instead: Arguments of ``names_arguments``.
-    """
+    """Returns a method with checked arguments; None for other attributes."""
     inner = getattr(value, "__func__", value)
     ours = inspect.isfunction(inner) and inner.__module__.startswith("whalejax")
     if not ours or hasattr(inner, _MARK):
@@ -130,13 +119,7 @@ def _checked_method(
 def _checked(
     function: Callable[..., Any], name: str, instead: str = ""
 ) -> Callable[..., Any]:
-    """Returns a function whose calls with wrong arguments raise ``WrongArguments``.
-
-    Args:
-        function: Function that users call.
-        name: Name under which they call it.
-        instead: Sentence that says what to write, or empty.
-    """
+    """Returns a function whose calls with wrong arguments raise ``WrongArguments``."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -137,7 +137,6 @@ def local_network() -> Link | None:
 
 
 def _name(device: Device) -> str:
-    """Returns the default name of a kind of device."""
     entry = entry_of_device(device.device_kind)
     return slug(device.device_kind) if entry is None else entry.kind.name
 
@@ -256,7 +255,6 @@ def _matmul_points(found: Seconds) -> tuple[MatmulPoint, ...]:
 
 
 def _memory_points(found: Seconds) -> tuple[BandwidthPoint, ...]:
-    """Returns the measured points by bytes moved, fewest first."""
     points = [
         BandwidthPoint(
             moved_bytes=3 * p.array_bytes,

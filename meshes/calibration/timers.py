@@ -93,13 +93,8 @@ def _looped(
 ) -> Run:
     """Returns a program that runs ``x = body(x, *rest)`` on every device of a mesh.
 
-    Args:
-        body: Function of one device's arrays.
-        mesh: Mesh of all devices.
-        arguments: Arrays, of which the first is the loop's state; each device gets a
-            copy.
-        repeated: Number of repeats in an iteration of the loop, with a barrier between
-            them.
+    An iteration runs the body ``repeated`` times, with a barrier between. Each device
+    gets a copy of the arguments.
     """
     spec = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)

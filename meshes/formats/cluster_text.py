@@ -286,7 +286,6 @@ def _torus_part(
 
 
 def _slice_rule(name: str, torus: Torus) -> str:
-    """Describes the slices of a kind that the vendor offers."""
     if torus.slices:
         shapes = ["×".join(map(str, shape)) for shape in torus.slices]
         return f"slices of {name} are {', '.join(shapes[:-1])} or {shapes[-1]}"
@@ -388,7 +387,6 @@ def _domain(found: Sequence[CatalogueEntry], inner: int, outer: int) -> int:
 
 
 def _delivered(found: CatalogueEntry) -> Achieved:
-    """Returns the fractions that a platform's links reach."""
     platforms = constants().platforms
     return platforms.get(found.kind.platform, WHOLE)
 
@@ -398,11 +396,8 @@ def _merge_links(
 ) -> Level:
     """Returns the level of some links, as fast as the slowest of them.
 
-    Args:
-        delivered: One or more links, each with the share of its bandwidth that it
-            reaches.
-        size, hops: Size of the level, and its number of hops.
-        wait: Seconds in addition to the links' own latency.
+    Each link has the share of its bandwidth that it reaches; ``wait`` is added to its
+    latency.
     """
     links = [link for link, _ in delivered]
     names = dict.fromkeys(link.name for link in links)

@@ -367,7 +367,6 @@ def _level(table: FileTable) -> Level:
 
 
 def _links(tables: list[FileTable], count: int) -> tuple[tuple[float, ...], ...]:
-    """Returns the rates between devices; none if the file has none."""
     rows = []
     for number, table in enumerate(tables):
         if table.integer("source") != number:
@@ -383,7 +382,6 @@ def _links(tables: list[FileTable], count: int) -> tuple[tuple[float, ...], ...]
 
 
 def _is_device(key: str, count: int) -> bool:
-    """Whether a key is the number of a device."""
     return key.isdecimal() and len(key) < 10 and int(key) < count
 
 

@@ -71,7 +71,6 @@ class _File:
     latencies: list[float] = field(default_factory=list)
 
     def machines(self) -> dict[int, list[int]]:
-        """Returns the numbers of the devices of each machine."""
         machines: dict[int, list[int]] = {}
         for device in self.devices.values():
             machines.setdefault(device.machine, []).append(device.number)
@@ -190,7 +189,6 @@ def _machine(machine: FileTable, place: int, found: _File) -> list[FileTable]:
 
 
 def _as_numbers(data: Any, key: str = "") -> Any:
-    """Converts numbers that are written as text."""
     if isinstance(data, Mapping):
         return {k: _as_numbers(v, str(k)) for k, v in data.items()}
     if isinstance(data, list):
