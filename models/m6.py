@@ -146,9 +146,6 @@ class M6(nn.Module):
         return logits_of(config, words, y)
 
     def _embed(self, image: Array) -> Array:
-        """Returns the patches as vectors of the stream, with their positions in the
-        image.
-        """
         config = self.config
         # Distances in the sequence do not distinguish rows of an image from columns.
         places = nn.Embed(

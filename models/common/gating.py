@@ -130,7 +130,6 @@ def queue(scores: Array, *, choices: int) -> Queues:
 
 
 def _weights(probabilities: Array, picks: list[Array]) -> tuple[Array, ...]:
-    """Returns the probability of each choice, normalized over several choices."""
     weights = [jnp.sum(probabilities * pick, axis=-1) for pick in picks]
     if len(weights) > 1:
         share = sum(weights[1:], weights[0])

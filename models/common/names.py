@@ -121,7 +121,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
-    """Records a value of another kind than its field or option."""
     number = _is_number(value)
     whole = number and isinstance(value, int | np.integer)
     if isinstance(like, bool):
@@ -160,9 +159,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    """Returns whether a model can compute in it: a name, a NumPy or JAX type, or its
-    default.
-    """
+    """Returns whether a model can compute in a dtype, given by name or type."""
     if value is None or isinstance(value, type):
         return True
     name = value if isinstance(value, str) else getattr(value, "dtype", value)
