@@ -251,11 +251,7 @@ def scan_residuals(
 def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
     """Returns the residuals if each iteration is one checkpoint that saves its inputs.
 
-    Args:
-        equation: A scan.
-
-    Returns:
-        Residuals as in ``scan_residuals``; None if only a derivative shows them.
+    None if only a derivative shows them.
     """
     (inner,) = inner_jaxprs(equation)
     body, _ = open_jaxpr(inner)
@@ -281,9 +277,7 @@ def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
 def _multiplies(one: Any, flags: Sequence[bool], others: Sequence[bool]) -> bool:
     """Whether a call multiplies values of some operands with values of others.
 
-    Args:
-        one: Call-like equation; nested calls are not inspected.
-        flags, others: Whether each operand belongs to the set.
+    Nested calls are not inspected.
     """
     body, _ = open_jaxpr(inner_jaxprs(one)[0])
     sets = [
@@ -357,7 +351,6 @@ def residuals_by_vjp(
 
 
 def _readers(jaxpr: Any) -> dict[Any, set[str]]:
-    """Returns the primitives that read each variable of a jaxpr, also inside calls."""
     body, _ = open_jaxpr(jaxpr)
     readers: dict[Any, set[str]] = {}
     for equation in body.eqns:
@@ -401,9 +394,6 @@ def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
 
 
 def _depending_in_loop(equation: Any, flags: Sequence[bool]) -> list[bool]:
-    """Returns whether each result of a scan or while depends on the flagged
-    operands.
-    """
     body, flags = inner_jaxprs(equation)[-1], list(flags)
     if recursion(equation) == "while":
         of_condition, _ = while_parts(equation)
@@ -427,7 +417,6 @@ def _depending_in_loop(equation: Any, flags: Sequence[bool]) -> list[bool]:
 
 
 def _condition_reads(equation: Any, flags: Sequence[bool]) -> list[bool]:
-    """Whether the end of a while depends on the flagged carries."""
     constants, _ = while_parts(equation)
     return depending(inner_jaxprs(equation)[0], [False] * constants + list(flags))
 
@@ -567,7 +556,6 @@ def _frames_text(equation: Any) -> tuple[str, str]:
 
 @functools.cache
 def _library_of(path: str) -> str:
-    """Returns the library package of a file; empty for the user's files."""
     if path.startswith(_OWN + os.sep):
         return "" if path.startswith(_OWN_MODELS + os.sep) else "whalejax"
     for name in _LIBRARIES:
@@ -885,7 +873,6 @@ def trace_within(equation: Any, function: Any, arguments: Sequence[Any]) -> Any:
 
 
 def _common_depth(stacks: Sequence[Any]) -> int:
-    """Returns the number of outermost scopes that several name stacks share."""
     shortest = min(len(stack.stack) for stack in stacks)
     depth = 0
     while depth < shortest and len({stack.stack[depth] for stack in stacks}) == 1:

@@ -125,6 +125,5 @@ def listen_at(host: str) -> None:
 
 
 def _coordination() -> Any:
-    """Returns the client of the service that connects the processes."""
     client: Any = distributed.global_state.client
     return client

@@ -317,7 +317,6 @@ def adapt(
 
 
 def _checked_axis_names(axis_names: Any, problems: Problems) -> Mapping[str, str]:
-    """Returns the user's mesh axis names mapped to ours; records invalid ones."""
     if axis_names is None:
         return {}
     if not isinstance(axis_names, Mapping):
@@ -437,7 +436,6 @@ def _named_key(make_model: Callable[..., Any]) -> str:
 
 
 def _takes_rngs(make_model: Callable[..., Any]) -> bool:
-    """Whether it is an NNX class whose constructor takes ``rngs``."""
     nnx = sys.modules.get("flax.nnx")
     partial = make_model if isinstance(make_model, functools.partial) else None
     maker = make_model if partial is None else partial.func

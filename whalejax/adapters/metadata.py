@@ -106,7 +106,7 @@ def short_ones(
 def _check_met(
     axis_names: Mapping[str, str], met: Collection[str], problems: Problems
 ) -> None:
-    """Reports names in ``axis_names`` that no metadata has."""
+    """Reports names in ``axis_names`` that occur in no metadata."""
     for theirs, ours in axis_names.items():
         if theirs in met:
             continue
@@ -141,7 +141,6 @@ def _names_in(box: Any) -> set[str]:
 
 
 def _known_axes(axis_names: Mapping[str, str]) -> dict[str, str]:
-    """Returns every name of one of our mesh axes, mapped to it."""
     return {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **axis_names}
 
 

@@ -312,7 +312,6 @@ class LinenForm:
 
 
 def _refuse_other_tree(paths: Sequence[str], model: Any) -> None:
-    """Raises for a tree of another structure, naming the first leaf that differs."""
     result = paths_of(model)
     gone = [f"{path} is gone" for path in paths if path not in result]
     fresh = [f"{path} is new" for path in result if path not in paths]

@@ -177,7 +177,6 @@ def run_timeline(
 
 
 def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
-    """Yields the periods of members, by name and time."""
     began = events[0]["time"]
     changes: dict[str, list[tuple[float, str, int | None]]] = {}
     for said in events:
@@ -205,10 +204,7 @@ def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
 def _steps(commits: Events, began: float, median: float) -> Iterable[StepSpan]:
     """Yields the steps between commits; the first one has only an end.
 
-    Args:
-        commits: Commits of the run.
-        began: Time at which the run began.
-        median: Median seconds of a step; 0 if there are too few.
+    ``median`` is the median of the step seconds; 0 if there are too few steps.
     """
     newest = 0
     for place, said in enumerate(commits):
@@ -319,7 +315,6 @@ def _cross(x: float, y: float, text: str) -> str:
 
 
 def _generation_lines(run: RunStatus, seconds: float, under: float) -> list[str]:
-    """Draws the beginning of each generation, with its number."""
     found = []
     for one in run.generations:
         x = _x(one.seconds, seconds)

@@ -68,9 +68,9 @@ def check(
 
     The plan's own layout, options and executor run for one step in another process.
     Every mesh axis stays above 1, and every dimension keeps a few elements for each
-    device that shards it. Loss, gradients and updated parameters are compared, as
-    ‖difference‖ / ‖true‖; a leaf whose norm is below 1/1000 of the root mean square of
-    all is measured relative to that.
+    device that shards it. Errors of loss, gradients and updated parameters are
+    ‖difference‖ / ‖true‖. The divisor is at least 1/1000 of the root mean square of all
+    leaves' norms.
 
     Args:
         plan: Plan from ``wh.plan`` or ``wh.Plan.load``.
@@ -260,7 +260,6 @@ def check_request(
 
 
 def _without_predictions(plan: Plan) -> Plan:
-    """Returns a plan without the fields that its program does not depend on."""
     stages = plan.stages
     if stages is not None:
         plans = tuple(map(_without_predictions, stages.plans))
@@ -317,7 +316,6 @@ def _confirmed(
 
 
 def _half_of_memory() -> int:
-    """Returns half of this machine's memory; 8 GB if it is unknown."""
     try:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

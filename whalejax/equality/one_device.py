@@ -1,8 +1,8 @@
 """Computes a loss on one device, one micro-batch at a time.
 
 It is the reference of every check: the user's own loss (or its traced program), without
-any lowering. Micro-batch m of M has the samples m, m + M and so on, or the groups of
-samples with these numbers if some samples stay together.
+any lowering. Micro-batch m of M has the samples m, m + M and so on. If some samples
+stay together, these are the numbers of their groups.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def _kind(equation: Any) -> tuple[Any, ...]:
 def stand_ins(
     skipped: SkippedLayers | None, position: tuple[int, ...]
 ) -> Mapping[int, int]:
-    """Returns, for each skipped equation of a jaxpr, the equation whose results are
-    read instead.
+    """Maps each skipped equation of a jaxpr to the equation whose results replace its
+    own.
 
     Args:
         skipped: Skipped layers, if any.

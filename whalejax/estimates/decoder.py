@@ -172,7 +172,6 @@ class _Writer:
         return p.add(p.add(x, kind="scale"), turned)
 
     def core(self, q: int, k: int, v: int) -> int:
-        """Applies scores, softmax, and the sum of values."""
         p = self.p
         scores = p.einsum("bsgrd,btgd->bgrst", q, k)
         if self.sizes.eager and not self.sizes.flash:
@@ -191,7 +190,6 @@ class _Writer:
         return p.einsum("bgrst,btgd->bsgrd", even, v)
 
     def drop(self, x: int) -> int:
-        """Applies dropout if the model has it; its mask has one byte per element."""
         return self.p.unary(DROPOUT, x) if self.sizes.dropout else x
 
     def feed_forward(self, x: int) -> int:

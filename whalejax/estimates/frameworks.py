@@ -321,9 +321,9 @@ def framework(source: str, place: str = "") -> Framework:
     """Returns the framework of a row.
 
     Its words may be anywhere in the text, with blanks, brackets, commas or nothing in
-    place of hyphens. Of several frameworks, the last counts (``jax-toolbox-maxtext`` is
-    MaxText), of those that end together the longest. Megatron-LM is the version of the
-    year or of the authors anywhere in the text.
+    place of hyphens. Of several frameworks the last counts (``jax-toolbox-maxtext`` is
+    MaxText); of several that end together, the longest. A year or authors anywhere in
+    the text choose the version of Megatron-LM.
 
     Args:
         source: Cell ``source`` of the row.

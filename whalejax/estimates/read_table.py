@@ -1,8 +1,7 @@
 """Reads rows of a table of training runs into runs that can be estimated.
 
-The header is that of published tables: an architecture, a device, a layout, and
-measurements. Missing values follow from the rules below, and every applied rule is
-noted in the row.
+A row has an architecture, a device, a layout, and measurements. Missing values follow
+from the rules below, and every applied rule is noted in the row.
 
 The module is long because it has all of these rules, next to the columns they fill.
 """
@@ -271,8 +270,8 @@ def _expert(cells: Cells, sizes: DecoderSizes, ranks: int) -> int:
 def _frozen(cells: Cells, sizes: DecoderSizes) -> bool:
     """Whether only adapters are trained.
 
-    A row says so, or counts fewer FLOPs per token than the six per parameter of one
-    forward and two backward products.
+    A row says so, or counts fewer FLOPs than six per parameter and token (one forward
+    and two backward products).
     """
     text = " ".join(cells.text(name) for name in ("model", "url_or_repo_path", "notes"))
     said = [word for word in vocabulary.ADAPTERS if vocabulary.has(text.lower(), word)]
@@ -397,8 +396,8 @@ def _sizes(
 def _usual_width(hidden: int, *, gated: bool) -> int:
     """Returns the width of a feed-forward if its row has none.
 
-    Llama's three matrices at 8/3 of the hidden size, rounded up to 256, have as many
-    parameters as two at four times it (Touvron et al. 2023, section 2.2).
+    Llama's three matrices have 8/3 of the hidden size, rounded up to 256: as many
+    parameters as two matrices at four times it (Touvron et al. 2023, section 2.2).
     """
     return 256 * math.ceil(8 * hidden / 3 / 256) if gated else 4 * hidden
 
@@ -442,13 +441,10 @@ def _sharded_vocabulary(vocab: int, tensor: int, source: Framework) -> int:
 def _micro_batch(
     cells: Cells, per_rank: int, stages: int, seq: int, together: int
 ) -> int:
-    """Returns the samples per rank; fractions count per device.
+    """Returns the samples per rank; a fraction counts per device.
 
-    Args:
-        cells: Cells of the row.
-        per_rank: Samples per rank in a step.
-        stages, seq: Number of stages and sequence length of the run.
-        together: Number of devices of a stage that share a sample.
+    ``per_rank`` is the samples of a rank in a step, ``together`` the devices of a stage
+    that share a sample.
     """
     given = cells.whole("micro_batch")
     stated = cells.number("micro_batch") or 1.0

@@ -1,9 +1,8 @@
 """Work of one device in one micro-batch of a run: FLOPs and bytes, not seconds.
 
-The rows and flows of the decoder's graph, under the tables of the run's layout, become
-kernels (sizes and bytes on one device) and traffic (bytes on the wire by link). This
-module has no hardware constants, so the work is computed once and evaluated as often as
-a fit needs.
+The run's layout converts the rows and flows of the decoder's graph into kernels (sizes
+and bytes on one device) and traffic (bytes on the wire by link). This module has no
+hardware constants, so the work is computed once and evaluated as often as a fit needs.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ def _analyse_decoder(
 def _profile() -> Cluster:
     """Returns a cluster whose compiler optimizes collectives as frameworks do by hand.
 
-    The graph of a decoder itself determines which operations form one kernel.
+    It fuses no normalizations: the decoder's graph determines its kernels itself.
     """
     result = cluster("h100:8")
     apart = dataclasses.replace(result.compiler, fuses_normalizations=False)
@@ -354,10 +353,8 @@ def _saved(
 ) -> dict[Remat, float]:
     """Returns the saved activations of a layer under each policy.
 
-    Args:
-        found, tables, s, sizes: Decoder and its layout.
-        sample_bytes: Bytes of one element of all samples of a micro-batch.
-        widened: Factor by which elements of the residual stream are wider.
+    ``sample_bytes`` is one element of all samples of a micro-batch; ``widened``, how
+    many times wider the residual stream's elements are.
     """
     residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
     stream_like = ((), (sizes.seq,), (sizes.hidden,))
@@ -414,10 +411,6 @@ def _eager_bytes(
     Each of two RMSNorms saves four more bytes per element (its input in float32 instead
     of 16 bits, and the normalized input). A gate saves two more of its four values,
     which a fused kernel recomputes.
-
-    Args:
-        s, sizes, micro_batch, itemsize: Decoder and its layout.
-        shared: Whether tensor ranks share the sequence between products.
     """
     if not (sizes.eager and sizes.gated):
         return 0.0
@@ -443,7 +436,6 @@ def _result_bytes(
 
 
 def _as_single(sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns sizes without the dimension of samples."""
     return ((), *sizes[1:])
 
 
@@ -514,7 +506,6 @@ def copies_of_experts(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, in
 
 
 def _split(total: int, fits: int) -> tuple[int, int]:
-    """Divides devices into equal nodes with limited room."""
     inside = min(total, max(1, fits))
     while total % inside:
         inside -= 1

@@ -1,7 +1,7 @@
 """Counts the executions of each instruction, with loops multiplied out.
 
-Some compilers write a loop's trip count. Others, such as TPU's, do not: then the
-counter is followed through the loop's condition and body, from its start, by its step,
+Some compilers write a loop's trip count. Others, such as TPU's, do not. Then the
+counter is followed through the loop's condition and body: from its start, by its step,
 to its bound.
 """
 
@@ -145,7 +145,6 @@ class _Visits:
         caller: _Caller,
         branch: Branch = (),
     ) -> Iterator[Execution]:
-        """Yields the instructions of one computation, and of those that it calls."""
         module = self.module
         for line in computation.lines.values():
             yield Execution(
@@ -269,12 +268,8 @@ def _plus(value: Any, number: int) -> Any:
 
 
 class _Values:
-    """Follows integers and carried values through a computation; other values are None.
-
-    Args:
-        module: The program.
-        computation: Computation to follow them through.
-        arguments: Values of the computation's parameters.
+    """Follows integers and carried values through a computation; other values are
+    None.
     """
 
     def __init__(
@@ -286,11 +281,9 @@ class _Values:
         self.known: dict[str, Any] = {}
 
     def root(self) -> Any:
-        """Returns the value that the computation returns."""
         return self.of(self.computation.root().name)
 
     def of(self, name: str) -> Any:
-        """Returns the value of an instruction."""
         if name not in self.known:
             line = self.computation.lines.get(name)
             followed = line is not None and _FOLLOWED.match(line.result)

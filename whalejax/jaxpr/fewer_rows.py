@@ -1,8 +1,8 @@
 """Runs some equations of a program on fewer rows than traced.
 
-Equations that treat each row of a batch separately, or sort rows and restore their
-order, give the same results for some of the samples alone as among all. The program
-runs equation by equation; only parameters that contain a shape are changed.
+Some equations treat each row of a batch separately, or sort rows and restore their
+order. For some of the samples alone, they give the same results as among all. The
+program runs equation by equation; only parameters that contain a shape are changed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ def run_fewer(
 
 
 def _operand_dims(equation: Any, dims: Mapping[Any, int | None]) -> RowDims:
-    """Returns the row dimension of each operand of an equation."""
     return tuple(
         None if _compat.is_literal(a) else dims.get(a) for a in equation.invars
     )
@@ -142,7 +141,6 @@ def _sized(
 
 
 def _bounds(equation: Any, operands: Sequence[Any], name: str) -> tuple[int, ...]:
-    """Returns the ends of slices; full slices take the operand's new shape."""
     before, now = equation.invars[0].aval.shape, operands[0].shape
     ends = zip(equation.params[name], before, now, strict=True)
     return tuple(n if end == size else end for end, size, n in ends)
@@ -221,9 +219,9 @@ def add_inferred_rows(
 ) -> RowDims:
     """Infers the row dimensions of a program and of all programs that it calls.
 
-    Results of operands without rows have none. In all other values, also those without
-    operands, the first dimension whose length is a number of rows has them; if that is
-    wrong, shapes disagree when the program runs on fewer rows.
+    If no operand has rows, neither has the result. All other values, also those without
+    operands, have them in the first dimension whose length is a number of rows. If that
+    is wrong, shapes disagree when the program runs on fewer rows.
 
     Args:
         jaxpr: Program to infer them for.
@@ -309,14 +307,7 @@ def _carry(
     known: dict[Any, int | None],
     results: dict[Position, RowDims],
 ) -> bool:
-    """Carries rows over in the body of an equation.
-
-    Args:
-        rows, before, after: Arguments of ``carried_over``, unchanged.
-        old, new: Positions of the jaxpr in both traces.
-        known: Row dimensions of the variables.
-        results: Dictionary that receives the row dimensions of results.
-    """
+    """Carries rows over in the body of an equation, from ``old`` to ``new``."""
     earlier, later = (_compat.open_jaxpr(x)[0].eqns for x in (before, after))
     place = 0
     for index, equation in enumerate(later):

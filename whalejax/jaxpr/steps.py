@@ -2,8 +2,8 @@
 
 A pipeline runs a model, its backward pass and its optimizer in pieces, at different
 times and on different devices. A piece is the computation of some values from others;
-this module finds it and runs it. Nothing is rewritten; calls are inlined so that the
-list is as fine as possible, and every call with a custom rule stays one step.
+this module finds it and runs it. Calls are inlined, so that the list is as fine as
+possible. Only a call with a custom rule stays one step.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class Steps:
         return self._makers.get(number)
 
     def depending(self, numbers: Collection[int]) -> set[int]:
-        """Returns all values that depend on some, including those."""
+        """Returns all values that depend on some values, and these values
+        themselves.
+        """
         depending = set(numbers)
         for step in self.steps:
             if not depending.isdisjoint(step.sources):
@@ -193,7 +195,7 @@ class Steps:
     def _behind(
         self, number: int, inputs: Collection[int], given: Collection[int]
     ) -> frozenset[int]:
-        """Returns the values from which cheap operations make one; itself if
+        """Returns the values from which cheap operations make one; the value itself if
         none do.
         """
         behind, seen, open_ = set[int](), set[int](), [number]
@@ -220,7 +222,6 @@ class Steps:
     def _is_recomputable(
         self, step: Step, there: Collection[int], inputs: Collection[int]
     ) -> bool:
-        """Whether a step is cheap and all its operands are available."""
         return step.equation.primitive.name in AGAIN and all(
             n in there or n in inputs for n in step.sources
         )

@@ -190,8 +190,7 @@ def batch_efficiency(batch: int, own_batch: int, noise_scale: float) -> float:
 def with_measured(job: ScheduledJob, measured: Mapping[Place, float]) -> ScheduledJob:
     """Returns a job with measured throughputs in place of predicted ones.
 
-    Predictions for other places are scaled by the mean ratio of measured to predicted
-    throughputs on devices of their kind, or on all kinds if none was measured there.
+    Predictions for other places are scaled by the ratios of ``speed_ratios``.
 
     Args:
         job: The job.
@@ -213,8 +212,10 @@ def with_measured(job: ScheduledJob, measured: Mapping[Place, float]) -> Schedul
 def speed_ratios(
     options: Mapping[Place, JobOption], measured: Mapping[Place, float]
 ) -> Callable[[str], float]:
-    """Returns a function for the mean ratio of measured to predicted throughputs on
-    devices of a kind: that on all kinds if the kind was not measured, else 1.
+    """Returns a function from a kind of device to its mean ratio of measured to
+    predicted throughput.
+
+    If a kind was not measured, the ratio is the mean over all kinds; 1 if none was.
 
     Args:
         options: Predicted options by place.

@@ -133,7 +133,6 @@ class _Cells:
         self.problems.add(f"line {self.line}: {name} is {given!r}; expected {expected}")
 
     def word(self, name: str) -> str:
-        """Returns the text of a cell; refuses an empty one."""
         text = (self.row.get(name) or "").strip()
         if not text:
             self._refuse(name, "a name")
@@ -167,7 +166,6 @@ class _Cells:
         return value
 
     def batches(self) -> tuple[int, int]:
-        """Returns the own and largest batch; a range must allow to double the batch."""
         least, most = self.span("batch", _MOST_SAMPLES)
         if least < most < 2 * least:
             expected = f"a largest batch of {2 * least} or more, as batches are doubled"
@@ -175,7 +173,6 @@ class _Cells:
         return least, most
 
     def span(self, name: str, most: int) -> tuple[int, int]:
-        """Returns both ends of ``N`` or ``MIN:MAX``."""
         low, _, high = (self.row.get(name) or "").strip().partition(":")
         pair = [_number(low), _number(high)]
         least, largest = pair if high else (pair[0], pair[0])

@@ -268,9 +268,6 @@ def _name(rank: int) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Returns environment variables of a process that computes on CPUs, with this
-    process's settings of JAX.
-    """
     config: Any = jax.config
     cache = config.jax_compilation_cache_dir or str(folder / "compiled")
     return {

@@ -1,10 +1,10 @@
 """Each micro-batch exactly once: the calls of one step, and losses.
 
-For each stage and micro-batch, the ledger of a step knows the attempt that counts. An
-abandoned call can never count: a repetition has a higher attempt, which identifies late
-answers. A step is committed by an assignment with each micro-batch of a stage exactly
-once. Each change is recorded, so that ``count_lost_and_doubled`` can check this later,
-from the peers' reports.
+For each stage and micro-batch, the ledger of a step knows the attempt that counts. A
+repeated call has a higher attempt, so a late answer of the abandoned call is recognised
+and never counts. A step is committed by an assignment that has each micro-batch of a
+stage exactly once. Each change is recorded, so that ``count_lost_and_doubled`` can
+check this later, from the peers' reports.
 """
 
 from __future__ import annotations
@@ -395,7 +395,7 @@ class Ledger:
     ) -> Ledger | None:
         """Returns the ledger of a journal's latest step; None without a step.
 
-        Pending calls are abandoned, and so is each micro-batch that has not passed all
+        Pending calls are abandoned. So is each micro-batch that has not passed all
         stages, because the dead trainer had the activations for its backward pass.
         Attempts keep their numbers, so answers to abandoned ones never count.
 
@@ -451,7 +451,6 @@ class Ledger:
             self._commit.digests = digests
 
     def _restart(self) -> None:
-        """Restarts micro-batches that have not passed all stages; others stay done."""
         for number in range(self.micro_batches):
             backwards = [
                 self._cells[stage, number, Phase.BACKWARD]

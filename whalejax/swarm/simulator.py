@@ -159,7 +159,6 @@ class Simulator(SimulatedCalls):
     # Peers come and go.
 
     def _start(self) -> None:
-        """Places the initial peers, and begins."""
         peers = [*self._alive()]
         if len(peers) < self._count:
             raise WhaleError(
@@ -531,8 +530,9 @@ class Simulator(SimulatedCalls):
     # Rebalancing and accounting.
 
     def _look_beside(self) -> None:
-        """Checks the rebalancing while a step is computed; if updates are delayed,
-        between steps.
+        """Checks the rebalancing while a step is computed.
+
+        With delayed updates it checks between steps.
         """
         if not (self._is_between or self.setting.delayed_updates):
             if self._complete_since < 0:
@@ -599,7 +599,6 @@ class Simulator(SimulatedCalls):
         )
 
     def _members(self, stage: int) -> list[str]:
-        """Returns the names of the serving peers of a stage."""
         return [p.name for p in self._alive() if p.stage == stage and p.is_serving]
 
     def _loads(

@@ -1,9 +1,9 @@
 """Chooses the peer of a trainer's next call: interleaved weighted round robin.
 
-SWARM (Ryabinin et al. 2023, section 3.2): each peer has a virtual time; the next call
-goes to the smallest one, and adds its expected seconds. Over time each peer gets calls
-in proportion to its speed. One ``StageWiring`` is one trainer's view of one stage;
-nothing in it reads a clock.
+The rule is SWARM's (Ryabinin et al. 2023, section 3.2). Each peer has a virtual time;
+the next call goes to the peer with the smallest, and adds its expected seconds. Over
+time each peer gets calls in proportion to its speed. One ``StageWiring`` is one
+trainer's view of one stage; nothing in it reads a clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class _Peer:
     """State of a peer from a trainer's view.
 
     Attributes:
-        incarnation: Incarnation of the process; a restarted peer has a higher one.
         expires: Time at which its announcement ends.
         virtual_time: Seconds of assigned work, from a common origin.
         entry: Number of its latest entry in the heap; older ones are skipped.
@@ -241,8 +240,8 @@ class StageWiring:
             return
         known.in_flight = max(0, known.in_flight - 1)
         expected = self._expected(known) * task
-        # Never charge less than expected: a refused connection ends at once, which
-        # would make the peer look fast.
+        # A refused connection ends at once; charging less than expected would make the
+        # peer look fast.
         if seconds > expected:
             if known.weight > 0:
                 known.virtual_time += seconds - expected

@@ -1,10 +1,10 @@
 """A placement as arrays: one buffer for each width, padded to the fullest rank.
 
-All shards of one width in one memory are in one buffer, those of a rank one after the
-other. All lookups of a rank are columns of ids, so that every rank runs the same
+All shards of one width in one memory are in one buffer; a rank's shards are
+consecutive. All lookups of a rank are columns of ids, so every rank runs the same
 program with different numbers. Exchanges are padded to the size of the largest. Rows
-that a node holds jointly are in separate buffers, which the two-level exchange reads:
-sums within the node, then vectors between nodes.
+that a node holds jointly are in separate buffers. The two-level exchange reads them: it
+sums within the node, then sends vectors between nodes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from whalejax.tables.recognize import Lookup
 
 
 Memory: TypeAlias = Literal["device", "host", "node"]
-"""Memory of a buffer: of each device, of the host, or of the devices of a node, which
-hold parts of the same rows."""
+"""Memory of a buffer: each device's, the host's, or that of all devices of a node.
+
+The devices of a node hold parts of the same rows.
+"""
 
 
 class BufferKey(NamedTuple):
@@ -492,11 +494,7 @@ class _Tasks:
     def add(self, number: int, lookup: Lookup, each: StoredShard, first: int) -> None:
         """Adds a lookup to the rank of a shard.
 
-        Args:
-            number: Index of the lookup.
-            lookup: The lookup.
-            each: The shard.
-            first: First column of the lookup among the ids of a sample.
+        ``first`` is the first column of the lookup among the ids of a sample.
         """
         shard, rank = each.shard, each.shard.rank
         columns = self.columns.setdefault(each.key, [[] for _ in range(self.ranks)])

@@ -2,8 +2,8 @@
 
 Lookups and updates run in ``shard_map`` over the axes that divide the batch. The dense
 part between them is one global program, which the compiler divides by the plan's
-shardings: it computes what one device would, with gradients of the looked-up vectors
-as well as of the parameters.
+shardings. Its results are those of one device. It has gradients of the looked-up
+vectors in addition to those of the parameters.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ class TakenIds:
 
 
 def _positions(ids: Any, hottest: Any) -> Any:
-    """Returns the positions of rows in an order with some sorted rows first."""
     rows = jnp.asarray(hottest, ids.dtype)
     before = jnp.searchsorted(rows, ids).astype(ids.dtype)
     is_hot = rows[jnp.minimum(before, len(rows) - 1)] == ids
@@ -103,7 +102,6 @@ def _join_updates(
     first: Mapping[BufferKey, tuple[Any, Any]],
     second: Mapping[BufferKey, tuple[Any, Any]],
 ) -> dict[BufferKey, tuple[Any, Any]]:
-    """Concatenates rows and gradients of both, by buffer."""
     joined = dict(first)
     for key, (rows, gradients) in second.items():
         if key in joined:
@@ -432,7 +430,6 @@ class TablePrograms:
         }
 
     def _by_lookup(self, ids: Any) -> list[Any]:
-        """Returns each lookup's columns of all ids."""
         found, first = [], 0
         for lookup in self.program.lookups:
             found.append(ids[:, first : first + lookup.num_ids])

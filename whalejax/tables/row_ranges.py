@@ -9,8 +9,7 @@ import numpy as np
 
 
 Rows: TypeAlias = slice | np.ndarray
-"""Row numbers of a table in increasing order: a slice with a start and an end, or a
-list of numbers."""
+"""Row numbers of a table in increasing order: a slice with both ends, or a list."""
 
 
 def common_rows(mine: Rows | range, theirs: Rows | range) -> tuple[Rows, Rows]:

@@ -1,10 +1,10 @@
 """The four primitives: ``replicate``, ``split``, ``stage`` and ``pipeline``.
 
-An annotation opens a ``jax.named_scope`` whose *name* contains its arguments, always
-and everywhere, so that a trace cached by JAX long before planning still has the mark.
-It has no effect on numbers. A context variable has this thread's open marks, only to
-refuse forbidden nesting at the user's line, to number stages and to tell capture the
-entered marks.
+An annotation always opens a ``jax.named_scope`` whose *name* contains its arguments, so
+that a trace cached by JAX long before planning still has the mark. It has no effect on
+numbers. A context variable has this thread's open marks. It serves only to refuse
+forbidden nesting at the user's line, to number stages and to tell capture the entered
+marks.
 
 It is a separate module because models import it: importing it starts no JAX.
 """

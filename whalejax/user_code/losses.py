@@ -43,9 +43,9 @@ class WeightedLoss:
     Attributes:
         total: Scalar sum of the losses. A regulariser in it must be multiplied by the
             weight.
-        weight: Scalar number of terms in the sum; constant for the gradient. A plain
-            sum, without a maximum: a micro-batch of weight 0 has no effect, and only if
-            the full batch has weight 0 the loss is NaN.
+        weight: Scalar number of terms in the sum; constant for the gradient. Do
+            not clamp it: a micro-batch of weight 0 has no effect, and the loss is NaN
+            only if the full batch has weight 0.
 
     >>> (WeightedLoss(3.0, 2.0) + WeightedLoss(1.0, 2.0)).mean
     1.0
@@ -291,7 +291,6 @@ class Job:
 
 
 def _holds_arrays(batch: Any) -> bool:
-    """Whether it is a tree of arrays or of their shapes."""
     import jax
 
     leaves = jax.tree.leaves(batch)

@@ -1,7 +1,7 @@
 """The GPU compiler: its folder, and the GPUs for which it can compile.
 
 The compiler is JAX's CUDA plugin with NVIDIA's libraries. They would change the device
-that a user's environment runs on, so they are never installed there: ``set_up`` creates
+that a user's environment runs on, so they are never installed there. ``set_up`` creates
 a second environment, whose packages only the compiling process sees, after all others.
 """
 

@@ -1,7 +1,7 @@
 """The jobs of a scheduler, as its journal records them.
 
-A scheduler applies each event as it writes it, and one that restarts replays the
-journal by the same function.
+A scheduler applies each event as it writes it. After a restart it replays the journal
+by the same function.
 """
 
 from __future__ import annotations

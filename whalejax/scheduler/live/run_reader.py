@@ -80,11 +80,7 @@ class ChangeCosts:
 
 @dataclass(slots=True)
 class _Process:
-    """A member's process.
-
-    Attributes:
-        agent: Name of its agent, which is also the host's; empty on this machine.
-    """
+    """A member's process; ``agent`` names its agent and host, empty on this machine."""
 
     slot: int
     pid: int
@@ -186,8 +182,8 @@ class RunReader:
         drains: Whether the newest run was asked to end.
         costs: Measured costs of changes.
         first_step_at: Unix time of the first step of all runs.
-        failures: Number of processes in a row that were lost before they were ready
-            for steps, by slot; those that the run has refused do not count.
+        failures: Number of processes in a row that were lost before they were ready for
+            steps, by slot. Processes that the run has refused do not count.
         refusal: Reason why the run refused its newest process, such as a script that
             was changed; empty once a later one is ready.
         agents: Names of the present agents of the newest run.
@@ -277,7 +273,6 @@ class RunReader:
         self._launches.append((at, batch, kind))
 
     def _pace(self, at: float, count: int) -> _Pace:
-        """Returns the speed record for steps of a number of members at a time."""
         launches = ((b, k) for then, b, k in reversed(self._launches) if then <= at)
         batch, kind = next(launches, (0, ""))
         return self._paces.setdefault((batch, kind, count), _Pace())
