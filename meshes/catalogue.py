@@ -66,9 +66,7 @@ class Torus:
     slices: tuple[tuple[int, ...], ...] = ()
 
     def wraps(self, lengths: tuple[int, ...]) -> tuple[bool, ...]:
-        """Returns whether each axis of a slice of these lengths is a ring rather than a
-        line.
-        """
+        """Returns whether each axis of a slice of these lengths is a ring."""
         each = tuple(length % self.wrap_multiple == 0 for length in lengths)
         if self.wrap_needs_all:
             return (all(each) and len(lengths) == self.dims,) * len(lengths)
@@ -134,8 +132,7 @@ class CatalogueEntry:
         network: Link between nodes or slices; None if unknown.
         domain: Link between nodes that one switch joins, if there is such a switch.
         domain_devices: Total number of devices of such nodes.
-        sources: Sources of every number of this entry; ``kind.sources`` has those of
-            the device.
+        sources: Sources of this entry's numbers; ``kind.sources`` has the device's.
     """
 
     kind: DeviceKind

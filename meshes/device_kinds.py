@@ -456,8 +456,8 @@ class DeviceKind:
 def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
     """Refuses invalid numbers of bytes or elements.
 
-    For arrays, of which a search makes many, the type is checked, and the least value
-    if it must be above zero.
+    A search makes many arrays, so of these only the type and, if ``above_zero``, the
+    least value are checked.
     """
     if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
         if not above_zero or (value.size and value.min() > 0):

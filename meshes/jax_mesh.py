@@ -35,13 +35,11 @@ def build_mesh(
     """Returns a mesh with Auto axes over the devices, in the given order.
 
     Args:
-        axes: (name, size) pairs, outermost first; the last one joins neighbouring
-            devices.
+        axes: (name, size) pairs, outermost first; the last joins neighbouring devices.
         devices: Devices in the cluster's order, node by node; ``jax.devices()`` if
             None.
         allow_idle: Whether to use the first devices and leave the rest idle.
-        order: For each mesh position, the number of its device among them; default:
-            their order.
+        order: Number of each mesh position's device among them; default: their order.
 
     Raises:
         WhaleError: Sizes whose product is not the number of devices, an axis twice, a

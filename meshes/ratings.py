@@ -79,9 +79,7 @@ STANDS_IN: Mapping[str, str] = {
 
 
 def watts_ratio(one: RatedDevice, other: RatedDevice, dtype: str) -> float:
-    """Returns the board power per FLOP/s of one kind over that of another; 1 if
-    unknown.
-    """
+    """Returns a kind's board power per FLOP/s over another's; 1 if unknown."""
     mine, theirs = (_peak(kind, dtype) for kind in (one, other))
     if not (one.watts and other.watts and mine and theirs):
         return 1.0

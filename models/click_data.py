@@ -95,9 +95,7 @@ class ClickData:
 def _hidden_model(
     seed: int, features: int, rank: int, dense: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns vectors ``[features, codes, rank]`` and weights ``[dense]`` of the
-    labels.
-    """
+    """Returns vectors ``[features, codes, rank]`` and weights ``[dense]`` of labels."""
     random = generator(seed + (1 << 32), 0)
     codes = random.standard_normal((features, _CODES, rank)) * 0.9
     return codes, random.standard_normal(dense) * 0.5 / np.sqrt(max(dense, 1))

@@ -37,8 +37,7 @@ class CosmoFlowConfig:
     Attributes:
         extent: Depth, height and width of a volume, in voxels.
         inputs: Channels of a volume.
-        channels: Number of channels of each convolution; the volume is halved after
-            each.
+        channels: Channels of each convolution; the volume is halved after each.
         hidden: Widths of the dense layers before the last.
         outputs: Number of predicted values.
         batch_norm: Whether a batch normalisation follows each convolution.
@@ -146,8 +145,7 @@ def job(
         changes: Fields of ``CosmoFlowConfig``.
 
     Raises:
-        WhaleError: Unknown size or field, or an extent that cannot be halved often
-            enough.
+        WhaleError: Unknown size or field, or an extent with too few factors of two.
 
     >>> job("test").batch_at(0)["volumes"].shape
     (16, 16, 16, 16, 2)

@@ -64,8 +64,7 @@ class GNMTConfig:
     """Sizes and switches of a GNMT; the defaults are those of GNMT v2.
 
     Attributes:
-        vocab: Different tokens of both languages, including the one that begins, ends
-            and pads.
+        vocab: Different tokens of both languages; one of them begins, ends and pads.
         source_length: Tokens of a padded source sequence.
         target_length: Tokens of a padded target sequence, including the end token.
         embed: Width of the embedding.
@@ -246,9 +245,7 @@ def make_loss(
 
 
 def _smoothed(logits: Array, targets: Array, smoothing: float) -> Array:
-    """Computes cross-entropy in nats with a part of the target on all tokens
-    equally.
-    """
+    """Computes cross-entropy in nats with part of the target on all tokens equally."""
     nats = cross_entropy(logits, targets)
     if smoothing == 0:
         return nats

@@ -209,8 +209,7 @@ def job(
     Args:
         size: One of ``SIZES``.
         batch_size: Texts in a global batch; 128, at test size 16.
-        learning_rate: Learning rate of Adafactor, relative to the size of the updated
-            parameter.
+        learning_rate: Learning rate of Adafactor, relative to the parameter's size.
         constant_steps: Steps before the rate falls with the root of the step.
         deterministic: Whether to omit dropout.
         seed: Seed of the sequence of batches.
@@ -235,8 +234,7 @@ def job(
 
 
 def captioned_batch(config: M6Config, step: int, size: int, *, seed: int) -> Batch:
-    """Returns texts with hidden spans, and noise images that encode the first hidden
-    word.
+    """Returns texts with hidden spans, and images that encode the first hidden word.
 
     >>> captioned_batch(SIZES["test"], 0, 2, seed=0)["image"].shape
     (2, 8, 28)

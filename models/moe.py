@@ -220,9 +220,7 @@ class SparseFeedForward(nnx.Module):
     def _served(
         self, x: Array, queues: Queues, places: int, first: int | Array
     ) -> Array:
-        """Returns the answers of one pass, and zero for tokens that it does
-        not serve.
-        """
+        """Returns one pass's answers; zero for tokens that it does not serve."""
         routing = seats(queues, places=places, first=first)
         sent = jnp.einsum("gsec,gsm->egcm", routing.dispatch.astype(x.dtype), x)
         answers = self.experts(sent)
@@ -418,8 +416,7 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Returns a job: a sparse transformer trains on bytes of real text or synthetic
-    tokens.
+    """Returns a job: a sparse transformer on bytes of real text or synthetic tokens.
 
     Args:
         size: One of ``SIZES``.

@@ -169,8 +169,7 @@ def job(
     Args:
         size: One of ``SIZES``.
         batch_size: Texts in a global batch; default: 128, or 16 at test size.
-        learning_rate: Learning rate of Adafactor, relative to the size of the updated
-            parameter.
+        learning_rate: Learning rate of Adafactor, relative to the parameter's size.
         constant_steps: Number of steps before the rate decays with the inverse square
             root of the step.
         deterministic: Whether to omit dropout.

@@ -50,8 +50,7 @@ class VGGConfig:
         hidden: Width of the two dense layers before the last.
         classes: Width of the last dense layer.
         image_size: Height and width of the images, in pixels.
-        dropout_rate: Rate after both hidden dense layers; its keys come from the
-            loss's.
+        dropout_rate: Rate after both hidden dense layers, with the loss's keys.
         annotated: Whether to add the marks.
         dtype: Compute dtype; None follows the parameters.
         param_dtype: Dtype of the parameters.

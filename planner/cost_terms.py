@@ -144,8 +144,7 @@ class MemoryTerms:
         params_bytes: Stored parameters (the master copy).
         gradients_bytes: Accumulated gradients.
         optimizer_bytes: Optimizer state.
-        state_bytes: State that is neither trained nor computed (batch statistics,
-            keys).
+        state_bytes: State neither trained nor computed (batch statistics, keys).
         batch_bytes: The device's part of the global batch.
         activations_bytes: Values that are saved for the backward pass.
         working_bytes: Gathered parameters, casts and the largest temporaries.
@@ -184,9 +183,7 @@ class MemoryTerms:
 
     @property
     def with_exchange_buffer(self) -> MemoryTerms:
-        """Terms with the buffer in which gradients are exchanged with other
-        pipelines.
-        """
+        """Terms with the buffer that exchanges gradients with other pipelines."""
         return dataclasses.replace(
             self, working_bytes=self.working_bytes + self.gradients_bytes
         )

@@ -27,9 +27,7 @@ class DataError(ValueError):
 
 
 def encode(value: Any) -> Any:
-    """Returns plain JSON data (dicts, lists, numbers, text, None) of a
-    dataclass tree.
-    """
+    """Returns JSON data (dicts, lists, numbers, text, None) of a dataclass tree."""
     if type(value) in _PLAIN:  # first, since a plan has tens of thousands of them
         return value
     if isinstance(value, tuple | list):

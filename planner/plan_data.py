@@ -59,8 +59,7 @@ class StagesData:
     Attributes:
         schedule: One of ``schedules.NAMES``.
         chunks: Number of parts of the model on each stage.
-        layers: Number of layers of each part, in model order; empty if parts are not
-            full layers.
+        layers: Layers of each part, in model order; empty if parts are not full layers.
         executor: ``"spmd"``, one program in which all stages run one loop, or
             ``"mpmd"``, a program for each stage.
         starts: Parameters whose first read begins each part after the first, for stage
@@ -131,9 +130,7 @@ class PlannedQuestion(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanData(StepOptions):
-    """Data of a plan of one model on one cluster; ``plan.plan.Plan`` documents the
-    fields.
-    """
+    """Data of one model's plan on one cluster; ``plan.plan.Plan`` has the fields."""
 
     version: int = PLAN_VERSION
     model_hash: str

@@ -88,9 +88,7 @@ def differentiable_operands(equation: Any) -> list[int]:
 
 
 def is_ruled_by_jax(equation: Any) -> bool:
-    """Whether a call with a custom derivative rule is JAX's, such as
-    ``jax.nn.relu``.
-    """
+    """Whether a call with its own derivative rule is JAX's, such as ``jax.nn.relu``."""
     folder = f"at {os.path.dirname(jax.__file__)}{os.sep}"
     if equation.primitive.name == "custom_linear_solve":
         solvers = [j for j in equation.params["jaxprs"] if j is not None]
@@ -368,8 +366,7 @@ def _readers(jaxpr: Any) -> dict[Any, set[str]]:
 
 
 def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
-    """Returns whether each result of a jaxpr depends on flagged inputs, also inside
-    calls.
+    """Whether each result of a jaxpr depends on flagged inputs, inside calls too.
 
     Args:
         jaxpr: Open or closed jaxpr.
@@ -489,9 +486,7 @@ def scope_text(equation: Any) -> str:
 
 
 def scope_key(equation: Any) -> int:
-    """Returns a number that equations of one program share only if their scopes are
-    equal.
-    """
+    """Returns a number that equations of a program share if their scopes are equal."""
     return id(equation.source_info.name_stack)
 
 
@@ -514,9 +509,7 @@ def source_text(equation: Any) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Returns the user's line in which an error was raised, such as
-    ``"model.py:12"``.
-    """
+    """Returns the user's line that raised an error, such as ``"model.py:12"``."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = frame.filename
         if source_info_util.is_user_filename(path) and not _library_of(path):
@@ -603,9 +596,7 @@ def key_algorithm_name(dtype: Any) -> str:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Returns a dtype's name, such as ``"float32"`` or, for random keys,
-    ``"key<fry>"``.
-    """
+    """Returns a dtype's name, such as ``"float32"`` or ``"key<fry>"``."""
     return str(dtype)
 
 
@@ -702,9 +693,7 @@ def is_inexact(dtype: Any) -> bool:
 
 
 def mantissa_bits(dtype: Any) -> int:
-    """Returns the mantissa bits of a floating-point dtype, or of a complex dtype's
-    parts.
-    """
+    """Returns the mantissa bits of a floating-point or complex dtype."""
     return int(jnp.finfo(dtype).nmant)  # type: ignore[no-untyped-call]
 
 

@@ -51,8 +51,7 @@ def names_arguments(
         name: Name under which users call it.
         instance: Usual name of an instance, which messages write before a method's
             name; default: ``name``.
-        instead: Sentence that says what to write, in place of the signature; empty for
-            the signature.
+        instead: Sentence that says what to write; empty for the signature.
         habits: Attributes that such objects have in other libraries, each with a
             sentence that says what to write instead.
 
@@ -189,7 +188,6 @@ def _too_many(count: int, in_order: Sequence[str]) -> str:
 
 
 def _call_text(name: str, parameters: Sequence[inspect.Parameter]) -> str:
-    """Returns the call with its required arguments, and dots for the others."""
     needed = [
         p.name if p.kind is not p.KEYWORD_ONLY else f"{p.name}=…"
         for p in parameters

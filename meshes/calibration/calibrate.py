@@ -288,8 +288,8 @@ def _convolutions(
 ) -> tuple[float | None, float | None]:
     """Fits ``convolution_share`` and ``turned_bytes_per_second`` to the times.
 
-    A convolution cannot be faster than its product, nor a transpose faster than reading
-    and writing the array.
+    A convolution is at most as fast as its product; a transpose, as reading and writing
+    its array.
     """
     timed = [
         (3 * kind.matmul_seconds("f32", *p.product), p.turned_bytes, seconds)

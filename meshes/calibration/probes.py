@@ -155,8 +155,7 @@ def measure_devices(
 
     The essential ones always run; all others end as soon as the longest so far would
     not fit the remaining budget. If time is left, all are timed up to twice more and
-    the shortest time counts: a machine that was busy meanwhile was slower, never
-    faster.
+    the shortest time counts: a busy machine was slower, never faster.
     """
     start = clock()
     target = min(0.02, budget_seconds / 400)

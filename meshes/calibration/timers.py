@@ -51,8 +51,7 @@ class TimingPlan:
     fewest: int = 1
 
     def seconds_each(self, run: Run) -> float:
-        """Returns the seconds of one more iteration of a program; the first call
-        compiles it.
+        """Returns the seconds of one more iteration of a program; compiles at first.
 
         The fixed cost of a run, such as dispatch and the first touch of its memory, is
         also in a run of one iteration, and is subtracted.
@@ -306,7 +305,7 @@ def collective_run(
         devices: Devices; their number is a multiple of ``group_size``.
         collective: A key of ``COLLECTIVES``.
         group_size: Size of a group, at least 2.
-        payload_bytes: Payload, as ``CollectiveTime`` defines it; a multiple of ``4 *
+        payload_bytes: Payload (see ``CollectiveTime``); a multiple of ``4 *
             group_size``.
     """
     elements = payload_bytes // 4

@@ -55,8 +55,6 @@ KIND is one of {", ".join(kind_names())}."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One term of the text: nodes of one kind, or slices of one torus."""
-
     entry: CatalogueEntry
     groups: int
     lengths: tuple[int, ...]
@@ -377,9 +375,7 @@ def node_levels(
 
 
 def _domain(found: Sequence[CatalogueEntry], inner: int, outer: int) -> int:
-    """Returns the number of nodes that one switch joins: as many as fit and divide
-    them.
-    """
+    """Returns how many nodes one switch joins: the most that fit and divide."""
     if any(one.domain is None for one in found):
         return 1
     room = min(one.domain_devices for one in found) // inner
@@ -422,8 +418,7 @@ def torus_levels(
     slices: int,
     names: str = "xyz",
 ) -> tuple[Level, ...]:
-    """Returns the levels of a torus: the cores of a chip, its axes, the network of
-    slices.
+    """Returns a torus's levels: the cores of a chip, axes, the network of slices.
 
     An axis that wraps around is a ring of twice the bandwidth and half the hops.
 

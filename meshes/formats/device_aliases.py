@@ -26,8 +26,7 @@ class AliasedDevice:
     """A device named in a table.
 
     Attributes:
-        entry: Entry of the catalogue, with the memory, power and link of the name if
-            they differ.
+        entry: Entry of the catalogue, with the name's memory, power and link.
         count: Number of devices, if the name has it.
         notes: Notes on the mapping.
         others: Whether the name has devices of other kinds, too.
@@ -229,9 +228,7 @@ def _by_datasheet(
 
 
 def _means(word: str, name: str) -> bool:
-    """Whether a name has the word, unless a zero follows (a number ten times
-    as large).
-    """
+    """Whether a name has the word, unless a zero follows (ten times as large)."""
     return (
         re.search(re.escape(word) + (r"(?!0(?!\d))" * word[-1].isdigit()), name)
         is not None

@@ -203,7 +203,6 @@ def _as_numbers(data: Any, key: str = "") -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, or a text of one."""
     try:
         return math.isfinite(float(value))
     except (TypeError, ValueError, OverflowError):
@@ -487,7 +486,6 @@ def _levels(
 
 
 def _with_network(entries: Sequence[CatalogueEntry]) -> list[CatalogueEntry]:
-    """Sets the node's link as network of kinds without one in the catalogue."""
     return [
         dataclasses.replace(one, network=one.network or one.node) for one in entries
     ]
@@ -496,8 +494,7 @@ def _with_network(entries: Sequence[CatalogueEntry]) -> list[CatalogueEntry]:
 def _ring_rate(rates: Sequence[Sequence[float]]) -> float:
     """Returns the rate of a ring over all members, each with two such links.
 
-    Args:
-        rates: ``[from][to]``, with zeros on the diagonal.
+    Rates are ``[from][to]`` with zeros on the diagonal.
 
     >>> _ring_rate([[0, 5, 1, 5], [5, 0, 5, 1], [1, 5, 0, 5], [5, 1, 5, 0]])
     5

@@ -147,7 +147,6 @@ def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite number, or an array of one."""
     if isinstance(value, bool | np.bool_ | str):
         return False
     if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
@@ -159,7 +158,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    """Returns whether a model can compute in a dtype, given by name or type."""
     if value is None or isinstance(value, type):
         return True
     name = value if isinstance(value, str) else getattr(value, "dtype", value)

@@ -45,8 +45,7 @@ class Rebalance:
 
     Attributes:
         shares: Micro-batches of each replica, for the next step.
-        seconds: Current estimate of a micro-batch's seconds on each replica; 0 if
-            unknown.
+        seconds: Estimated seconds of a micro-batch on each replica; 0 if unknown.
     """
 
     def __init__(self, given: Sequence[int], most: Sequence[int] | None = None) -> None:
@@ -67,8 +66,7 @@ class Rebalance:
         """Records one step's measurements.
 
         Args:
-            seconds: Measured seconds of a micro-batch on each replica; 0 if not
-                measured.
+            seconds: Measured seconds of a micro-batch on each replica; 0 if unknown.
 
         Returns:
             Shares of the next step.

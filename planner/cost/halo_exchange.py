@@ -52,8 +52,7 @@ class BackwardHalo:
         image: Whether a gradient flows to the operand.
         merges: Whether the compiler reuses the forward pass's exchanges in a
             checkpointed region, if the region receives the same values.
-        narrow: Whether the compiler exchanges the operands of products in half the
-            bytes.
+        narrow: Whether the compiler exchanges products' operands in half the bytes.
     """
 
     image: bool

@@ -258,9 +258,7 @@ def _gradient(row: Row) -> bool:
 def memory_traffic(
     row: Row, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Any, Any]:
-    """Returns the memory traffic on one device in one micro-batch, forward and
-    backward.
-    """
+    """Returns the forward and backward memory traffic per device and micro-batch."""
     slots = row.slots
     if row.kind in _READ_IN_PART:
         # Reads equal writes; the backward pass fills or adds to the operand's gradient.
@@ -304,9 +302,7 @@ def local_product(
 
 
 def row_flops(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Returns the FLOPs of a row's products on one device in one micro-batch, both
-    passes.
-    """
+    """Returns the FLOPs of a row's products per device and micro-batch, both passes."""
     if row.product is None:
         return 0
     first, *again = row.product.times(s.cluster.compiler)

@@ -108,8 +108,7 @@ def turning_seconds(
     cast_bytes: float,
     num_micro_batches: Any,
 ) -> Any:
-    """Returns the seconds of a step in which gathered parameters are transposed, by
-    case.
+    """Returns the seconds of a step's transposes of gathered parameters, by case.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
@@ -148,8 +147,7 @@ def whole_shares(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> tuple[Any, Any]:
-    """Returns the fractions of the gradients that are all-reduced rather than
-    scattered.
+    """Returns the fractions of the gradients that are all-reduced, not scattered.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
@@ -269,8 +267,7 @@ def reduced_gradients(
     odd: Any = 0.0,
     kept: Any = 0.0,
 ) -> Iterator[Collective]:
-    """Yields the reductions of all gradients over one set of axes, as the compiler runs
-    them.
+    """Yields the compiler's reductions of all gradients over one set of axes.
 
     XLA combines the all-reduces at the end of a step into one. If it can reduce-scatter
     and gradients are stored in shards, the axes that shard them carry half the traffic

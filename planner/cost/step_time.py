@@ -114,8 +114,7 @@ class TimeColumns:
         return sum(self.terms.values(), np.zeros(len(self.ahead)))
 
     def sequence_parallel(self, tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the likely and least step seconds if the sequence is also sharded, by
-        case.
+        """Returns the likely and least step seconds with a sharded sequence, by case.
 
         Operations between products that ``tensor`` does not shard are then divided at
         best evenly, and no value is resharded. An all-reduce becomes a
@@ -193,8 +192,7 @@ class StepTime:
                 sequence sharded between products.
 
         Returns:
-            Indices of the cases whose computation alone takes no longer, and their
-            terms.
+            Indices of the cases whose computation takes no longer, and their terms.
         """
         inside, inverse = self._costs_inside(cases, None)
         parts, tensor = inside.cases.count, inside.cases.mesh["tensor"]

@@ -84,13 +84,11 @@ class StepLiveness:
         saved: Number of saved tensors of each entry, by span (forward, then backward).
         postponed: Number of those saved in addition if products of weights' gradients
             are postponed, by span.
-        works: Possible temporaries of each span, before and while it computes
-            gradients.
+        works: Temporaries of each span, before and while it computes gradients.
         waits: Number of offloaded tensors of each entry.
         used: Use of each parameter by each span of the forward pass: 2 for a product, 1
             for another operation, 0 for none.
-        ahead: ``used``, extended to the spans until which a product's result is
-            written.
+        ahead: ``used``, extended to the span where a product's result is written.
         waited: Whether each parameter's gradient is in memory while the backward pass
             is in a span, by span and parameter.
         given: Whether checkpointed regions compute with each parameter.

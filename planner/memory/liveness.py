@@ -71,8 +71,7 @@ first reader."""
 
 
 def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
-    """Returns the data operands of products that gather their weights twice, outside
-    loops.
+    """Returns data operands of products, outside loops, that regather weights.
 
     The lowering computes such a product in a checkpointed region of its own. The inputs
     of a region must be in memory: no fusion recomputes them across its boundary.
@@ -540,22 +539,17 @@ class Timeline:
         ]
 
     def saved_before(self, end: int) -> Counter[TensorEntry]:
-        """Returns the tensors that are still saved when the backward pass reaches an
-        operation.
-        """
+        """Returns tensors still saved when the backward pass reaches an operation."""
         return Counter(
             [entry for first, _, entry in self._saved_entries if first < end]
         )
 
     def made_before(self, end: int) -> Counter[TensorEntry]:
-        """Returns the tensors that are already saved when the forward pass reaches an
-        operation.
-        """
+        """Returns tensors already saved when the forward pass reaches an operation."""
         return Counter([entry for _, made, entry in self._saved_entries if made < end])
 
     def gradients_before(self, span: Span) -> Counter[TensorEntry]:
-        """Returns the partial gradients that are live while the backward pass is in a
-        span.
+        """Returns the partial gradients that are live during a span's backward pass.
 
         A value with readers before and after a span, as of a skip connection, has a
         partial gradient from its last reader on, until the others add theirs.

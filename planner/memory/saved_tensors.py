@@ -313,9 +313,7 @@ def _largest(
 def kept_bytes(
     kept: Sequence[SavedTensorGroup], tables: Mapping[int, Table], s: CostSetting
 ) -> list[Any]:
-    """Returns the bytes of each entry on one device in one micro-batch, times its
-    count.
-    """
+    """Returns the bytes of each entry per device and micro-batch, times its count."""
     result = []
     known: dict[tuple[Layout, Layout, int], ShardCounts] = {}
     for entry in kept:

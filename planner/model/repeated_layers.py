@@ -73,9 +73,7 @@ def stacked_loops(graph: Graph) -> list[tuple[int, ...]]:
 
 
 def sliced_params(graph: Graph) -> frozenset[int]:
-    """Returns the ids of the parameters that loops slice, through casts and
-    the like.
-    """
+    """Returns the ids of parameters that loops slice, through casts and the like."""
     tensors = graph.tensors
     same = {t.id: t.id for t in graph.params}
     sliced: set[int] = set()

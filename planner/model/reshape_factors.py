@@ -65,9 +65,7 @@ class Union:
 def groups(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields pairs of runs of dimensions with equal products, without size-1
-    dimensions.
-    """
+    """Yields pairs of runs of dimensions above 1 with equal products."""
     left = [d for d, size in enumerate(before) if size != 1]
     right = [d for d, size in enumerate(after) if size != 1]
     i = j = 0

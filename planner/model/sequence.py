@@ -55,8 +55,7 @@ def meeting_in_values(
 
 
 def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
-    """Gives all of the sequence to the operations that need it unsharded, and to no
-    others.
+    """Gives all of the sequence only to the operations that need it unsharded.
 
     Args:
         graph: The captured loss.

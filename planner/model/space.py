@@ -131,9 +131,7 @@ class _Chains:
     def spatial_chains(
         self, holds: Sequence[set[int]]
     ) -> tuple[dict[int, Spatial], dict[int, str]]:
-        """Finds the chains with a convolution, which names the axis; see
-        ``spatial``.
-        """
+        """Finds chains with a convolution, which names the axis; see ``spatial``."""
         self._add_unshardable()
         chains: dict[int, list[int]] = defaultdict(list)
         for root in sorted(self.members):

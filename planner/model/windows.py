@@ -26,8 +26,7 @@ class Window:
 
     Attributes:
         dim, out: Dimension of operand 0 and of result 0.
-        space: One of ``SPACES`` if the operation names it (a convolution does), or
-            empty.
+        space: One of ``SPACES`` if the operation (a convolution) names it, or empty.
         span: Elements from the first to the last that one window reads.
         stride: Elements of the operand from one window to the next.
         low: Padding elements before the first element.
@@ -104,9 +103,7 @@ class Window:
         return part * step + (before - self.low) if step else before - self.low
 
     def read(self, size: int, result: int, parts: int) -> int:
-        """Returns the number of operand elements that a device reads for its part of
-        the result.
-        """
+        """Returns the operand elements that a device reads for its part of a result."""
         if self.spread > 1:
             return size // parts
         return (result // parts - 1) * self.stride + self.span

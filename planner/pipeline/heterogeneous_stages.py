@@ -69,8 +69,7 @@ def grounds(
         stages: Number of stages.
 
     Raises:
-        PlanError: No such number of devices is linked, or a stage would have mixed
-            kinds.
+        PlanError: No such number of devices is linked, or a stage has mixed kinds.
     """
     first = devices_of_stage(cluster, devices, stages)
     each = [node.kind for node in cluster.nodes for _ in range(node.count)]
@@ -117,7 +116,7 @@ class HeterogeneousPlacement:
         seconds: Step time under the schedule, including transfers.
         equal_seconds: Step time if cut as for equal devices, in node order.
         equal_fits: Whether that cut would fit the memory.
-        least_seconds: Step time if all devices computed all the time and layers were
+        least_seconds: Step time if all devices always computed and layers were
             divisible.
         needs_bytes: Bytes needed on a device of each stage, by the cut's estimate.
     """
@@ -147,7 +146,7 @@ def allot(
         found: Devices of the stages, in node order.
         table: Schedule with one part of the model on each stage.
         reserved: Bytes of a device outside layers, by kind.
-        hidden: Whether transfers overlap with computation; otherwise they add to both
+        hidden: Whether transfers overlap with computation; else they add to both
             stages.
 
     Raises:

@@ -70,8 +70,7 @@ class Units:
         params: Dotted paths of the trained parameters, which are the first inputs.
         frozen: Numbers of the non-trainable inputs that are weights.
         results: Loss and reported values; None for constants.
-        fresh: Value that replaces a non-trainable input after a micro-batch, by input
-            number.
+        fresh: Value that replaces a non-trainable input after a micro-batch, by input.
         others: Dotted paths of the non-trainable inputs, which follow the parameters.
         counters: Increment of a non-trainable counter per micro-batch, by input number.
     """
@@ -281,8 +280,7 @@ class Division:
         return tuple(i for i, part in enumerate(self.parts) if value in part.imports)
 
     def owner(self, number: int, stages: int) -> int:
-        """Returns the first stage that reads or makes an input; the first of all if
-        none does.
+        """Returns the first stage that reads or makes an input; stage 0 if none does.
 
         Args:
             number: Number of the input.

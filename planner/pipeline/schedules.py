@@ -102,8 +102,7 @@ class Schedule:
         return row.chunk * self.num_stages + row.stage, row.micro_batch, row.action
 
     def needs(self, row: ScheduleRow) -> Key | None:
-        """Returns the key of the row whose result a row reads; None for the first
-        forward.
+        """Returns the key of the row that a row reads from; None for the first forward.
 
         On the last virtual stage, the backward follows its own forward. The gradient of
         the parameters follows its own backward.
@@ -184,9 +183,7 @@ class Columns(NamedTuple):
 def build_columns(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
 ) -> tuple[Schedule, Columns]:
-    """Builds a schedule with its rows only as columns, which is much faster for many
-    rows.
-    """
+    """Builds a schedule with its rows only as columns, which is much faster."""
     _check(name, num_stages, num_micro_batches, num_chunks)
     empty = Schedule(
         name=name,

@@ -78,8 +78,7 @@ class StageOverLink:
         return replace(self, bytes_per_second=bytes_per_second, wire_seconds=seconds)
 
     def at(self, width: float, layers: float = 1.0) -> StageOverLink:
-        """Returns the stage at another width and number of layers, by the square-cube
-        law.
+        """Returns the stage at another width and depth, by the square-cube law.
 
         Args:
             width: Width relative to the stage's own.

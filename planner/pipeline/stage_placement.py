@@ -89,8 +89,7 @@ def place(
     Args:
         layers: Layers in the model's order.
         devices: Devices of each stage, in any order; their ``in_flight`` is replaced.
-        in_flight: Micro-batches whose activations each stage stores, in the order of
-            the pipeline.
+        in_flight: Micro-batches whose activations each stage stores, in pipeline order.
 
     Raises:
         PlanError: Fewer layers than stages, or no cut fits in any order.

@@ -53,8 +53,7 @@ class LayerSplit:
 
     @property
     def spared_seconds(self) -> float:
-        """Seconds per turn by which the joint estimate of all stages exceeds the
-        slowest stage.
+        """Seconds per turn by which all stages' estimate exceeds the slowest stage.
 
         The joint estimate counts the largest number of layers and the operations after
         the layers; no stage has both.
@@ -174,8 +173,7 @@ def stored_apart(leaf: LeafPlan, mesh: Mapping[str, int]) -> LeafPlan:
 
 
 def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collective]:
-    """Returns a step's exchanges of a stack between stages: parameters, and their
-    gradients.
+    """Returns a step's exchanges of a stack between stages: parameters, gradients.
 
     Args:
         leaf: Parameter in its stored layout.

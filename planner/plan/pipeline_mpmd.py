@@ -106,8 +106,7 @@ def decide_mpmd(
         traced: Function that traces the loss with a remat policy.
         marked: Whether ``stage`` marks set the cut points.
         again: Unused.
-        known_seconds: Step time of a known plan; plans that cannot be faster are not
-            tried.
+        known_seconds: Step time of a known plan; no slower plan is tried.
 
     Raises:
         PlanError: The pipeline is impossible, nothing fits, or nothing is faster.

@@ -92,8 +92,7 @@ def decide_stages(
         graph, cluster, request, precision, batch, again: Arguments of
             ``spmd_plan.decide``; the mesh that the request fixes is that of one stage.
         piped: Requested pipeline settings.
-        known_seconds: Step time of a known plan; plans that cannot be faster are not
-            tried.
+        known_seconds: Step time of a known plan; no slower plan is tried.
 
     Raises:
         PlanError: The pipeline is impossible, nothing fits, or nothing is faster.
@@ -331,9 +330,7 @@ class _LockstepCandidate:
         return int(handed_bytes(self.decided.analysed, self.best, carried, parts))
 
     def _between(self) -> list[Collective]:
-        """Returns the collectives of activations and shared gradients between
-        stages.
-        """
+        """Returns collectives of activations and shared gradients between stages."""
         count = len(self.shared.carried)
         handed = Collective(
             kind="collective-permute",
@@ -366,9 +363,7 @@ class _LockstepCandidate:
         return between
 
     def _stack_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of stored layers and temporaries; zeros for equal
-        stages.
-        """
+        """Returns bytes of stored layers and temporaries; zeros for equal stages."""
         if self.dealt.equal:
             return 0, 0
 

@@ -221,8 +221,7 @@ class LayoutMemory:
 
         Args:
             apart: Whether activations are in host memory.
-            regathers: Whether products gather their weights again for their backward
-                pass.
+            regathers: Whether products gather their weights again backward.
         """
         course = self.program.course(apart=apart, regathers=regathers)
         if course not in self._found:

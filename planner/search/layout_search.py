@@ -263,8 +263,7 @@ class Search:
         scored: Evaluated plans; with very many meshes, only those that fit, or
             those nearest to fitting.
         weighed: Number of evaluated layouts.
-        follows: Whether there are very many meshes, so that ``bound`` follows the best
-            plan so far.
+        follows: Whether there are very many meshes: ``bound`` follows the best plan.
         least_lacking: Step time of the fastest layout that lacks memory with the fewest
             micro-batches.
         least_skipped: Lower bound on the step times of skipped layouts.
@@ -584,9 +583,7 @@ class Search:
     def _serves(
         self, split: SequenceSplit, mesh: Mapping[str, int], tables: Mapping[int, Table]
     ) -> bool:
-        """Returns whether products have the split's sharding and the sequence
-        divides.
-        """
+        """Whether products have the split's sharding and the sequence divides."""
         parts = mesh["context"] * mesh["tensor"]
         sizes = [self.options.sizes[r] for r in self.options.sequence]
         return (

@@ -34,8 +34,8 @@ class OffloadableState:
         """Returns a copy for a part of a model, which has less of the state.
 
         Args:
-            nbytes: Function from a path and the bytes of its full state to the bytes in
-                the part.
+            nbytes: Function from a path and its full state's bytes to those in the
+                part.
         """
         state = {path: nbytes(path, whole) for path, whole in self.state.items()}
         return replace(self, state=state)
@@ -64,12 +64,10 @@ class Request(FixedOptions):
         sliced: Function that returns the paths of parameters whose optimizer state is
             updated element by element, so that each replica can keep a slice; called
             only if needed.
-        in_flight: Micro-batches whose activations are saved at once, as in a pipeline
-            stage.
+        in_flight: Micro-batches whose activations are saved at once, as in a stage.
         copies: Least number of copies of the model, by the marks: ``data`` × ``fsdp`` ×
             ``context`` is a multiple of it.
-        estimate: Whether the plan may use features that no executor of this version
-            runs.
+        estimate: Whether the plan may use features that no executor runs.
         one_part: Whether a stage has only one part of the model, without interleaving.
         is_part: Whether the devices are those of one stage or replica; they then store
             more than this search knows.

@@ -320,9 +320,7 @@ class ProgramSearches:
                     apart.use_host_memory(self.best_seconds())
 
     def best_attention(self) -> Chosen:
-        """Returns the attention of the fastest plan that fits, or of the last one
-        tried.
-        """
+        """Returns the attention of the fastest plan that fits, or of the last tried."""
         plans = [s for _, one in self.found for s in one.scored if s.fits]
         best = min(plans, key=lambda s: s.time.step_seconds, default=None)
         last = self.found[-1][1].request.attention or ()
@@ -445,8 +443,7 @@ class ProgramSearches:
 
         Args:
             analysed, plain: Program and its search without sequence parallelism.
-            every: Whether to search all that may have the best plan, not only the most
-                likely ones.
+            every: Whether to search all possible candidates, not only the likeliest.
         """
         options, asked = plain.options, self.request.sequence_parallel
         if asked is False or not options.sequence or plain.has_one_sample:
@@ -492,8 +489,7 @@ class ProgramSearches:
         return result
 
     def on_paper(self, best: float) -> LayoutCandidate | None:
-        """Returns the fastest plan that offloads more than the executors support, or
-        None.
+        """Returns the fastest plan that offloads more than executors support, or None.
 
         Args:
             best: Largest seconds of a step.

@@ -151,8 +151,7 @@ class Replicas:
 
 
 def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> PlanError:
-    """Returns the error if no evaluated replicas fit; it describes those nearest to
-    fitting.
+    """Returns the error if no evaluated replicas fit; it describes the nearest.
 
     Args:
         found: Evaluated replicas.

@@ -174,8 +174,7 @@ def extend_spec(
         dims: Dimensions to try, best first.
 
     Returns:
-        Layout with the axis after those of the first dimension that it divides, or the
-        same layout.
+        Layout with the axis last on the first dimension that it divides, if any.
     """
     if mesh.get(axis, 1) == 1 or any(axis in axes for axes in spec):
         return spec

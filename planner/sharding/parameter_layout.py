@@ -95,8 +95,7 @@ class LeafGroup:
         slices: Number of slices along the first dimension, if a loop reads and gathers
             one at a time; otherwise 1.
         looked_up: Whether only lookups of rows read them.
-        chunked: Whether their gradient is summed over chunks of tokens, in the stored
-            type.
+        chunked: Whether their gradient is summed over token chunks, in the stored type.
         optimizer_bytes: Bytes of optimizer state of one parameter.
         operations: Roots and the like in its update; see ``OptimizerBytes``.
     """
@@ -176,8 +175,7 @@ class LeafFacts:
         group_of: Index of each parameter's group.
         role_names: Names of the roles of each parameter's dimensions.
         storage: Roles in the order in which storage tries them.
-        common: Roles that values have and parameters lack: those of the batch and of
-            sequences.
+        common: Roles that values have and parameters lack: batch and sequences.
         optimizer_other_bytes: Bytes of optimizer state that belong to no parameter.
     """
 
@@ -213,8 +211,8 @@ class LeafFacts:
             reading: Forms in which the parameters are read.
             optimizer: Bytes of the optimizer state.
             narrowed: Whether only some TaskGraphs compute in 16 bits.
-            cast_bytes: Bytes of a float32 parameter in the compute type, over its
-                stored bytes.
+            cast_bytes: Bytes of a float32 parameter when computing, over its stored
+                bytes.
         """
         tensors = graph.params
         homes = weight_homes(graph, reading.weight)
@@ -370,8 +368,7 @@ def _count_equal_groups(
 
 
 def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
-    """Returns the gathers of each parameter in a micro-batch, if it is stored in
-    shards.
+    """Returns a micro-batch's gathers of each parameter, if stored in shards.
 
     Every product gathers its own copy, and again for its backward pass if the other
     operand needs a gradient. Other readers share one saved copy. A checkpointed region
@@ -519,8 +516,7 @@ def _narrow(tables: Collection[int], params: Sequence[Tensor]) -> set[int]:
 def _order(
     pinned: int | None, layout: Layout, rank: Mapping[int, int], narrow: bool
 ) -> tuple[int, ...]:
-    """Returns the dimensions that storage may shard: first the pinned one, then by
-    role.
+    """Returns the dimensions that storage may shard: the pinned one, then by role.
 
     For a narrow table, the columns (its last dimension) are the last choice.
     """

@@ -94,8 +94,7 @@ class Options:
             PartitionSpec can name them there.
         sizes: Sizes of all roles, by index.
         homes: The TaskGraph that computes with each parameter, by tensor id.
-        stored: (dimension, mesh axis) pairs that shard only the storage of a tensor, by
-            tensor id.
+        stored: (dimension, mesh axis) pairs that shard only a tensor's storage, by id.
     """
 
     choices: Mapping[int, Choice]
@@ -367,8 +366,7 @@ def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
 
 
 def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int, ...]:
-    """Returns the roles of values that occur twice in an operation, as attention's
-    sequence.
+    """Returns the roles that occur twice in an operation, as attention's sequence.
 
     Roles of weights that products read are excluded. If two roles meet, as the
     sequences of an encoder and a decoder do, the longer one is returned.

@@ -48,8 +48,7 @@ class Assignment:
 
 
 class Scale:
-    """Converts loads to units of an even share, so that several measures are
-    comparable.
+    """Converts loads to units of an even share, so that measures are comparable.
 
     Attributes:
         mean: Least possible mean load of a rank, by measure.
@@ -68,9 +67,7 @@ class Scale:
         self.bound = max(1.0, *smallest)
 
     def largest(self, way: StorageOption) -> float:
-        """Returns the largest load of one shard over the measures, in units of the
-        mean.
-        """
+        """Returns a shard's largest load over the measures, in units of the mean."""
         return float(np.max(np.divide(way.loads, self.mean)))
 
 

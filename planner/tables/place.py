@@ -105,8 +105,7 @@ def place_tables(
         most_shards: Largest total number of shards; None takes 2.5 per table or four
             per rank, whichever is more, and twice that if the greedy placement fails or
             is far from the bound.
-        seconds: Seconds after which the integer program returns the best placement so
-            far.
+        seconds: Seconds until the integer program returns the best placement so far.
 
     Raises:
         PlanError: Nothing fits, or no allowed split can store a table.
@@ -177,8 +176,7 @@ def _proven(
     limit: int,
     seconds: float,
 ) -> tuple[Assignment | None, float, bool]:
-    """Returns the best assignment, a bound of the largest load, and whether it is
-    optimal.
+    """Returns the best assignment, the largest load's bound, and if it is optimal.
 
     ``limit`` is the largest number of shards; ``seconds`` limits the integer program.
     """

@@ -140,9 +140,7 @@ class Table:
         return float(own.sum() / counts.sum())
 
     def range_imbalance(self, parts: int) -> float:
-        """Returns the lookups of the busiest row range over the mean of equal ranges;
-        inf if unknown.
-        """
+        """Returns the busiest row range's lookups over the mean; inf if unknown."""
         if self.counts is None or not np.sum(self.counts):
             return float("inf")
         edges = range_edges(self.rows, parts)

@@ -215,8 +215,7 @@ class Adapter:
         """Splits another instance of the same model into (params, rest).
 
         Args:
-            model: Model in the user's own type, such as a freshly initialised
-                module.
+            model: Model in the user's own type, such as a new module.
 
         Raises:
             WhaleError: It is another model; names the first leaf that differs.
@@ -372,7 +371,6 @@ def _form_of(
 
 
 def _holds_nnx(model: Any) -> bool:
-    """Whether a model is an NNX module or variable, or contains some."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False

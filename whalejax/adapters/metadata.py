@@ -83,8 +83,7 @@ def read_metadata(
 def short_ones(
     leaves: Mapping[str, Any], metadata: Callable[[str], Any]
 ) -> dict[str, int]:
-    """Returns the number of missing names in the metadata of NNX variables, by path, if
-    it is not 0.
+    """Returns the number of missing names in NNX metadata, by path, if not 0.
 
     Linen itself refuses to add a dimension without a name.
 

@@ -209,9 +209,7 @@ class Boxes:
         return self._by_path.get(path)
 
     def bare(self, tree: Any) -> Any:
-        """Returns a tree without boxes; Flax's own unboxing would constrain
-        the values.
-        """
+        """Returns a tree without boxes; Flax's unboxing would constrain the values."""
         is_box = self._meta.is_axis_metadata
 
         def value(node: Any) -> Any:

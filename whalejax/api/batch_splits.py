@@ -184,9 +184,7 @@ class SplitRules:
     def _nearest(
         self, plan: Plan, unit: int, search: Search
     ) -> tuple[Plan, Plan] | None:
-        """Returns the faster ``_first`` of the next lower and higher counts, or
-        None.
-        """
+        """Returns the faster ``_first`` of the next lower and higher count, or None."""
         counts = divisors(self.whole // unit)
         fewer = [n for n in counts if n <= plan.num_micro_batches][::-1]
         more = [n for n in counts if n > plan.num_micro_batches]

@@ -166,8 +166,6 @@ def _any(
     request: Request,
     **options: Any,
 ) -> Plan:
-    """Returns the best plan, runnable or not."""
-
     def runs() -> Plan:
         # Only estimates may offload more than executors support.
         check_runs(request.offload, request.hosted or OffloadableState)
@@ -247,9 +245,7 @@ def _estimates(
 def _with_host_memory(
     search: Callable[..., Plan], request: Request, **options: Any
 ) -> Plan:
-    """Returns the plan of stages; offloads optimizer state only if nothing else
-    fits.
-    """
+    """Returns the plan of stages; offloads optimizer state only if no other fits."""
     if request.offload is not None:
         return search(request, **options)
     try:
@@ -259,7 +255,6 @@ def _with_host_memory(
 
 
 def _busy_seconds(plan: Plan) -> float:
-    """Returns the least compute and launch seconds of the same work in stages."""
     time = plan.time
     return (time.compute_seconds + time.launch_seconds) * _first_time(plan)
 
@@ -328,10 +323,6 @@ class _Staging:
     def __call__(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """Returns the fastest plan with the requested number of stages.
-
-        On mixed devices it tries one pipeline and parallel pipelines.
-        """
         alone = functools.partial(self.alone, graph, cluster, request, **options)
         if not self.uneven or self.uneven == EVEN:
             return alone()
@@ -356,9 +347,7 @@ class _Staging:
         return _fastest([*call, *more], problem or other)
 
     def or_one_program(self, one_program: Callable[..., Plan]) -> Callable[..., Plan]:
-        """Returns a search for one program, or for stages if these are clearly
-        faster.
-        """
+        """Returns a search for one program, or for stages if clearly faster."""
 
         def plan_with_fewer_idle(
             graph: Graph, cluster: Cluster, request: Request, **options: Any
@@ -489,7 +478,6 @@ class _Staging:
     def alone(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """Returns the plan of one pipeline over all devices."""
         asked, marked = self.asked, bool(_marked(self.captured.graph))
         why = _why_apart(self.captured, asked, marked, cluster)
         if why is None:
@@ -626,7 +614,6 @@ def _first_time(plan: Plan) -> float:
 
 
 def _largest_part(program: DivisibleProgram) -> float:
-    """Returns the fraction of all products' work in the largest indivisible part."""
     starts = sorted(program.units.borders.values())
     work = [0] * (len(starts) + 1)
     for op in program.graph.ops:
@@ -685,7 +672,6 @@ def _marked(graph: Graph) -> set[int]:
 def _requested_pipeline(
     graph: Graph, request: Request
 ) -> tuple[PipelineConstraints, bool]:
-    """Returns the requested pipeline, and whether its number of stages is open."""
     marked = _marked(graph)
     asked = PipelineConstraints.of(graph, request, SCHEDULES)
     count = asked.mesh.get(STAGE)
@@ -756,7 +742,6 @@ def _why_apart(
 
 
 def _neither(apart: str, reason: str, remedy: str) -> str:
-    """Returns the message if no kind of stages is possible; a remedy comes first."""
     if remedy:
         return f"{reason}. {remedy}. With programs of each stage's own: {apart}"
     return f"{apart.rstrip('.')}. One program for all stages: {reason}"

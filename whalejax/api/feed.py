@@ -292,9 +292,7 @@ class Feed:
                 return
 
     def _shift_samples(self, found: list[Any]) -> list[Any] | None:
-        """Replaces yielded samples by as many of the next batch; None if it has too
-        few.
-        """
+        """Replaces yielded samples by as many of the next batch; None if too few."""
         assert self._iterator is not None
         shift, self._shift = self._shift, 0
         more = [*itertools.islice(self._iterator, shift)]
@@ -351,7 +349,6 @@ def _numbered(source: Any) -> TypeGuard[DataSource]:
 
 
 def _sample(source: DataSource, number: int) -> Any:
-    """Returns a sample, and refuses one that a filter left out."""
     sample = source[number]
     if sample is None:
         raise WhaleError(

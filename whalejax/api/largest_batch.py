@@ -1,11 +1,10 @@
 """The largest batch that fits on each of several clusters: ``wh.largest_batch``.
 
 A batch that is computed in parts may have any size, so the search is for the largest
-part: the samples that all devices process at a time. It needs few plans: sizes grow
-sixteenfold until one does not fit. The memory that this size needs gives an estimate of
-the limit, near which further sizes are tried. Between the largest size that fits and
-the smallest that does not, the layout of the largest is kept: planning then takes a
-fraction of a second. A search over all layouts confirms both ends.
+part: the samples that all devices process at a time. Sizes grow sixteenfold until one
+does not fit; its memory gives an estimate of the limit. Sizes near the limit keep the
+layout of the largest that fits, which takes a fraction of a second each. A search over
+all layouts confirms both ends.
 """
 
 from __future__ import annotations
@@ -65,10 +64,8 @@ class LargestBatch:
 
     Attributes:
         name: Name of the cluster, as given.
-        samples: Number of samples of the largest global batch that fits; 0 if none
-            does.
-        micro_batch: Number of samples that one replica of the model processes at a
-            time.
+        samples: Samples of the largest global batch that fits; 0 if none does.
+        micro_batch: Samples that one replica of the model processes at a time.
         plan: Plan of this batch; None if none fits.
         next_samples: Number of samples of the smallest tried batch that does not fit;
             None if all do, up to ``MOST_SAMPLES``: larger ones may fit too.
@@ -217,8 +214,7 @@ def largest_batch(
 
     Raises:
         WhaleError: Arguments are invalid; the message lists all problems.
-        PlanError: No batch can be planned on any of the clusters, for a reason other
-            than memory.
+        PlanError: No batch can be planned on any cluster, for a reason besides memory.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh

@@ -53,8 +53,7 @@ def plan_tables(
 
     Args:
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
-        model: An NNX module, a Linen module's variables or any pytree; abstract leaves
-            are enough.
+        model: An NNX module, Linen variables or any pytree; abstract leaves suffice.
         batch: Global batch, abstract or real, with samples along dimension 0.
         rows: Update rule of rows: ``wh.sparse_optimizer(...)``.
         optimizer: Optimizer of all other parameters, from optax.

@@ -615,7 +615,6 @@ def _is_integer(leaf: Any) -> bool:
 
 
 def _check_rows(adapter: Adapter) -> None:
-    """Refuses tables with more rows than 32-bit ids can address."""
     leaves = zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
     problems = Problems("model", PlanError)
     for path, leaf in leaves:

@@ -160,7 +160,6 @@ def list_problem(path: tuple[Any, ...], value: Any) -> str:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Returns whether JAX can give the leaf a shape and a dtype."""
     if isinstance(leaf, int):
         return is_whole(int(leaf))
     return isinstance(leaf, float | complex | np.generic) or is_array(leaf)

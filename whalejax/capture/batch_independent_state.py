@@ -58,7 +58,7 @@ class BatchIndependentState:
 
         Args:
             params: Flat parameters at the beginning of the step.
-            before, rest: Non-trainable state at the beginning of the step and after its
+            before, rest: Non-trainable state before the step and after its
                 micro-batches.
         """
         if self.advance is None:
@@ -173,7 +173,6 @@ def _of_any_size(
 
 
 def _may_hold(jaxpr: Any, size: int) -> bool:
-    """Returns whether a program may contain the number of samples as a constant."""
     return any(number and number % size == 0 for number in _numbers(jaxpr))
 
 

@@ -221,8 +221,7 @@ def check_reports(programs: Programs, plan: Plan) -> None:
     """Refuses a plan whose micro-batches report values that cannot be combined.
 
     Args:
-        programs: Programs of the loss, perhaps traced with another number of
-            micro-batches.
+        programs: Programs of the loss, perhaps for another number of micro-batches.
         plan: Plan; only a runnable one is checked.
     """
     count = plan.num_micro_batches
@@ -241,9 +240,7 @@ def check_reports(programs: Programs, plan: Plan) -> None:
 
 
 def attention_note(found: Plan, programs: Programs) -> list[str]:
-    """Returns a note for each reason why attention cannot run as a ring over
-    ``context``.
-    """
+    """Returns notes on why attention cannot run as a ring over ``context``."""
     if not found.runnable or found.axis_sizes.get("context", 1) == 1:
         return []
     reasons = programs.traced.blocks(found.attention or ((ALL, "ring"),)).whole

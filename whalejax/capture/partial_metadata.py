@@ -121,9 +121,7 @@ def _indexed(before: Shape, after: Shape) -> list[int]:
 
 
 def _through(op: Op, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the positions of dimensions after an operation that only
-    permutes them.
-    """
+    """Returns the positions of dimensions after an operation that only permutes."""
     result = [-1] * len(dims)
     for factor in op.factors:
         ends = dict(factor.members)

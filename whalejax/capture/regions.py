@@ -90,8 +90,6 @@ def _check_nesting(ops: Sequence[OpDraft]) -> None:
 
 
 class _Tree:
-    """The mark instances of a program, found by following its operations."""
-
     def __init__(self) -> None:
         self.instances = [_Instance(parent=-1, mark=None, label=None)]
         self._open: list[int] = []

@@ -118,13 +118,7 @@ def _called(jaxpr: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(slots=True)
 class _Builder:
-    """Evaluates a program again, with groups of its equations as calls.
-
-    Attributes:
-        seen: Facts about its variables, by the position of their jaxpr.
-        samples: Number of samples of the batch.
-        found: Positions of the rows in the calls so far.
-    """
+    """Evaluates a program again, with groups of its equations as calls."""
 
     seen: Mapping[Position, Mapping[Any, Value]]
     samples: int

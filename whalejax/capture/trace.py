@@ -108,8 +108,7 @@ class Captured:
         sorted_rows: Calls by position that sort rows across the batch.
         batch_axes: The batch dimension of each batch leaf; None if it has none.
         reader: Reader of other programs with the same inputs and results.
-        apart: Function that returns how values reported for parts of the batch are
-            combined.
+        apart: Function that returns how reported values of parts are combined.
         notes: Sentences on work that could not be counted.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of attention in blocks.
         precisions: (TaskGraph, precision) pairs if only some compute in 16 bits.
@@ -318,8 +317,6 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Options and names that the reader needs in addition to the equations."""
-
     adapter: Adapter
     leaves: Sequence[TracedLeaf]
     marks: Sequence[Mark]
@@ -745,8 +742,6 @@ def _traced_twice_as_large(
 
 
 class _FlatLoss:
-    """The loss from flat leaves to flat results; records facts found while tracing."""
-
     def __init__(self, adapter: Adapter, batch_tree: Any, size: int) -> None:
         self.adapter = adapter
         self.size = size

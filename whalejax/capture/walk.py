@@ -145,8 +145,7 @@ class FlatProgram:
     """A flattened program, and the state of the walk that makes it.
 
     Attributes:
-        tiled: Whether slices that together cut a value into equal parts are read as a
-            split.
+        tiled: Whether slices that cut a value into equal parts are read as a split.
         rings: Function that returns whether the call at a position counts as one
             attention operation; others are flattened.
         chunks: Number of chunks of the tokens in calls that make logits; if more than

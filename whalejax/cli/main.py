@@ -1,11 +1,7 @@
-"""The command line: ``whalejax train``, ``plan``, ``show``, ``export``, ``why``,
-``search``, ``batch``, ``diff``, ``verify``, ``check``, ``profile``, ``estimate``,
-``calibrate``, ``launch``, ``agent``, ``status``, ``goodput``, ``doctor``,
-``completion``, and ``whalejax swarm`` and ``whalejax jobs`` with their subcommands.
+"""The command line, ``whalejax``: reads options and calls the code of each command.
 
-It reads options, finds the named model, and calls the code of the command, which is in
-modules that scripts can import too. Nothing heavy is imported before a command needs
-it, so that help and errors appear at once.
+That code is in modules that scripts can import too. Nothing heavy is imported before a
+command needs it, so that help and errors appear at once.
 
 The module is long because it calls every command.
 """
@@ -189,7 +185,6 @@ _GROUPS = {
 
 
 def _check_command_name(argv: Sequence[str]) -> None:
-    """Refuses a word that is not a command, and names the nearest one."""
     group = argv[0] if argv and argv[0] in _GROUPS else ""
     known, words = (_GROUPS[group], argv[1:]) if group else (COMMAND_NAMES, argv)
     if words and (words[0].startswith("-") or words[0] in known):
@@ -699,9 +694,7 @@ def _goodput(command: GoodputCommand) -> None:
 
 
 def _described(path: Path) -> Cluster | None:
-    """Returns the cluster of a file that would be overwritten; None if there is
-    none.
-    """
+    """Returns the cluster of a file that would be overwritten, or None."""
     from whalejax.meshes import Cluster
 
     if not path.is_file() or not path.stat().st_size:

@@ -38,8 +38,7 @@ def remark(console: Console, text: str) -> None:
 
 
 class Working:
-    """Display of the current activity and its duration on a terminal, while a block
-    runs.
+    """Display of the current activity and its duration on a terminal.
 
     It goes to standard error, and is removed at the end. Activities of a second or more
     leave one line with the time of each part. Nothing is shown if standard error is no

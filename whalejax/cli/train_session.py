@@ -238,8 +238,6 @@ def _with_tables(job: Job, model: Any, options: TrainCommand) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Session:
-    """State that training and replaying share."""
-
     job: Job
     options: TrainCommand
     console: Console

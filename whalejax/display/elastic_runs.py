@@ -68,8 +68,7 @@ class StepSpan:
         step: Number of the step.
         generation: Generation that committed it.
         start_seconds, end_seconds: Seconds since the run began.
-        again: Whether it had been committed before, by a generation whose state was
-            lost.
+        again: Whether it was committed before, by a generation with lost state.
         waited: Whether it took more than three times the median: a generation was
             formed, or a member was waited for.
     """
@@ -153,8 +152,7 @@ def run_timeline(
     steps whose first results were lost, and waits between them.
 
     Args:
-        folder: Folder of the checkpoints (``save``), or of the logs of ``whalejax
-            launch``.
+        folder: Folder of checkpoints (``save``), or of ``whalejax launch``'s logs.
         run: Number of the folder's run, from 1; default: the newest.
 
     Returns:

@@ -38,8 +38,7 @@ class Sliders:
 
     Attributes:
         plan: The plan that was found last.
-        problem: Reason why there is no plan for the controls' values; "" if there is
-            one.
+        problem: Reason why no plan has the controls' values; "" if one has.
         controls: The ipywidgets of the plan's options, among ``batch``, ``sequence``,
             ``devices``, ``remat``, ``cluster`` and ``search``; a new ``value`` of one
             makes a new plan.

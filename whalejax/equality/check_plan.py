@@ -63,8 +63,7 @@ def check(
     timeout_seconds: float = SECONDS,
     memory_bytes: int | None = None,
 ) -> CheckResult:
-    """Runs a plan at reduced sizes on virtual CPU devices, and compares with one
-    device.
+    """Runs a plan at reduced sizes on virtual CPUs, and compares with one device.
 
     The plan's own layout, options and executor run for one step in another process.
     Every mesh axis stays above 1, and every dimension keeps a few elements for each
@@ -81,8 +80,7 @@ def check(
             loss's lookups.
         optimizer: Optax transformation; default: gradient descent.
         trainable, axis_names, batch_axes: Arguments of ``wh.plan``, unchanged.
-        odd: Whether to check extents that are odd on each device, too, if the layout
-            has them.
+        odd: Whether to check odd extents on each device, too, if possible.
         seed: Seed of the random numbers.
         timeout_seconds: Seconds after which the process is killed.
         memory_bytes: Memory limit of the process; default: half of this machine's.

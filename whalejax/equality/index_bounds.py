@@ -51,7 +51,6 @@ class _Bounds:
         self.least: dict[int, int] = {}
 
     def body(self, jaxpr: Any, given: Sequence[Known]) -> list[Known]:
-        """Follows the values of a jaxpr."""
         inner, constants = _compat.open_jaxpr(jaxpr)
         env: dict[Any, Known] = {v: (_NOTHING, 0) for v in inner.constvars}
         env.update(zip(inner.invars, given, strict=True))

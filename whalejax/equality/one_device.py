@@ -111,7 +111,6 @@ def _part(
     rank: int,
     ranks: int,
 ) -> Any:
-    """Returns a micro-batch of all samples, or of one rank's block of them."""
     leaves, structure = jax.tree.flatten(batch)
     tree: Any = structure
     part = []
@@ -127,8 +126,6 @@ def _part(
 
 
 def _counted_once(rest: Any, before: Any) -> Any:
-    """Advances integer counters once per step."""
-
     def one(new: Any, old: Any) -> Any:
         return old if jnp.issubdtype(new.dtype, jnp.integer) else new
 

@@ -62,8 +62,6 @@ def reduced_plan(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Builder:
-    """Inputs of the plans of all devices, of stages and of pipelines."""
-
     mesh: MeshReduction
     avals: Mapping[str, Any]
     batch: Mapping[str, Any]
@@ -128,7 +126,6 @@ class _Builder:
 
 
 def _names(plan: Plan, model: PlannedModel, small: PlannedModel) -> dict[str, str]:
-    """Maps names of the plan's dimensions to their names at reduced sizes."""
     full, now = model.analysed.dims, small.analysed.dims
     places = _places(model, small)
     tables = [axes for table in plan.compute for axes in table.axes]

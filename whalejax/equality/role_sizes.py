@@ -152,8 +152,7 @@ def _specs(
 
 
 def layer_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
-    """Returns the roles of layers: leading dimensions of weights, cast or not, in a
-    scan.
+    """Returns the roles of layers: leading dimensions of a scan's weights.
 
     Args:
         graph: Graph of the loss.
@@ -179,9 +178,7 @@ def _keep_edges(
     multiple: int,
     found: dict[int, int],
 ) -> None:
-    """Keeps small size differences between roles, also of zero, at the
-    reduced sizes.
-    """
+    """Keeps small or zero size differences between roles at the reduced sizes."""
     sizes = {role.index: role.size for role in dims.roles}
     for group in tied_roles(graph, dims):
         alike: dict[int, list[int]] = defaultdict(list)

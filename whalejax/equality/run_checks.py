@@ -169,9 +169,7 @@ def _ways(
     mesh: MeshReduction,
     reasons: list[str],
 ) -> Iterator[ReducedModel]:
-    """Yields the forms of a model to try, the smallest first; its own sizes
-    come last.
-    """
+    """Yields the forms of a model to try, the smallest first, its own sizes last."""
     try:
         # Stages are cut between layers, and every layer must be in one of them.
         skips = plan.stages is None
@@ -262,7 +260,6 @@ def _draw_numbers(request: CheckRequest, reduced: ReducedModel) -> _Numbers:
 
 
 def _compare_step(request: CheckRequest, plan: Plan, reduced: ReducedModel) -> CheckRun:
-    """Compares one step of a plan with one device."""
     planned, numbers = reduced.planned, _draw_numbers(request, reduced)
     devices = jax.devices()[: plan.num_devices]
     step = step_of(

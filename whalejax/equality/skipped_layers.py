@@ -40,9 +40,7 @@ class SkippedLayers:
     layers: int
 
     def source(self, index: int) -> int | None:
-        """Returns the equation whose results replace those of a skipped one,
-        or None.
-        """
+        """Returns the equation whose results replace a skipped one's, or None."""
         if not self.start <= index < self.end:
             return None
         return self.first + (index - self.first) % self.period
@@ -106,8 +104,7 @@ def _kind(equation: Any) -> tuple[Any, ...]:
 def stand_ins(
     skipped: SkippedLayers | None, position: tuple[int, ...]
 ) -> Mapping[int, int]:
-    """Maps each skipped equation of a jaxpr to the equation whose results replace its
-    own.
+    """Maps each skipped equation to the equation whose results replace its own.
 
     Args:
         skipped: Skipped layers, if any.

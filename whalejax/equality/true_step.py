@@ -139,7 +139,6 @@ def _combine_ranks(
     of_ranks: Sequence[Sequence[Any]],
     weights: Sequence[float],
 ) -> list[np.ndarray]:
-    """Computes Adasum of the nodes' means, for each layer of a stack separately."""
     size = node_size(plan.axis_sizes, plan.cluster, plan.combine)
     nodes = [
         _means(of_ranks[first : first + size], weights[first : first + size])

@@ -99,7 +99,6 @@ def _peaks(
     at: Mapping[ReplicaDevices, int],
     constants: Constants,
 ) -> dict[int, float]:
-    """Returns the memory that each kind of replica needs, on its fullest stage."""
     whole = runs.peak_bytes(constants)
     reserve = runs.shares(constants, "reserve_bytes")
     peaks: dict[int, float] = {}

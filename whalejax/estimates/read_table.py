@@ -56,10 +56,8 @@ class RowReading:
             row nor the framework names one, or the row's name is unknown.
         unknown_policy: Whether the row's name for its policy is unknown.
         unknown_memory: Whether the memory of the row's device is unknown.
-        open_micro_batch, open_zero: Whether the row omits the micro-batch, or the
-            sharded state.
-        taken: Whether it counts as fitting, though its estimated memory is slightly too
-            large.
+        open_micro_batch, open_zero: Whether the row omits micro-batch or sharded state.
+        taken: Whether it counts as fitting despite a slightly too large estimate.
     """
 
     run: PublishedRun | None
@@ -209,7 +207,6 @@ def _loss_chunks(cells: Cells, tokens: int) -> int:
 def _data(
     cells: Cells, count: int, fsdp: int, tensor: int, stages: int, context: int
 ) -> int:
-    """Returns the number of replicas: the remaining devices."""
     inner = fsdp * tensor * stages * context
     if count % inner:
         raise WhaleError(
@@ -224,7 +221,6 @@ def _data(
 
 
 def _padded(cells: Cells, seq: int, context: int) -> int:
-    """Returns the tokens of a sample, padded so that ranks divide them."""
     result = math.ceil(seq / context) * context
     if result != seq:
         cells.notes.append(f"seq {result} (cp {context} does not divide {seq})")
@@ -253,7 +249,6 @@ def _topk(cells: Cells, experts: int) -> int:
 
 
 def _expert(cells: Cells, sizes: DecoderSizes, ranks: int) -> int:
-    """Returns the ranks that share the experts equally; they are among the others."""
     if not sizes.experts:
         return 1
     given = cells.or_else("ep", 1, "none given")
@@ -313,7 +308,6 @@ def _whole_stages(cells: Cells, source: Framework) -> tuple[int, int]:
 def _sharding(
     cells: Cells, source: Framework, ranks: int, stages: int
 ) -> tuple[int, int]:
-    """Returns the ZeRO level and the size of the fsdp axis."""
     fsdp = _rest_of(cells, ranks)
     zero = cells.whole("zero_stage")
     if zero is None:
@@ -405,7 +399,6 @@ def _usual_width(hidden: int, *, gated: bool) -> int:
 def _gated(
     cells: Cells, plain: DecoderSizes, llama: DecoderSizes, *, by_name: bool
 ) -> bool:
-    """Whether the feed-forward has a gate: by name, by parameters, or by width."""
     if cells.whole("ffn") is None:
         how = (
             "8/3 × hidden, rounded up to 256, with a gate"
@@ -487,9 +480,7 @@ def _chunks(
     parts: int,
     unlike: bool,
 ) -> int:
-    """Returns the chunks of a stage; interleaved schedules need multiples of the
-    stages.
-    """
+    """Returns the chunks of a stage; interleaving needs multiples of the stages."""
     given = cells.whole("vpp")
     if unlike and (given or 1) > 1:
         cells.notes.append(f"vpp 1 (the row says {given}; unlike stages have one part)")

@@ -122,9 +122,7 @@ class Runs:
         self._parameters()
 
     def _like(self) -> Array:
-        """Returns, for each run, the first run with equal micro-batches in every
-        layer.
-        """
+        """Returns each run's first run with equal micro-batches in every layer."""
         result: dict[PublishedRun, int] = {}
         first = []
         for i, run in enumerate(self.runs):
@@ -136,9 +134,7 @@ class Runs:
         return np.array(first, dtype=int)
 
     def _halvings(self) -> Array:
-        """Returns, for each product, by how many halvings its operand rows miss
-        alignment.
-        """
+        """Returns by how many halvings each product's operand rows miss alignment."""
         k, halvings = self.kernels, np.full(len(self.kernels["run"]), ALIGNED)
         for name in ("m", "k", "n"):
             size = np.where(k["weight"] & (name == "m"), ALIGNED, np.rint(k[name]))
@@ -306,9 +302,7 @@ class Runs:
         return node
 
     def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
-        """Returns the forward and backward seconds of each kernel, over all
-        repetitions.
-        """
+        """Returns each kernel's forward and backward seconds over all repetitions."""
         k, run = self.kernels, self.kernels["run"]
         whole = self._efficiency(constants)
         half = self._efficiency(constants, "bf16")
@@ -386,7 +380,6 @@ class Runs:
         return ahead + sent[0], behind + sent[1]
 
     def _recomputed_shares(self) -> Array:
-        """Returns the part of each kernel that the backward pass recomputes."""
         k, run = self.kernels, self.kernels["run"]
         remat = self.remat[run]
         scores = (k["scores"] & ~k["attention"]).astype(float)
@@ -398,7 +391,6 @@ class Runs:
         return result
 
     def _wires(self, constants: Constants) -> tuple[Array, Array]:
-        """Returns forward and backward seconds of collectives inside a micro-batch."""
         network = self.network * self.shares(constants, "network")
         links = (self._node(constants), network)
         exposed = 1.0 - self.shares(constants, "overlap_layers")
@@ -501,9 +493,6 @@ class Runs:
         hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)
 
         def once(each_bytes: float | Array, axes: Axes, *, sharded: bool) -> Array:
-            """Returns the seconds of one gather of parameters, or scatter of
-            gradients.
-            """
             total = np.zeros(len(self.runs))
             for one in self.held:
                 nbytes = one.params * each_bytes / (one.shards if sharded else 1.0)
@@ -580,7 +569,6 @@ class Runs:
 
 
 def _along(counts: Sequence[int], places: Array) -> list[float]:
-    """Returns the seconds of each part of a pipeline."""
     along = [count * float(places[LAYER]) for count in counts]
     along[0] += float(places[EMBED])
     along[-1] += float(places[HEAD])

@@ -149,10 +149,6 @@ def _analyse_decoder(
 
 @functools.cache
 def _profile() -> Cluster:
-    """Returns a cluster whose compiler optimizes collectives as frameworks do by hand.
-
-    It fuses no normalizations: the decoder's graph determines its kernels itself.
-    """
     result = cluster("h100:8")
     apart = dataclasses.replace(result.compiler, fuses_normalizations=False)
     return dataclasses.replace(result, compiler=apart)
@@ -395,7 +391,6 @@ def _saved(
 def _logit_bytes(
     s: CostSetting, sizes: DecoderSizes, micro_batch: int, itemsize: int
 ) -> float:
-    """Returns the largest temporaries around the loss, on one device."""
     shards = s.mesh["tensor"] * s.mesh["context"]
     logits = micro_batch * sizes.seq * sizes.vocab / shards
     # A fused kernel needs the logits, twice their bytes more, and their cotangent.
@@ -423,7 +418,6 @@ def _eager_bytes(
 def _result_bytes(
     s: CostSetting, sizes: DecoderSizes, sample_bytes: int, stream_bytes: float
 ) -> dict[str, float]:
-    """Returns the bytes of each of ``PRODUCTS``' results, on one device."""
     each = sample_bytes * sizes.seq / (s.mesh["tensor"] * s.mesh["context"])
     heads = each * sizes.head_dim
     return {
@@ -470,8 +464,7 @@ def wires(
 
 
 def levels_of(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
-    """Returns the number of devices of some axes in a node, and the number of their
-    nodes.
+    """Returns the number of some axes' devices in a node, and of their nodes.
 
     Tensor ranks are neighbours, then context ranks, then data ranks (experts are some
     of these), then pipeline stages.

@@ -34,8 +34,6 @@ _SAME = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _CarryElement:
-    """An element of the loop's state, and the number added to it."""
-
     index: int
     plus: int = 0
 
@@ -66,8 +64,7 @@ class Execution:
         count: Number of executions in one run of the program; 0 if a loop around it has
             an unknown trip count.
         caller: Innermost enclosing computation that is no fusion.
-        visits: Unique number for each entry of an enclosing computation, outermost
-            first.
+        visits: Unique number of each enclosing computation's entry, outermost first.
         loop: Outermost loop around it with an unknown trip count, or empty.
         branch: Enclosing branches of conditionals.
     """
@@ -96,8 +93,7 @@ def executions(module: Module) -> Iterator[Execution]:
 
 
 def largest_branches(work: Mapping[Branch, float]) -> set[Branch]:
-    """Returns the branch with the most work of each conditional: no run does more than
-    these.
+    """Returns each conditional's branch with most work, an upper bound of any run.
 
     Args:
         work: Work directly in each branch, in any unit.
@@ -131,8 +127,6 @@ _Caller = tuple[str, tuple[int, ...]]
 
 
 class _Visits:
-    """Visits computations as often as they are entered."""
-
     def __init__(self, module: Module) -> None:
         self.module = module
         self.numbers = itertools.count(1)
@@ -268,9 +262,7 @@ def _plus(value: Any, number: int) -> Any:
 
 
 class _Values:
-    """Follows integers and carried values through a computation; other values are
-    None.
-    """
+    """Follows integers and carried values through a computation; others are None."""
 
     def __init__(
         self, module: Module, computation: Computation, arguments: Sequence[Any] = ()

@@ -232,9 +232,7 @@ def _windows(
 def _meetings(
     size: int, out: int, window: int, stride: int, pad: int, dilate: int, spread: int
 ) -> int:
-    """Returns the number of (output, kernel) positions along a dimension that meet an
-    input.
-    """
+    """Returns the number of (output, kernel) positions that meet an input."""
     starts = np.arange(out, dtype=np.int64) * stride - pad
     count = 0
     for k in range(window):

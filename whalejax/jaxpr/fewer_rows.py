@@ -29,8 +29,7 @@ class BatchRows:
         samples: Number of samples of all rows.
         inputs: Row dimensions of the program's inputs.
         outputs: Row dimensions of the program's outputs.
-        results: Row dimensions of each equation's results, by its position in the
-            program.
+        results: Row dimensions of each equation's results, by its position.
         sizes: Possible numbers of rows.
     """
 
@@ -130,7 +129,6 @@ _SHAPES: Final = ("shape", "new_sizes")
 def _sized(
     equation: Any, shape: tuple[int, ...], operands: Sequence[Any]
 ) -> dict[str, Any]:
-    """Returns the parameters of an equation whose result has another shape."""
     params = equation.params
     changed: dict[str, Any] = {name: shape for name in _SHAPES if name in params}
     if equation.primitive.name == "slice":
@@ -154,7 +152,6 @@ def _ruled(
     parts: int,
     place: Position,
 ) -> list[Any]:
-    """Runs a call with a custom JVP rule on fewer rows."""
     (inner,) = _compat.inner_jaxprs(equation)
     avals = [v.aval for v in equation.invars]
 
@@ -280,8 +277,7 @@ def _dims(variables: Sequence[Any], sizes: frozenset[int]) -> RowDims:
 
 
 def carried_over(rows: BatchRows, before: Any, after: Any) -> BatchRows | None:
-    """Returns the positions of rows in a program that was traced again with additional
-    casts.
+    """Returns the positions of rows in a program traced again with more casts.
 
     Args:
         rows: Positions of the rows in the earlier program.
@@ -307,7 +303,6 @@ def _carry(
     known: dict[Any, int | None],
     results: dict[Position, RowDims],
 ) -> bool:
-    """Carries rows over in the body of an equation, from ``old`` to ``new``."""
     earlier, later = (_compat.open_jaxpr(x)[0].eqns for x in (before, after))
     place = 0
     for index, equation in enumerate(later):

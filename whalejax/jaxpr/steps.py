@@ -99,9 +99,7 @@ class Steps:
         return self._makers.get(number)
 
     def depending(self, numbers: Collection[int]) -> set[int]:
-        """Returns all values that depend on some values, and these values
-        themselves.
-        """
+        """Returns some values and all values that depend on them."""
         depending = set(numbers)
         for step in self.steps:
             if not depending.isdisjoint(step.sources):
@@ -195,9 +193,6 @@ class Steps:
     def _behind(
         self, number: int, inputs: Collection[int], given: Collection[int]
     ) -> frozenset[int]:
-        """Returns the values from which cheap operations make one; the value itself if
-        none do.
-        """
         behind, seen, open_ = set[int](), set[int](), [number]
         while open_:
             n = open_.pop()

@@ -61,8 +61,7 @@ class Runner(Protocol):
         """Returns an initial state.
 
         Args:
-            build: Function that returns parameters, non-trainable state and the run's
-                key.
+            build: Function that returns parameters, other state and the run's key.
             arguments: Arguments of ``build``.
         """
         ...

@@ -51,8 +51,7 @@ def compile_tables(
         plan: Plan from ``wh.plan_tables``.
         loss_fn: Loss of the plan.
         model: Model of the plan, abstract or real.
-        optimizer: Optimizer of the parameters that are not tables; evaluation needs
-            none.
+        optimizer: Optimizer of parameters that are not tables; None to evaluate.
         out_of_range: Treatment of ids without a row: ``"error"`` checks every batch
             before it is used, ``"clip"`` takes the nearest row.
         trainable: Selection of trained parameters, as given to ``wh.plan_tables``.

@@ -72,12 +72,10 @@ class LoopResult:
         state: State after the last step.
         first_step: Number of finished steps of the state at the start.
         losses: Loss of every step done here, in order.
-        step_seconds: Median seconds of a step without the first two; None if there were
-            no more.
+        step_seconds: Median seconds of a step without the first two; None without more.
         checkpoint: Latest checkpoint that was written here, or None.
         evaluations: (step, metrics by name) of every evaluation done here, in order.
-        best: Checkpoint of the best evaluation, earlier runs included; None if not
-            requested.
+        best: Checkpoint of the best evaluation so far; None if not requested.
         stopped_early: Whether ``patience`` evaluations in a row were not better.
     """
 
@@ -149,7 +147,7 @@ def train(
             None never ends it.
         csv: File with a row for each step: loss, metrics, seconds, and evaluations in
             separate columns. A resumed run appends to it.
-        progress: Whether to show a bar with the remaining time, or lines without a
+        progress: Whether to show a bar with the remaining time; lines without a
             terminal.
         hooks: Functions called for each step with its number and its metrics by name,
             and for each evaluation with the prefix ``eval/`` of names: ``lambda step,
@@ -231,8 +229,6 @@ def _run_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rhythm:
-    """Steps of a run, and those that are followed by a checkpoint or evaluation."""
-
     first: int
     steps: int
     save_every: int | None
@@ -429,7 +425,6 @@ def _check_without_folder(problems: Arguments, given: Mapping[str, Any]) -> None
 
 
 def _check_functions(problems: Arguments, given: Mapping[str, Any]) -> None:
-    """Records functions that cannot be called with the arguments they will get."""
     sets = given["eval_batches"]
     if sets is not None and not (callable(sets) or isinstance(sets, list | tuple)):
         problems.refuse(

@@ -32,8 +32,8 @@ class Quantity:
         name: Name of the quantity.
         predicted, compiled: Values, or None.
         unit: ``"bytes"``, ``"flops"`` or ``"seconds"``.
-        predicted_count, compiled_count: Executions of a collective, predicted and
-            compiled.
+        predicted_count, compiled_count: Predicted and compiled executions of a
+            collective.
     """
 
     name: str

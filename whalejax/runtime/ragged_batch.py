@@ -194,7 +194,6 @@ class _PassCombiner:
         return total / weight.astype(values[0].dtype)
 
     def sum(self, *values: Any) -> Any:
-        """Returns the sum over the samples, each counted once."""
         times = [self.whole // count for count in self.counts]
         if not jnp.issubdtype(values[0].dtype, jnp.inexact):
             return sum(x // n for x, n in zip(values, times, strict=True))

@@ -458,8 +458,7 @@ class SectionsStep(TableStep):
         """Returns the loss and metrics of a batch; changes nothing.
 
         Args:
-            state: State to evaluate; it is not donated. Steps in flight are completed
-                first.
+            state: State to evaluate, not donated. Steps in flight end first.
             batch: Global batch, laid out like that of a step.
         """
         self._evaluator  # noqa: B018  (traced before the program that it is a part of)

@@ -4,8 +4,7 @@ Lookups, the dense part and updates are one ``jax.jit`` program in three section
 ``whalejax.tables.programs`` defines. Ids are checked before a step runs, as indexing an
 array accepts any id.
 
-The module is long because ``TableStep`` has all public methods of a step: state,
-training, evaluation, checkpoints and the model.
+The module is long because ``TableStep`` has all public methods of a step.
 """
 
 from __future__ import annotations
@@ -164,7 +163,6 @@ class TableStep:
         *,
         clips: bool,
     ) -> None:
-        """Sets the plan and its layout of tables for all later steps."""
         self.plan, self.program = plan, program
         rows = {table.name: table.rows for table in plan.all_tables}
         self._names, self._rows = names, tuple(rows[name] for name in names)
@@ -349,9 +347,7 @@ class TableStep:
         key: Any,
         done: Mapping[str, Any] | None,
     ) -> TablesState:
-        """Returns a state from its parts; ``done`` has other fields of a
-        ``TrainState``.
-        """
+        """Returns a state from its parts; ``done`` has the rest of a ``TrainState``."""
         params = dict(params) or {UNUSED: np.zeros((), np.float32)}
         whole = NamedSharding(self.mesh, PartitionSpec())
         shared = self._processes.are_several  # Keys, unlike arrays, stay on devices.
@@ -380,8 +376,7 @@ class TableStep:
                 (``batch_rows``), or global ``jax.Array`` leaves.
 
         Returns:
-            The new state, and metrics: ``loss`` and the loss function's reported
-            values.
+            The new state, and metrics: ``loss`` and the values that the loss reports.
 
         Raises:
             WhaleError: The step has no optimizer, an id is out of range, the batch has
@@ -493,8 +488,7 @@ class TableStep:
 
         Args:
             state: State of the other step; it is not donated.
-            step: Step of the state, with the same model and optimizers, on any devices
-                or processes.
+            step: Step of the state, with the same model and optimizers, on any devices.
 
         Raises:
             PlanError: ``step`` is not a step with tables, the state is of another model
@@ -678,7 +672,6 @@ class TableStep:
         return [jax.device_put(*pair) for pair in zip(leaves, shardings, strict=False)]
 
     def _place_batch(self, batch: Any) -> list[Any]:
-        """Checks a batch and its ids, and places its leaves on the devices."""
         if self._processes.are_several:
             leaves = self._processes.place(
                 batch, self.plan.batch, self.runner.batch_shardings
@@ -691,7 +684,6 @@ class TableStep:
         return leaves
 
     def _check_bounds(self, bounds: np.ndarray) -> None:
-        """Refuses ids that are out of range."""
         problems = Arguments("batch")
         for number, (least, most) in enumerate(bounds):
             rows, name = self._rows[number], self._names[number]
@@ -825,9 +817,7 @@ class TableStep:
     def _restored(
         self, found: Mapping[str, Mapping[str, Any]], arrays: Any
     ) -> TablesState:
-        """Returns the state of a checkpoint, which overwrites its tables in
-        ``arrays``.
-        """
+        """Returns the state of a checkpoint, whose tables overwrite ``arrays``."""
         dense = self._abstract_dense()
         done: dict[str, Any] = {"step": found["step"]["step"]}
         for name in ("opt_state", "loss_scale"):
@@ -863,7 +853,6 @@ class TableStep:
         return sections
 
     def _dense_sections(self, state: Any) -> Sections:
-        """Returns all arrays of a state except the tables', or their shapes."""
         sections: Sections = {
             "params": dict(state.params),
             "rest": dict(state.rest),
@@ -987,7 +976,6 @@ def _negative_id(value: int, rows: int) -> str:
 
 
 def _lookup_mesh(plan: TablesPlan, runner: Any) -> Mesh:
-    """Returns the devices of the executor with the axes that divide lookups."""
     sizes = plan.axes
     mesh: Mesh = runner.mesh
     if not plan.dense.stage_plans and set(mesh.axis_names) == set(sizes):

@@ -4,8 +4,7 @@
 model before anything compiles, creates every array in its layout, and returns the state
 in the user's types.
 
-The module is long because ``TrainStep`` has all public methods of a step: lowering,
-state, evaluation, checkpoints and adoption.
+The module is long because ``TrainStep`` has all public methods of a step.
 """
 
 from __future__ import annotations
@@ -258,8 +257,7 @@ class TrainStep:
                 global ``jax.Array`` leaves.
 
         Returns:
-            The new state, and metrics: ``loss`` and the loss function's reported
-            values.
+            The new state, and metrics: ``loss`` and the values that the loss reports.
 
         Raises:
             PlanError: The batch has another shape than the plan's, or the state has
@@ -505,8 +503,7 @@ class TrainStep:
         It runs nothing.
 
         Raises:
-            PlanError: The plan has one program, which ``lower`` returns, or several
-                pipelines.
+            PlanError: The plan has one program (see ``lower``), or several pipelines.
         """
         if self.plan.pipelines:
             raise PlanError(

@@ -225,12 +225,8 @@ def _by_integer_program(
 ) -> list[Place] | None:
     """Returns a place for each job with the largest sum of values; None if impossible.
 
-    With 2,000 (job, place) pairs or more, the sum may be 0.1 % below the largest.
-
-    Args:
-        values: Value of each place, for each job.
-        devices: Number of devices by kind.
-        feasible: Whether any possible places suffice.
+    With 2,000 (job, place) pairs or more, the sum may be 0.1 % below the largest. With
+    ``feasible``, any possible places suffice.
     """
     columns = [
         (job, place)

@@ -61,8 +61,7 @@ class ScheduledJob:
         resize_seconds: Time without progress when its devices change.
         start_seconds: Time without progress when it starts, or changes to another kind
             of device; ``resize_seconds`` if None.
-        join_seconds: Time until added devices take part; it runs without them until
-            then.
+        join_seconds: Time until added devices take part; until then it runs without.
         asked: Place that its user would have requested.
     """
 
@@ -109,9 +108,7 @@ class ScheduledJob:
         return 0.0 if option is None else option.progress
 
     def change_seconds(self, before: Place, after: Place) -> tuple[float, float]:
-        """Returns the cost of a change: seconds at the earlier speed, then without
-        progress.
-        """
+        """Returns a change's cost: seconds at the old speed, then without progress."""
         if before == after or not after[1]:
             return 0.0, 0.0
         if not before[1] or before[0] != after[0]:

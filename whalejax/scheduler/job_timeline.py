@@ -23,14 +23,11 @@ from whalejax.scheduler.simulation import JobSimulation, simulate
 
 @dataclass(slots=True)
 class _History:
-    """Periods in which one job held devices, while the journal is read."""
-
     held: list[HeldDevices] = field(default_factory=list)
     since: float = 0.0
     devices: int = 0
 
     def change(self, at: float, devices: int) -> None:
-        """Ends a period and begins the next one."""
         if self.devices and at > self.since:
             period = HeldDevices(
                 start_seconds=self.since, end_seconds=at, devices=self.devices

@@ -121,8 +121,6 @@ def _number(text: str) -> int:
 
 
 class _Cells:
-    """Cells of one row; errors name the line."""
-
     def __init__(
         self, row: dict[str, str | None], line: int, problems: Problems
     ) -> None:
@@ -139,7 +137,6 @@ class _Cells:
         return text
 
     def number(self, name: str, most: float, default: float | None = None) -> float:
-        """Returns a number from 0; the default if the cell is empty or missing."""
         text = (self.row.get(name) or "").strip()
         if not text and default is not None:
             return default
@@ -155,7 +152,6 @@ class _Cells:
     def whole(
         self, name: str, least: int, most: int, default: int | None = None
     ) -> int:
-        """Returns an integer; the default if the cell is empty or missing."""
         text = (self.row.get(name) or "").strip()
         if not text and default is not None:
             return default

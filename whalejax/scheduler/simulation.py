@@ -183,8 +183,7 @@ def simulate(
         devices: Number of devices by kind.
         decide: Function that chooses the places of all jobs that wait or run.
         every: Seconds between decisions without an arrival or an end.
-        count_ended: Function that receives the number of jobs that have ended, after
-            each end.
+        count_ended: Function that receives the number of ended jobs after each end.
 
     Raises:
         JobError: A decision uses more devices than there are, or no job ever runs.
@@ -236,7 +235,6 @@ def simulate(
 def _record(
     job: ScheduledJob, intervals: Sequence[Interval], end: float, zero: float
 ) -> JobRecord:
-    """Returns the record of a job, in the times of its trace."""
     moved = (
         dataclasses.replace(
             interval, begin=interval.begin + zero, end=interval.end + zero

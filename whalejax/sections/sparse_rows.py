@@ -108,8 +108,7 @@ class SparseRows:
 
         Args:
             version: Number of steps whose updates the rows include.
-            first: Number of steps at the beginning of the run; no lookup reads an older
-                version.
+            first: Steps at the run's beginning; no lookup reads an older version.
         """
         with self._lock:
             self.version = self._allowed = version
@@ -146,8 +145,7 @@ class SparseRows:
                 named, ``int32[rows]``.
 
         Raises:
-            WrongVersionError: An update that it needs is missing, or a later one was
-                applied.
+            WrongVersionError: A needed update is missing, or a later one was applied.
         """
         with self._lock:
             begun = time.perf_counter()

@@ -2,8 +2,8 @@
 
 One peer of each stage is planned as an ordinary pipeline: one device per stage, with
 links of the swarm's bandwidth. So cuts, memory and times come from the usual planner.
-The module adds what a swarm needs: the number of peers of each stage, bytes and
-deadline of each call, and the throughput predicted by the simulator.
+The module adds the number of peers of each stage, bytes and deadline of each call, and
+the simulated throughput.
 """
 
 from __future__ import annotations
@@ -377,7 +377,6 @@ def _kept_bytes(
 
 
 def _lacking(kind: DeviceKind, swarm: Swarm) -> str:
-    """Describes the memory of a peer that is too small; empty if all fits."""
     for number, stage in enumerate(swarm.stages):
         needs, has = {"device": stage.memory_bytes}, {"device": kind.memory_bytes}
         if kind.host_memory_bytes is not None:

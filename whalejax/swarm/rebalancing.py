@@ -1,5 +1,4 @@
-"""Chooses peers that change stage: the paper's rule, the best counts, and the gain of a
-move.
+"""Chooses peers that change stage: the paper's rule, best counts, a move's gain.
 
 A pipeline is as fast as its slowest stage; the speed of a stage is the sum of its
 peers' speeds. By SWARM's rule (section 3.2), the stage with least load gives its peer
@@ -64,8 +63,7 @@ class PeerMove:
         peer: Name of the peer.
         source: Stage that it leaves.
         target: Stage that it is to serve.
-        speed_before: Speed of the pipeline before the move, in micro-batches per
-            second.
+        speed_before: Micro-batches per second of the pipeline before the move.
         speed_after: Speed after this move and those that follow.
         moves: Number of moves, including those that follow.
     """
@@ -191,8 +189,7 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
 def best_counts(
     peers: int, seconds: Sequence[float], at_least: int = 1
 ) -> tuple[int, ...]:
-    """Returns the number of peers of each stage, for equal peers and the fastest
-    pipeline.
+    """Returns each stage's number of equal peers for the fastest pipeline.
 
     Each next peer goes to the slowest stage. This is exact: if a stage has one peer
     more than in another split, it was the slowest when it got that peer.

@@ -489,9 +489,7 @@ class Simulator(SimulatedCalls):
         self._at(ends, self._summed, self._ledger, sealed)
 
     def _sum_seconds(self) -> float:
-        """Returns the seconds of the slowest stage's reduction, gathering and
-        update.
-        """
+        """Returns the slowest stage's seconds of reduction, gathering and update."""
         slowest = 0.0
         for stage, cost in enumerate(self.setting.stages):
             names = {*self._ledger.holders(stage), *self._members(stage)}

@@ -204,8 +204,7 @@ class StageWiring:
             task: Size of the call, as passed to ``choose``.
             seconds: Seconds from sending to the answer, including queue and wire.
             now: Time of the answer, in seconds.
-            warm: Whether the time counts; not if the call compiled, or waited for one
-                that did.
+            warm: Whether the time counts; not if the call waited for a compilation.
             incarnation: Called incarnation; calls to an earlier one are ignored.
         """
         known = self._current_peer(peer, incarnation)
@@ -266,9 +265,7 @@ class StageWiring:
         return None if known is None else known.incarnation
 
     def seconds_per_task(self, peer: str) -> float | None:
-        """Returns a peer's average, including queue and wire; None before a
-        measurement.
-        """
+        """Returns a peer's average, with queue and wire; None before a measurement."""
         known = self._peers.get(peer)
         if known is None or known.weight == 0:
             return None

@@ -203,7 +203,6 @@ class DenseLoss:
         return [path for number, path in paths if number not in program.tables]
 
     def _program_for(self, batch: Any) -> TableProgram:
-        """Returns the loss, cut at its lookups, for a batch of some samples."""
         avals = jax.tree.map(aval_of, batch)
         text = str(jax.tree.leaves(avals))
         if text not in self._cut:

@@ -160,7 +160,6 @@ def _read_vectors(dense: Plan, number: int) -> tuple[int, tuple[str, ...]]:
 
 
 def _gathers(read: Sequence[tuple[int, tuple[str, ...]]]) -> Iterator[Collective]:
-    """Yields the gathers of vectors among devices that read the same ones."""
     for (nbytes, axes), count in Counter(read).items():
         if axes:
             yield Collective(
@@ -205,7 +204,6 @@ def _peak_elements(
 
 
 def _rows_updated(layout: TableLayout, samples: int) -> dict[BufferKey, int]:
-    """Returns the number of row gradients that a rank receives, by buffer."""
     rows = {key: samples * each.num_ids for key, each in layout.widths.items()}
     for key, room in layout.requests.items():
         rows[key] += layout.ranks * room

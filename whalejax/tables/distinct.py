@@ -192,9 +192,7 @@ def asked_gradients(
 def lookups_of(
     layout: TableLayout, key: BufferKey, names: Sequence[str]
 ) -> list[tuple[int, DistinctTable]]:
-    """Returns (index of a lookup, its columns of a buffer) pairs for the requested
-    rows.
-    """
+    """Returns (index of a lookup, its columns of a buffer) pairs for requests."""
     return [
         (number, table)
         for number, name in enumerate(names)
@@ -206,7 +204,6 @@ def lookups_of(
 def _owners(
     layout: TableLayout, key: BufferKey, names: Sequence[str], ids: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Returns the rank of each id of one buffer's lookups, and its row there."""
     owners, rows = [], []
     for number, table in lookups_of(layout, key, names):
         owner, row = _owner(table, ids[number].reshape(-1), layout.ranks)

@@ -246,7 +246,6 @@ def pack_gradients(
 def _join_pieces(
     pieces: Sequence[tuple[int, Any]], samples: int, length: int, dtype: Any
 ) -> Any:
-    """Concatenates parts at their offsets, with zeros between them."""
     row, end = [], 0
     for start, part in sorted(pieces, key=lambda piece: piece[0]):
         row += [jnp.zeros((samples, start - end), dtype), part]

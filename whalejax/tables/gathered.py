@@ -81,8 +81,7 @@ def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
 def block_gradients(
     layout: TableLayout, packed: Any, buffers: Mapping[Any, Any], rank: Any
 ) -> dict[Any, tuple[Any, Any]]:
-    """Returns, by buffer, rows of the rank's buffer (their number for none), and
-    gradients.
+    """Returns, by buffer, the rank's rows (their number for none) and gradients.
 
     Args:
         layout: Buffers and columns.

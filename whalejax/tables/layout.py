@@ -382,7 +382,6 @@ def _distinct(
     stored: Mapping[str, Sequence[StoredShard]],
     gathered: Mapping[str, object],
 ) -> tuple[dict[str, tuple[DistinctTable, ...]], dict[BufferKey, int]]:
-    """Returns the fields ``distinct`` and ``requests`` of ``TableLayout``."""
     found: dict[str, tuple[DistinctTable, ...]] = {}
     rooms: dict[BufferKey, np.ndarray] = {}
     for name, shards in stored.items():
@@ -423,7 +422,6 @@ def _choose_gathered(
     names: Sequence[str],
     samples: int,
 ) -> tuple[dict[str, tuple[GatheredShard, ...]], dict[BufferKey, np.ndarray]]:
-    """Returns the fields ``gathered`` and ``blocks`` of ``TableLayout``."""
     wanted = dict.fromkeys(stored, 0)
     for lookup, name in zip(lookups, names, strict=True):
         if name in wanted:
@@ -453,9 +451,7 @@ def _padded(by_rank: Sequence[Sequence[int]], none: int) -> np.ndarray:
 def _stored(
     shards: Sequence[TableShard], ranks: int, hottest: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, tuple[StoredShard, ...]], dict[BufferKey, int]]:
-    """Returns the positions of shards, and the number of rows of each buffer
-    on a rank.
-    """
+    """Returns the positions of shards, and a rank's number of rows of each buffer."""
     filled: dict[BufferKey, list[int]] = {}
     stored: dict[str, list[StoredShard]] = {}
     for shard in shards:
@@ -513,7 +509,6 @@ class _Tasks:
     def layout(
         self, key: BufferKey, rows: int, none: int, offset: int, first_id: int
     ) -> WidthLayout:
-        """Returns the padded columns of one buffer."""
         columns = self.columns.get(key, [[] for _ in range(self.ranks)])
         slots = max(self.slots.get(key, [0]))
         most = max(len(each) for each in columns)
@@ -542,9 +537,7 @@ class _Tasks:
     def received(
         self, number: int, widths: Mapping[BufferKey, WidthLayout], per_node: int
     ) -> Iterator[ReceivedVectors]:
-        """Yields the positions of a lookup's vectors in the results of ranks and
-        nodes.
-        """
+        """Yields the positions of a lookup's vectors in results of ranks and nodes."""
         for each, slot, count in self.given.get(number, []):
             by_node, rank = each.key.memory == "node", each.shard.rank
             if by_node and rank % per_node:

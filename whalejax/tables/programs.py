@@ -57,8 +57,7 @@ class TableArrays:
     """All tables and their optimizer state.
 
     Attributes:
-        buffers: Buffers, each ``[ranks · rows, width]``, with rows divided among the
-            ranks.
+        buffers: Buffers ``[ranks · rows, width]``, with rows divided among the ranks.
         states: State arrays of each buffer, by name.
         replicated: Tables that every rank holds, by name.
         replicated_states: State arrays of these tables, by name.
@@ -251,7 +250,6 @@ class TablePrograms:
     def _asked_vectors(
         self, requests: Mapping[BufferKey, RowRequests], ids: list[Any], rows: Any
     ) -> dict[int, Any]:
-        """Returns vectors of the lookups whose rows were requested, by index."""
         parts: dict[int, dict[tuple[int, int], Any]] = {}
         for key, by_id in rows_of_ids(self.layout, requests, rows).items():
             start = 0
@@ -274,7 +272,6 @@ class TablePrograms:
     def _asked_sums(
         self, taken: TakenIds, ids: Any, gradients: Sequence[Any], dtype: Any
     ) -> Any:
-        """Sums gradients of the requested rows, by the rank that holds them."""
         by_buffer: dict[BufferKey, Any] = {}
         own = self._by_lookup(ids)
         for key in self.layout.requests:
@@ -343,7 +340,6 @@ class TablePrograms:
         return found
 
     def _none_taken(self, taken: TakenIds, applies: Any) -> TakenIds:
-        """Returns the ids of a step, or none unless ``applies``."""
         rows = {key: each.rows for key, each in self.layout.widths.items()}
         return dataclasses.replace(
             taken,
@@ -357,9 +353,7 @@ class TablePrograms:
     def _update_buffers(
         self, tables: TableArrays, ids: Any, taken: TakenIds, gradients: Any, step: Any
     ) -> tuple[dict[BufferKey, Any], dict[BufferKey, RowState]]:
-        """Returns this rank's buffers after updates of the rows whose vectors it
-        sent.
-        """
+        """Returns this rank's buffers after updates of the rows that it sent."""
         layout, buffers = self.layout, tables.buffers
         dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
         rank = jax.lax.axis_index(self.axes)

@@ -80,8 +80,7 @@ class TableProgram:
     Attributes:
         lookups: Every lookup of a table.
         tables: Indices of the trained leaves that are tables, in order.
-        refused: Reason why another two-dimensional looked-up leaf is not a table, by
-            its index.
+        refused: Reason why another looked-up leaf is not a table, by its index.
         inputs: Number of leaves: trained, other, and of the batch.
         unread: Paths of leaves of the batch that no equation reads.
         metrics: Structure of the reported metrics.
@@ -215,8 +214,6 @@ def split_loss(
 
 
 def _inlined(closed: Any) -> Any:
-    """Returns the same program without calls of jitted functions."""
-
     def run(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         known = dict(zip(jaxpr.constvars, constants, strict=True))
         known |= zip(jaxpr.invars, values, strict=True)
@@ -250,7 +247,6 @@ def _narrow(ids: Any) -> Any:
 def _evaluate(
     closed: Any, known: Mapping[Any, Any], wanted: Sequence[Any]
 ) -> dict[Any, Any]:
-    """Evaluates some variables, with only the equations that they need."""
     jaxpr, constants = _compat.open_jaxpr(closed)
     values = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(known)
     needed = {v for v in wanted if not _compat.is_literal(v) and v not in values}
@@ -274,9 +270,7 @@ def _evaluate(
 
 
 class _Finder:
-    """Readers of a program's values, and the values that depend on the
-    batch alone.
-    """
+    """Readers of a program's values, and values that depend on the batch alone."""
 
     def __init__(
         self, closed: Any, sizes: tuple[int, int, int], batch_paths: Sequence[str]
@@ -317,9 +311,7 @@ class _Finder:
         )
 
     def _hidden_lookup(self, table: Any, readers: Sequence[Any]) -> list[Lookup] | str:
-        """Returns the lookups after another operation, or why the leaf is not a
-        table.
-        """
+        """Returns the lookups after another operation, or why there are none."""
         for equation in readers:
             name = equation.primitive.name
             after = [e for v in equation.outvars for e in self.readers.get(v, [])]

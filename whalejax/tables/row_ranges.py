@@ -36,7 +36,6 @@ def _numbers(rows: Rows | range) -> range | np.ndarray:
 
 
 def _common_range(first: range, second: range) -> tuple[slice, slice]:
-    """Returns the positions of the numbers that two ranges share, as slices."""
     none = slice(0, 0)
     if not first or not second:
         return none, none

@@ -367,8 +367,7 @@ class TableStore:
 
         Args:
             arrays: All tables.
-            kind: Name of a state array, of which to yield the parts; None for the
-                tables.
+            kind: Name of the state array to yield; None for the tables.
         """
         for name in self.layout.replicated:
             whole = arrays.replicated[name]

@@ -39,8 +39,6 @@ _AXIS_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 
 @dataclass(slots=True)
 class _OpenMark:
-    """A mark that is entered and not yet left."""
-
     mark: Mark
     scope: Any
     stages: int = 0
@@ -392,9 +390,7 @@ def _positive(kind: str, name: str, value: int | None) -> int | None:
 
 
 def _numbered(mark: Mark, outer: tuple[_OpenMark, ...]) -> Mark:
-    """Returns a stage with its index inside the enclosing pipeline; other marks
-    unchanged.
-    """
+    """Returns a stage with its index inside the pipeline; other marks unchanged."""
     if mark.kind != "stage":
         return mark
     inside = next(o for o in reversed(outer) if o.mark.kind == "pipeline")

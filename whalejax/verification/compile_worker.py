@@ -178,7 +178,6 @@ def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
 
 
 def _step(plan: Plan, request: CompileRequest, devices: list[Any]) -> Any:
-    """Returns the step of a plan on these devices, with tables if it has some."""
     if plan.tables is None:
         from whalejax.runtime.train_step import step_of
 

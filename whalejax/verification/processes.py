@@ -124,7 +124,6 @@ fails for some sizes.
 
 
 def _pickled(request: CompileTask) -> bytes:
-    """Pickles the JAX settings that affect tracing, and the request."""
     import jax
 
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}

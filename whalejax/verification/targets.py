@@ -41,8 +41,7 @@ class Target:
     Attributes:
         platform: ``"tpu"``, ``"gpu"``, or ``"local"`` for the devices of this machine.
         words: Target as the user writes it.
-        kind: Kind of device, as the catalogue names it; empty for those of this
-            machine.
+        kind: Kind of device in the catalogue; empty for those of this machine.
         topology: Compiler's name of the topology.
         slices: Number of TPU slices joined by a network.
         num_devices: Number of devices in all.

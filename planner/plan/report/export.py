@@ -228,8 +228,7 @@ def export(
     """Returns the text of a file for another system.
 
     Args:
-        plans: One plan, or those of a search, best first; formats for one plan take the
-            first.
+        plans: One plan, or a search's, best first; formats for one plan take the first.
         form: One of ``FORMS``.
         name: Name of the job, for a JobSet or SkyPilot.
         image: Container image, which a JobSet needs.

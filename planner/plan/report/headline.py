@@ -184,9 +184,7 @@ def speed_words(speed: Throughput) -> list[str]:
 
 
 def price_words(speed: Throughput) -> list[str]:
-    """Returns the prices of a step and of a million tokens or samples; empty without a
-    price.
-    """
+    """Returns the prices of a step and of a million tokens or samples, if known."""
     price, step, million = speed.price, speed.step_price, speed.million_price
     if price is None or step is None or million is None:
         return []

@@ -174,8 +174,7 @@ def _process_variables(name: str, hosts: int) -> dict[str, Any]:
 def skypilot_text(
     plans: Sequence[PlanData], name: str, image: str, command: str
 ) -> str:
-    """Returns YAML of a SkyPilot task for a plan, or for clusters in order of
-    preference.
+    """Returns YAML of a SkyPilot task for a plan, or for clusters, best first.
 
     Args:
         plans: The plan; or plans of one model on several clusters, best first. Those

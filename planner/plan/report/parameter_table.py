@@ -87,8 +87,7 @@ def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:
 def collectives_of(
     plan: PlanData, leaf: LeafPlan, *, unlike: bool = False
 ) -> tuple[Collective, ...]:
-    """Returns the collectives that a parameter causes in a micro-batch and in the
-    update.
+    """Returns a parameter's collectives in a micro-batch and in the update.
 
     Args:
         plan: Plan of the devices that store it.
@@ -165,9 +164,7 @@ def _as_run(plan: PlanData, asked: Collective) -> Collective:
 
 
 def collective_words(collectives: Sequence[Collective], plan: PlanData) -> str:
-    """Describes the collectives of a step briefly, such as ``"2 all-gather over
-    fsdp"``.
-    """
+    """Describes a step's collectives briefly: ``"2 all-gather over fsdp"``."""
     times: dict[str, int] = {}
     for c in collectives:
         words = f"{c.kind} over {'+'.join(c.axes)}"

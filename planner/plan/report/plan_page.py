@@ -59,9 +59,7 @@ _Form = Callable[[float], str]
 
 
 def page_width() -> int | None:
-    """Returns the columns of the output: ``COLUMNS``, or the terminal's; None for
-    neither.
-    """
+    """Returns the columns of the output: ``COLUMNS``, or the terminal's, or None."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns or None
     return None
@@ -79,8 +77,7 @@ def plan_lines(plan: PlanData, width: int | None, *, all_rows: bool) -> list[Lin
     Args:
         plan: The plan.
         width: Columns of a line; None breaks none.
-        all_rows: Whether to show all parameters, traffic and reasons, not only the
-            largest.
+        all_rows: Whether to show more than the largest parameters, traffic and reasons.
     """
     tables: list[Line] = [((line, ""),) for line in tables_text(plan).splitlines()]
     lines = [
@@ -253,9 +250,7 @@ def stage_rows(plan: PlanData) -> tuple[list[str], list[list[str]]]:
 
 
 def share_words(plan: PlanData) -> list[str]:
-    """Describes the micro-batches of the ranks of ``data``, or pipelines, if they
-    differ.
-    """
+    """Describes the micro-batches of ranks or pipelines, if they differ."""
     each = max(1, plan.num_devices // len(plan.shares))
     kinds = [
         node.kind.display_name()

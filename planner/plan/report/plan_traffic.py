@@ -39,8 +39,7 @@ class TrafficRow:
         kind: Kind of collective, or ``HANDED``.
         axes: Mesh axes that it runs over.
         what: Contents such as ``"gradient"``, ``"parameter"``, ``"activation"``.
-        where: Stages, each with the number of its pipeline; none if all devices run one
-            program.
+        where: Stages, each with its pipeline's number; none for one program.
         times: Number of transfers in a step.
         nbytes: Payload of all transfers.
         seconds: Seconds on the links; part of them may be overlapped with computation.
@@ -132,9 +131,7 @@ def traffic(plan: PlanData) -> list[TrafficRow]:
 
 
 def mesh_of(plan: PlanData) -> dict[str, int]:
-    """Returns a plan's mesh sizes; ``INSIDE`` replaces the axes of stages with their
-    own.
-    """
+    """Returns a plan's mesh sizes; ``INSIDE`` replaces the stages' own axes."""
     sizes = plan.axis_sizes
     if not plan.stage_plans:
         return sizes

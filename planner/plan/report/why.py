@@ -112,9 +112,7 @@ NOT_READ: Final = "the loss does not read it"
 def leaf_note(
     leaf: LeafPlan, tensor: Tensor, mesh: Mapping[str, int], dims: Dimensions
 ) -> str:
-    """Returns the reason why ``fsdp`` shards no dimension of a parameter, or an empty
-    text.
-    """
+    """Returns why ``fsdp`` shards no dimension of a parameter, or an empty text."""
     if mesh["fsdp"] == 1 or any("fsdp" in axes for axes in leaf.param_spec):
         return ""
     reasons = []
@@ -134,9 +132,7 @@ def leaf_note(
 
 
 def whole_reasons(plan: PlanData) -> list[tuple[str, list[LeafPlan]]]:
-    """Returns the parameters that no axis shards, by reason; the reason with most bytes
-    comes first.
-    """
+    """Returns the parameters that no axis shards, by reason, most bytes first."""
     found: dict[str, list[LeafPlan]] = {}
     own = homes(plan)
     for leaf in plan.leaves:
@@ -318,9 +314,7 @@ def _whole_reason(
 
 
 def explain(plan: PlanData) -> str:
-    """Explains the choice of a plan: the terms that decide, alternatives and unsharded
-    dimensions.
-    """
+    """Explains a plan: deciding terms, alternatives and unsharded dimensions."""
     spare = plan.room_bytes - plan.memory.total_bytes
     tables = tables_text(plan)
     lines = [
@@ -350,9 +344,7 @@ def explain(plan: PlanData) -> str:
 
 
 def gap_words(plan: PlanData) -> str:
-    """Describes how much faster another plan of one program can be at most; empty if
-    unknown.
-    """
+    """Describes how much faster another one-program plan can be; empty if unknown."""
     if plan.gap is None:
         return ""
     if plan.gap < 5e-5:

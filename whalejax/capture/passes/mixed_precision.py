@@ -112,8 +112,7 @@ def narrowed(
 
     Args:
         jaxpr: Closed jaxpr, as captured.
-        precisions: Precision of equations that compute in ``bf16`` or ``f16``, by
-            position.
+        precisions: Precision of equations in ``bf16`` or ``f16``, by position.
         weights: Whether each input is a parameter, trained or not.
 
     Returns:
@@ -133,11 +132,8 @@ def narrowed(
 class _Scope:
     """One jaxpr that is being evaluated.
 
-    Attributes:
-        values: Values of its variables, some of them narrower than traced.
-        weights: Variables that depend on parameters alone.
-        numbers: Known number to which all elements of a variable are equal.
-        casts: Values in other types, cast once for all readers.
+    Values may be narrower than traced; ``weights`` depend on parameters alone;
+    ``numbers`` fill a variable; ``casts`` are made once for all readers.
     """
 
     values: dict[Any, Any]
@@ -167,9 +163,7 @@ class _Scope:
         return bool(self.values[atom].dtype == dtype)
 
     def may_be_narrow(self, atom: Any, dtype: Any) -> bool:
-        """Whether a value is narrow or can become so: parameters, and numbers that
-        fit.
-        """
+        """Whether a value is or can become narrow: parameters, and numbers that fit."""
         known = not _compat.is_literal(atom) and atom in self.weights
         if known or self.is_narrow(atom, dtype):
             return True
@@ -200,8 +194,6 @@ class _Scope:
 
 
 class _PrecisionRewriter:
-    """Evaluates a program again, in 16 bits where requested."""
-
     def __init__(self, precisions: Mapping[Position, str]) -> None:
         self.dtypes: dict[Position, Any] = {}
         for position, precision in precisions.items():

@@ -166,9 +166,7 @@ def _recognised(
     maker: Mapping[Any, Any],
     trained: set[Any],
 ) -> AttentionPattern | str:
-    """Returns the attention that ends in a product, or why not; "" for other
-    products.
-    """
+    """Returns the attention that ends in a product; else why not, or ""."""
     for side in (0, 1):
         weights = second.invars[side]
         softmax = softmax_behind(weights, maker)
@@ -249,9 +247,7 @@ def _assembled(
 
 
 def product_tags(one: AttentionPattern) -> list[int]:
-    """Returns the index in the scores of each dimension of an attention's first
-    product.
-    """
+    """Returns the index in the scores of each dimension of the first product."""
     shared, own = [t for *_, t in one.batch], [t for _, t in one.rows]
     column = [one.column[2]]
     return [*shared, *(column + own if one.keys_first else own + column)]

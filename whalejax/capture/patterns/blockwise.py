@@ -35,8 +35,7 @@ class ScoreNode:
     """A value in the computation of the scores or logits.
 
     Attributes:
-        equation: Equation that makes the value; None for the product and for values
-            from outside.
+        equation: Equation that makes the value; None for the product and outer values.
         inputs: Indices of the nodes that it depends on; None for a literal.
         tags: Tags of its dimensions.
         outside: Index of the value from outside, or None.
@@ -174,9 +173,7 @@ def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | Non
 
 
 def looked_up_dims(equation: Any) -> tuple[int, ...]:
-    """Returns the dimensions of a gather's result that are those of its indices, in
-    order.
-    """
+    """Returns the dimensions of a gather's result from its indices, in order."""
     offsets = equation.params["dimension_numbers"].offset_dims
     dims = range(len(equation.outvars[0].aval.shape))
     return tuple(dim for dim in dims if dim not in offsets)

@@ -204,15 +204,6 @@ def _count(value: Any) -> Callable[[], Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Arranged:
-    """One jaxpr with calls in it.
-
-    Attributes:
-        items: Equations and calls, in an order in which they can run.
-        inside: The same for loops and checkpointed regions, by the id of the equation.
-        calls: Whether it or one of ``inside`` contains a call.
-        same: Whether it and all of ``inside`` contain only their original equations.
-    """
-
     items: list[Any]
     inside: dict[int, _Arranged]
     calls: bool
@@ -220,8 +211,6 @@ class _Arranged:
 
 
 class _Builder:
-    """Builds a program with calls in it, and the reasons against other calls."""
-
     def __init__(self, flat: Any, trained: Sequence[bool], find: Found) -> None:
         self.flat = flat
         self.find = find

@@ -22,14 +22,6 @@ from whalejax.jaxpr import rebuild
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Factor:
-    """A factor or divisor of attention weights.
-
-    Attributes:
-        atom: A variable or a literal.
-        tags: For each of its dimensions, the matching dimension of the weights.
-        divides: Whether weights are divided by it.
-    """
-
     atom: Any
     tags: Tags
     divides: bool
@@ -147,8 +139,6 @@ def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
 
 
 class _Chains:
-    """Finds the softmax and the factors that variables depend on; caches results."""
-
     def __init__(self, maker: Mapping[Any, Any]) -> None:
         self.maker = maker
         self._known: dict[Any, _ScaledWeights | None] = {}

@@ -43,8 +43,7 @@ class Scores:
     """The program from a product to the scores.
 
     Attributes:
-        nodes: Nodes in an order in which they can be computed; the last makes the
-            scores.
+        nodes: Nodes in computing order; the last makes the scores.
         product: Index of the product's node, whose tags give its dimensions' order.
         outside: Variables that come from outside, each once.
         tags: Sets of tags with which each of those is read.
@@ -138,7 +137,6 @@ class Scores:
         return _HALF if narrow else HIDDEN
 
     def _bounds(self, rows: int, columns: int, row: int, column: int) -> Interval:
-        """Returns the interval of the scores of each block."""
         shape = self.nodes[-1].equation.outvars[0].aval.shape
         extents = {
             row: _edges(shape[row], rows)[:, :, None],

@@ -115,9 +115,7 @@ class _Follow:
         return ranks, len(self.single)
 
     def value_rows(self, value: int) -> SampleRows | UnknownCombination | None:
-        """Returns the position of the samples in a value, or why it is unknown, or
-        None.
-        """
+        """Returns the samples' position in a value, or why it is unknown, or None."""
         shape = self.graph.tensors[value].shape
         dims = [self.where.get((value, dim)) for dim in range(len(shape))]
         rows = [

@@ -106,8 +106,7 @@ def prove(
             the batch require.
 
     Returns:
-        The verdict; its reason if the loss cannot be traced with either number of
-        samples.
+        The verdict; its reason if the loss cannot be traced with both sizes.
     """
     if part == whole:
         return Separability(group=group or 1)

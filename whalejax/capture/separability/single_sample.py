@@ -64,8 +64,7 @@ _REDUCING: Final = tuple(
 def single_sample_reason(
     single: Any, pair: tuple[Any, Any], sizes: tuple[int, int, int]
 ) -> Reason | None:
-    """Returns the reason why one sample is not covered by the proof for more; None if
-    it is.
+    """Returns why the proof for more samples does not cover one; None if it does.
 
     Args:
         single: Program for one sample, or one group.
@@ -233,8 +232,6 @@ class _Comparison:
 
 
 class _Names:
-    """Names of arrays, in the trace of one sample and in that of more."""
-
     def __init__(self) -> None:
         self.given: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
         self.same: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})

@@ -76,8 +76,6 @@ def _cut(value: Any, parts: Mapping[int, int]) -> View:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """Evaluates a program with views for some of its values."""
-
     merges: frozenset[Position]
 
     def run(self, jaxpr: Any, values: Sequence[Any], prefix: Position) -> list[Any]:

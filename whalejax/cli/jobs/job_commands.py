@@ -208,7 +208,6 @@ def request_of(command: JobsAddCommand, folder: Path) -> Add:
 
 
 def _default_name(command: JobsAddCommand) -> str:
-    """Returns the model's name, with a number if another job has that name."""
     path, _, function = command.model.rpartition(":")
     stem = Path(path or function).stem
     base = re.sub(r"[^0-9A-Za-z_.-]+", "-", stem).strip("-._")[:56] or "job"

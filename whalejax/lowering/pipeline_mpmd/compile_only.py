@@ -125,12 +125,7 @@ def compile_stages(
 
 @dataclass(slots=True)
 class _Site:
-    """Memory of the programs of a virtual stage.
-
-    Attributes:
-        kept: Bytes that a micro-batch in flight saves after each action.
-        above: Additional bytes while each action runs.
-    """
+    """Bytes that a micro-batch in flight saves, and extra bytes, after each action."""
 
     kept: dict[Action, int] = field(default_factory=dict)
     above: dict[Action, int] = field(default_factory=dict)
@@ -333,7 +328,6 @@ class _Rehearsing:
         return [site for site in self.apart.sites if site.stage == stage]
 
     def _replicated_inputs(self, stage: int) -> set[int]:
-        """Returns the inputs of the loss that a stage reads and another stage owns."""
         return {
             n
             for site in self._of(stage)

@@ -83,7 +83,6 @@ class SchedulePass:
         self.batch_gradients: list[Any] = []
 
     def _bring(self, site: VirtualStagePrograms) -> None:
-        """Copies to a stage the inputs that it reads from other owners, once."""
         place = site.place
         for n in (*place.params, *place.rest, *place.batch):
             key = site.stage, n
@@ -169,7 +168,6 @@ class SchedulePass:
     def _leave(
         self, number: int, micro_batch: int, action: Action, made: dict[Value, Any]
     ) -> None:
-        """Stores the values of a virtual stage for later transfers."""
         for target, values in self.apart.moves.targets[action][number].items():
             handing = ScheduledTransfer(
                 micro_batch=micro_batch, source=number, target=target, action=action

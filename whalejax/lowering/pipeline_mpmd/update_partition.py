@@ -106,9 +106,7 @@ class UpdatePartition:
         return self.levels[number] + (self.owners[number] not in (None, owner))
 
     def _owner(self, step: Step) -> Owner:
-        """Returns the stage of an operation's sharding, arrays or scalars; None for
-        all.
-        """
+        """Returns the stage of an operation's sharding or values; None for all."""
         laid = self._mesh_owner(step)
         if laid is not None:
             return laid

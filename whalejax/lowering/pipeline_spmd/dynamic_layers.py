@@ -116,12 +116,8 @@ OWN, ONCE = -1, -2
 class _LoopResiduals:
     """Residuals of a loop for its backward pass.
 
-    Attributes:
-        backward: Derivative of a layer, with stacked leaves of all iterations.
-        sliced: Whether an iteration has a slice of each leaf.
-        flows: Whether a gradient flows through each operand.
-        count: Number of iterations.
-        operands: Operands of the loop.
+    ``sliced`` is whether an iteration has a slice of each leaf of ``backward``;
+    ``flows``, whether a gradient flows through each operand.
     """
 
     backward: Any

@@ -200,8 +200,6 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartialDots:
-    """Exchanges dot products of the devices' parts of tensors."""
-
     packing: _Packing
     specs: tuple[Spec, ...]
     mesh: Mesh
@@ -243,7 +241,6 @@ class _PartialDots:
 
 
 def _node_means(rows: Any, weights: Any, node: int) -> Any:
-    """Converts the sums of ranks to means over the samples of each node."""
     groups = len(rows) // node
     sums = rows.reshape(groups, node, *rows.shape[1:]).sum(1)
     return weighted_means(sums, weights.reshape(groups, node).sum(1))
@@ -305,8 +302,6 @@ def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
 
 
 def _column_dots(ones: Pair, others: Pair) -> tuple[Pair, Pair, Pair]:
-    """Returns the dot product and both squared norms of every pair of columns."""
-
     def body(number: Any, sums: Any) -> Any:
         def row(x: Any) -> Any:
             return jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
@@ -371,7 +366,6 @@ def _exponent_range(dtype: Any) -> tuple[int, int]:
 
 
 def _power(exponents: Any, dtype: Any) -> Any:
-    """Returns exact powers of two, for exponents in ``_exponent_range``."""
     info: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
     bits = jnp.dtype(f"int{info.bits}")
     biased = exponents.astype(bits) + bits.type(info.maxexp - 1)
@@ -424,7 +418,6 @@ def _multiplied(x: Pair, y: Pair) -> Pair:
 
 
 def _each(of: Callable[[Any], Any], pair: Pair) -> Pair:
-    """Applies a function to both floats; the second may be None."""
     return of(pair[0]), None if pair[1] is None else of(pair[1])
 
 

@@ -78,7 +78,6 @@ class _Chunks:
         self.sizes[self.cut] //= self.count
 
     def parts(self, tag: int) -> int:
-        """Returns the number of devices that shard a dimension of the logits."""
         return math.prod(self.mesh.shape[axis] for axis in self.spec[tag])
 
     # Chunks of values.

@@ -50,8 +50,7 @@ class HostParameter:
 
     Attributes:
         host: Values of the parameter.
-        seed: Array by which the program is differentiated; None if no gradient is
-            needed.
+        seed: Array by which the program is differentiated; None without gradient.
         steps: Pending operations, in order; they have been applied to the seed.
     """
 

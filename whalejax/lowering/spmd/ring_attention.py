@@ -63,16 +63,8 @@ def attend(
 class _AttentionLayout:
     """An attention with its layout.
 
-    Attributes:
-        one: Pattern of the attention.
-        specs: Specs of query, key, value and the other operands.
-        out: Spec of the output.
-        axes: Mesh axes that shard the sequence; empty if there is no ring.
-        row: Sequence dimension among the query's own dimensions (an index into
-            ``one.rows``).
-        ring: Assignment of block pairs to devices and rounds.
-        filled: Score in skipped blocks if it may have a weight, else None.
-        mesh: Mesh of the devices.
+    ``axes`` shard the sequence; empty without a ring. ``row`` is the sequence's index
+    in ``one.rows``. ``filled`` is the score of skipped blocks if it may have a weight.
     """
 
     one: AttentionPattern
@@ -232,7 +224,6 @@ class _Local:
         return x.transpose([d for part in parts for d in part]).reshape(shape)
 
     def _unflat(self, x: Any, slot: int) -> Any:
-        """Reverses ``_flat`` for one device's part of query, key, value or output."""
         values = (*self.one.inputs[:3], self.one.output)
         specs = (*self.laid.specs[:3], self.laid.out)
         shape = values[slot].aval.shape
@@ -251,7 +242,6 @@ class _Local:
     # Order of the sequence on devices.
 
     def deal(self, x: Any, dim: int, *, back: bool = False) -> Any:
-        """Reorders a sequence to the ring's order, or back."""
         if not self.ring.zigzag:
             return x
         return dealt_out(x, dim, self.laid.axes, self.ring.size, back=back)

@@ -141,7 +141,6 @@ def _parts(axes: Sequence[str], mesh: Any) -> int:
 
 
 def _divisible(equation: Any) -> set[int]:
-    """Returns the dimensions of the first operand that may be sharded."""
     if equation.primitive.name != CONVOLUTION:
         return set(range(len(equation.invars[0].aval.shape)))
     samples, _, *space = equation.params["dimension_numbers"].lhs_spec
@@ -149,7 +148,6 @@ def _divisible(equation: Any) -> set[int]:
 
 
 def _sources(equation: Any) -> tuple[int, ...]:
-    """Returns the operand's dimension for each dimension of the result."""
     if equation.primitive.name != CONVOLUTION:
         return tuple(range(len(equation.outvars[0].aval.shape)))
     numbers = equation.params["dimension_numbers"]
@@ -158,7 +156,6 @@ def _sources(equation: Any) -> tuple[int, ...]:
 
 
 def _padding_value(equation: Any, dtype: Any) -> Any:
-    """Returns the neutral element of a window's reduction."""
     name = equation.primitive.name
     if name in ("reduce_window_max", "reduce_window_min"):
         sign = -1 if name == "reduce_window_max" else 1

@@ -234,7 +234,6 @@ def _all_gather(buffer: Any) -> Any:
 
 
 def _one_behind_the_other(rows: Sequence[Any], devices: int) -> Any:
-    """Concatenates the buffers of all replicas, device by device."""
     return jnp.stack([x.reshape(devices, -1) for x in rows], axis=1).reshape(-1)
 
 

@@ -65,8 +65,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     Attributes:
         pipelines: Executor of each pipeline.
-        program: Loss, optimizer and plan of the full model, on the first replica's
-            devices.
+        program: Loss, optimizer and plan of the model on the first replica's devices.
         mesh: Mesh of all devices, by stage, the first pipeline's first.
     """
 

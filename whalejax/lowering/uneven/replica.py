@@ -37,8 +37,7 @@ class Replica:
 
     Attributes:
         program: Program with the plan on the replica's devices.
-        begin, begin_eval: Functions that return zero sums, of ``add`` and of
-            ``evaluate``.
+        begin, begin_eval: Functions that return zero sums of ``add`` and ``evaluate``.
         add: Function from sums, non-trainable state, ``inputs_of`` the state, a
             micro-batch and its number to sums and non-trainable state.
         pack: Function from sums, the non-trainable state before and after, the number

@@ -166,7 +166,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         )
 
     def _on(self, replica: int, *, whole: bool = True) -> TrainState:
-        """Returns a replica's shardings of a state, or of the parts for evaluation."""
         result: TrainState = jax.tree.map(
             lambda s: NamedSharding(self._meshes[replica], s.spec),
             self.shardings if whole else bare(self.shardings),
@@ -379,7 +378,6 @@ def _times(
 
 
 def _cut(sharding: NamedSharding) -> list[int]:
-    """Returns the dimensions that are sharded over replicas."""
     return [
         dim
         for dim, axes in enumerate(sharding.spec)

@@ -150,7 +150,6 @@ class Placing:
         return {**away, **lost}
 
     def _away_devices(self) -> dict[str, str]:
-        """Returns the devices of hosts without an agent, with reasons."""
         now, devices, away = time.time(), self._devices, dict[str, str]()
         for job in self._book.unfinished() if devices.has_hosts else ():
             for host in self._away_hosts(job, now):
@@ -196,7 +195,6 @@ class Placing:
                     self.refused.setdefault(name, why)
 
     def _refusal_of(self, job: LiveJob) -> str:
-        """Returns the engine's reason if a job never fits on the hosts it gives."""
         devices = self._devices
         refused = {name for host in self.refused for name in devices.of_host(host)}
         counts = devices.counts(n for n in devices.names if n not in refused)
@@ -298,7 +296,6 @@ class Placing:
     # Starts and resizes.
 
     def _begin(self, job: LiveJob, run: JobRun, *, may_start: bool) -> None:
-        """Starts a run that has no process, once enough devices are free."""
         if job.devices and not job.target:
             self._set_devices(job, [])
         if not (job.target and may_start) or self._is_behind(job):

@@ -36,8 +36,7 @@ class JobDevices:
         return [*self.kinds]
 
     def masks(self, names: Sequence[str]) -> list[str]:
-        """Returns the names of devices as the supervisor of a run gets them for its
-        members.
+        """Returns the names of devices as a run's supervisor gets them for members.
 
         A GPU's name is for ``CUDA_VISIBLE_DEVICES``. On named hosts the host and a
         ``/`` come first. A name is empty if the member may use all devices.

@@ -165,9 +165,7 @@ class Planning:
 
 
 def _result_in(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Returns the result among the printed lines, or None; user code may print
-    others.
-    """
+    """Returns the result among the printed lines; None without one."""
     for line in reversed(lines):
         try:
             told = json.loads(line)

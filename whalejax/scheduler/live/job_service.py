@@ -262,9 +262,7 @@ class JobService:
             say_in_background("whalejax: there is space again")
 
     def _look_at_disk(self) -> None:
-        """Finds out whether the disk is too full for the journal, or for the files of
-        a start.
-        """
+        """Finds out whether the disk is too full for the journal, or to start a run."""
         folder, self._problem = self._settings.folder, ""
         goes_on = "jobs go on, and none is started until there is space"
         if why := self._book.problem:
@@ -387,7 +385,6 @@ class JobService:
     def _table(
         self, job: LiveJob, costs: Mapping[str, float] | None = None
     ) -> ScheduledJob:
-        """Returns the table of a job, with measurements in place of predictions."""
         run, known = self._runs[job.name], self._costs() if costs is None else costs
         measured = {
             place: job.run_batch * steps

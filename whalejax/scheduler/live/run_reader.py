@@ -96,13 +96,10 @@ class _RecordedDecision:
 
 
 class _Lines:
-    """Reader of the lines that are added to a file."""
-
     def __init__(self, path: Path) -> None:
         self._path, self._place, self._rest = path, 0, b""
 
     def new(self) -> Iterator[Mapping[str, Any]]:
-        """Yields the complete events that were written since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._place)
@@ -389,7 +386,6 @@ class RunReader:
             self.step, self.loss = step, said["loss"]
 
     def _measure(self, generation: int, at: float, last_at: float) -> None:
-        """Measures the cost of the change that led to this generation."""
         count, begun_at = self._begun[generation]
         asked = next((a for a in reversed(self._asked) if a.at <= begun_at), None)
         if asked is None or asked.after != count:

@@ -174,7 +174,6 @@ class SimulatedCalls(abc.ABC):
             self._begin_more(trainer)
 
     def _begin_more(self, trainer: int) -> None:
-        """Begins micro-batches up to the limit in flight."""
         limit = -(-self._in_flight() // self.setting.trainers)
         while self._waiting[trainer] and self._under_way[trainer] < limit:
             number = self._waiting[trainer].popleft()
