@@ -54,8 +54,8 @@ class Torus:
         wrap_multiple: Divisor of an axis's length for which the axis wraps.
         wrap_needs_all: Whether no axis wraps unless all do.
         max_chips: Largest number of chips in one slice.
-        slices: Lengths of each slice that the vendor offers, in order; empty if a slice
-            is a part of one cube, whose edge is ``wrap_multiple``, or whole cubes.
+        slices: Lengths of each slice that the vendor offers, in order. Empty if slices
+            are whole cubes, or parts of one, with the edge ``wrap_multiple``.
     """
 
     link: Link

@@ -186,9 +186,10 @@ class DeviceKind:
     def peak_flops(self, dtype: str) -> float:
         """Returns the dense peak in FLOP/s.
 
-        A type without its own peak takes the first one present of ``FALLBACKS``: bf16
-        that of f16, then f32 (products may run in another type: see ``multiplies_in``).
-        For a measured kind without a datasheet, the peak is the best observed rate.
+        A type without its own peak takes the first peak present of ``FALLBACKS``: for
+        bf16 that is f16, then f32. Products may run in another type: see
+        ``multiplies_in``. For a measured kind without a datasheet, the peak is the best
+        observed rate.
 
         Args:
             dtype: One of ``DTYPES`` or a numpy name.

@@ -57,9 +57,12 @@ class DatasheetRating:
 
 
 POWER = 0.4
-"""Exponent of a board's power, by which the speed of products falls if it is too low
-for the peak: H100's data sheet gives 756 TFLOP/s to the card of 350 W and 989 to the
-module of 700 W. L4 and L40S, A10G and RTX A6000 show the same."""
+"""Exponent of a board's power, by which the speed of products falls.
+
+It applies if the power is too low for the peak. H100's data sheet gives 756 TFLOP/s to
+the card of 350 W and 989 to the module of 700 W. L4 and L40S, A10G and RTX A6000 show
+the same.
+"""
 
 STANDS_IN: Mapping[str, str] = {
     "pascal": "volta",

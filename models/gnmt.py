@@ -1,9 +1,9 @@
 """GNMT: translation by recurrent layers and additive attention, in Flax NNX.
 
-It shows features that the other models lack: loops over time, in which nothing runs in
-parallel along the sequence; an encoder and a decoder of different shape, with attention
-between them; and an embedding that both read first. It runs on one device unchanged;
-two lines annotate it:
+It shows features that the other models lack. Loops over time run nothing in parallel
+along the sequence. Encoder and decoder have different shapes, with attention between
+them. Both read one embedding first. It runs on one device unchanged; two lines annotate
+it:
 
 - in ``GNMT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding,
   encoder and decoder makes them data-parallel;

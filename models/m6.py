@@ -1,11 +1,11 @@
 """M6: images and text in, text out, of ten billion parameters, in Flax Linen.
 
-It shows features that the other models lack: two kinds of input that become one
-sequence, and a size whose replicas fit no device, so that something has to be sharded,
-divided into stages or offloaded. In the encoder, patches of an image come before the
-tokens of a text, and the decoder generates text. The layers are T5's. In the default
-configuration nothing is marked and the planner decides everything.
-``M6Config(annotated=True)`` adds three marks:
+It shows features that the other models lack. Two kinds of input become one sequence. No
+device can store a replica, so something has to be sharded, divided into stages or
+offloaded. In the encoder, patches of an image come before the tokens of a text, and the
+decoder generates text. The layers are T5's. In the default configuration nothing is
+marked and the planner decides everything. ``M6Config(annotated=True)`` adds three
+marks:
 
 - in ``M6.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
   decoder makes them data-parallel;

@@ -70,9 +70,9 @@ class StagesData:
             programs; empty if the stages are in that order.
         turns, ahead, back: For lockstep stages, numbers of turns in a step: all, those
             with forward passes, and those with backward passes; else 0.
-        stash: Saved values of a micro-batch in flight for lockstep stages:
-            ``"inputs"``, from which the backward pass recomputes the layers, or
-            ``"residuals"``, all values that their derivative reads.
+        stash: Saved values of a micro-batch in flight for lockstep stages.
+            ``"inputs"``: the backward pass recomputes the layers. ``"residuals"``: all
+            values that the derivative reads.
         paces: Predictions for each part, in model order.
         handed_seconds: Predicted seconds of a transfer to the next part's stage.
     """

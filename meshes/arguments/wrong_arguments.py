@@ -52,8 +52,8 @@ def names_arguments(
         instance: Usual name of an instance, which messages write before a method's
             name; default: ``name``.
         instead: Sentence that says what to write; empty for the signature.
-        habits: Attributes that such objects have in other libraries, each with a
-            sentence that says what to write instead.
+        habits: Attribute names of other libraries, each with a sentence on what to
+            write instead.
 
     Returns:
         A decorator. Calls that Python would refuse raise ``WrongArguments``; a

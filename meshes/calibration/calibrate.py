@@ -3,8 +3,8 @@
 Turns the times of ``probes`` into a device kind and a level of links. The result is
 cached for each machine, because later processes request the same. Starts JAX.
 
-The memory of a virtual CPU device is the host's (or its control group's), divided by
-the number of devices; that of an accelerator is what JAX may allocate.
+The memory of an accelerator is what JAX may allocate. A virtual CPU device has the
+host's memory (or its control group's), divided by the number of devices.
 """
 
 from __future__ import annotations

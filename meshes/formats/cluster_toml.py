@@ -1,8 +1,8 @@
 """Clusters as plain data, and as TOML files.
 
-One schema serves both: ``plan.json`` contains a complete cluster, and a user's file may
-omit what the catalogue knows (``base`` inherits a kind, missing ``levels`` are those of
-the kinds, missing values of ``compiler`` those of the platform).
+One schema serves both. ``plan.json`` contains a complete cluster; a user's file may
+omit what the catalogue knows. ``base`` inherits a kind. Missing ``levels`` come from
+the kinds, missing values of ``compiler`` from the platform.
 
     [kinds.small]
     base = "h100"

@@ -58,7 +58,7 @@ _OF_JOBS: Final[Mapping[str, Any]] = {
 """Options of jobs, with an example value."""
 
 _DIVIDES: Final = (("heads", "embed"), ("kv_heads", "heads"))
-"""Pairs of fields, of which the first divides the second."""
+"""Pairs of fields: the first divides the second."""
 
 
 def change(

@@ -179,9 +179,11 @@ def _reduces_whole(
 
 
 _LONG, _LONG_FLAT = 4, 8
-"""Least number of chips along each axis of a torus with which an all-reduce replaces a
-collective: a gather on three axes or a reduce-scatter on a square; the second value is
-for small gathers on two axes."""
+"""Least number of chips along each axis of a torus for an all-reduce instead.
+
+It replaces a gather on three axes or a reduce-scatter on a square; the second value is
+for small gathers on two axes.
+"""
 
 _SMALL_GATHER_BYTES = 2**25
 """Size below which gathers over a large flat torus run as all-reduces (16 MiB was seen

@@ -367,8 +367,8 @@ def gradients_of(
 ) -> tuple[Collective, ...]:
     """Returns the gradient reductions of the weights that a row reads.
 
-    Iterations of a loop that read the same weights sum their gradients on each device;
-    compilers that merge partial sums move the reduction after the loop.
+    Some iterations of a loop read the same weights and sum their gradients on each
+    device. Compilers that merge partial sums move the reduction after the loop.
     """
     if not _gradient(row):
         return ()

@@ -89,15 +89,17 @@ def _gathers(
 
 
 GATHER_TURNS, CUT_TURNS = 1, 2
-"""Number of transposes in the cost of XLA's CPU compiler: of an array whose last
-dimension is gathered, and of one whose last dimension an update shards and gathers.
+"""Number of transposes in the cost of XLA's CPU compiler.
 
-The compiler gathers along the first dimension and transposes the result in memory.
+The first is for an array whose last dimension is gathered, the second for one whose
+last dimension an update shards and gathers. The compiler gathers along the first
+dimension and transposes the result in memory.
+
 Compared with arrays of 0.3 to 9 MB along other dimensions, gathers took longer by 0.6
 to 0.8 times the calibrated time of the transpose (two shapes of seven, with a power of
-two in each dimension, 1.7 and 4.3 times), and updates by SGD and Adam by 0.8 to 2.5
-times. The 102 MB of a ResNet-50 took 270 ms along the third dimensions and 959 ms along
-the last ones, where there was a choice.
+two in each dimension, 1.7 and 4.3 times). Updates by SGD and Adam took longer by 0.8 to
+2.5 times. The 102 MB of a ResNet-50 took 270 ms along the third dimensions and 959 ms
+along the last ones, where there was a choice.
 """
 
 
@@ -156,9 +158,9 @@ def whole_shares(
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
 
     Returns:
-        Fraction of the sharded gradients that the compiler all-reduces because of their
-        tiles (see ``CompilerProfile.scatters_odd_tiles``), and fraction of all
-        gradients that storage leaves unsharded; by case.
+        Two fractions by case: of the sharded gradients, those all-reduced because of
+        their tiles (see ``CompilerProfile.scatters_odd_tiles``); of all gradients, those
+        unsharded in storage.
     """
     sharded: Any = 0.0
     odd: Any = 0.0

@@ -9,8 +9,8 @@ Three rules keep the classes from merging:
 
 * a dimension is a list of *atoms*, major first, fine enough that every reshape is the
   identity on the list of atoms;
-* atoms of one tensor are pairwise different: a tie that would put one class twice into
-  a tensor is refused and becomes a *cut*, where a value changes layout;
+* atoms of one tensor are pairwise different: no tie may put one class twice into a
+  tensor; instead a *cut* stays, where a value changes layout;
 * ties are made in an order: weights first, then elementwise, then products of two
   activations, each by decreasing bytes, so that a conflict cuts the cheap side. If a
   product is still cut at its expensive side, the opposite order is evaluated too.

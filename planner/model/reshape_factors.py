@@ -2,9 +2,9 @@
 
 A reshape only regroups: written as lists of *atoms*, major first, its operand and its
 result are the same list. The first pass of the dimension analysis finds the coarsest
-atoms for which that is true everywhere, by pushing cut points through reshapes and ties
-until nothing changes. A reshape that no common refinement explains is a *barrier*: its
-dimensions must be unsharded there.
+such atoms. It pushes cut points through reshapes and ties until nothing changes. A
+reshape that no common refinement explains is a *barrier*: its dimensions must be
+unsharded there.
 """
 
 from __future__ import annotations

@@ -322,8 +322,8 @@ def divide_program(units: Units, starts: Sequence[str]) -> Division:
 def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
     """Divides a program at the user's ``stage`` marks.
 
-    Units without a mark go to the latest stage that makes one of their operands, or, if
-    they read only parameters and data, to the first stage that reads them.
+    Units without a mark go to the latest stage that makes one of their operands. If
+    they read only parameters and data, they go to the first stage that reads them.
 
     Args:
         units: The program.

@@ -77,8 +77,9 @@ def least_step_seconds(
     Args:
         stages: Seconds of each stage.
         count: Number of micro-batches.
-        chunks: Number of parts of the model on each stage. A stage of several waits
-            only for the first parts of the others, of which no least time is known.
+        chunks: Number of parts of the model on each stage. With several parts per
+            stage, a stage waits only for the first parts of the others, whose least
+            time is unknown.
 
     >>> one = StageSeconds.of(3.0, 0.0, recomputes=False)
     >>> round(least_step_seconds([one, one], 1), 6)

@@ -60,8 +60,8 @@ def issue_order(
 
     Args:
         table: The schedule.
-        ahead: Pairs of virtual stages, of which the first sends values to the second.
-        back: Pairs of which the first sends cotangents to the second.
+        ahead: Pairs of virtual stages: the first sends values to the second.
+        back: Pairs of virtual stages: the first sends cotangents to the second.
         seconds: Seconds of each action on each virtual stage.
 
     Raises:

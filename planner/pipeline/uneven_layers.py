@@ -99,7 +99,7 @@ def seconds_of(
     Args:
         graph: The captured loss.
         shared: Layers of the loss.
-        cluster: Devices, each of which computes alone.
+        cluster: Devices, each computing alone.
         num_micro_batches: Number of micro-batches in a step.
 
     Returns:

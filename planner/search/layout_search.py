@@ -85,8 +85,9 @@ MANY_SPACES = 1000
 """Number of meshes with spatial axes above which the search skips some of them."""
 
 SPACE_SLACK = 1.1
-"""Largest step time, as a multiple of the best, at which plans that shard space are
-evaluated; larger than the margins for ties and for listed alternatives."""
+"""Largest multiple of the best step time at which plans that shard space are evaluated.
+It exceeds the margins for ties and for listed alternatives.
+"""
 
 LISTED = 40
 """Largest number of meshes that are all evaluated; above it, only those near the best.

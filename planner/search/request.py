@@ -59,11 +59,10 @@ class Request(FixedOptions):
         mesh: Axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
         policies: Remat policies to choose from, the one that saves most first.
-        hosted: Function that returns the state that the optimizer can update in chunks,
-            so that it may be in host memory; called only if needed.
-        sliced: Function that returns the paths of parameters whose optimizer state is
-            updated element by element, so that each replica can keep a slice; called
-            only if needed.
+        hosted: Function that returns the state that may be in host memory, as the
+            optimizer can update it in chunks; called only if needed.
+        sliced: Function that returns the paths of parameters with elementwise updates;
+            each replica can keep a slice of their state. Called only if needed.
         in_flight: Micro-batches whose activations are saved at once, as in a stage.
         copies: Least number of copies of the model, by the marks: ``data`` × ``fsdp`` ×
             ``context`` is a multiple of it.

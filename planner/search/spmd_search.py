@@ -103,7 +103,7 @@ class SpmdDecision:
     Attributes:
         analysed: Analysed graph of the chosen plan.
         search: Search that found the plan.
-        weighed: Evaluated plans, of which the first is chosen.
+        weighed: Evaluated plans; the first is chosen.
         gap: Fraction of the step by which another plan of one program may be faster;
             None for a stage or a replica.
         on_paper: Clearly faster plan of one program that no executor runs, or None.

@@ -103,7 +103,7 @@ def axis_roles(
 
 @functools.lru_cache(maxsize=2**12)
 def major_dims(layout: Layout) -> Mapping[int, int]:
-    """Returns, by role, the first dimension of which it is the major atom.
+    """Returns, by role, the first dimension whose major atom it is.
 
     Args:
         layout: Roles of each dimension, major atom first.

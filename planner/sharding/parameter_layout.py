@@ -2,8 +2,8 @@
 
 Storage has its own rule besides the compute tables: ZeRO and FSDP shard parameters,
 gradients and optimizer state over axes on which the computation splits the batch. All
-parameters try logical dimensions in one order, those that cover most bytes first, so
-that the result reads like a table of rules.
+parameters try logical dimensions in one order, most bytes first. So the result reads
+like a table of rules.
 
 The module is long because all facts about a parameter that layouts need come from the
 operations that read it.
@@ -79,9 +79,9 @@ class LeafGroup:
         gathers: Number of gathers in a micro-batch if they are stored in shards: one
             for each form that the forward pass reads, and one more if the backward pass
             needs it.
-        turns: Number of gathers after which XLA's CPU compiler transposes the result,
-            if it is sharded along the last dimension; 1 for convolutions, which
-            transpose their operands themselves, and 0 for looked-up tables.
+        turns: Number of gathers whose result XLA's CPU compiler transposes, if the last
+            dimension is sharded. It is 1 for convolutions, which transpose their
+            operands themselves, and 0 for looked-up tables.
         uses: Number of operations that read a parameter, each of which computes a
             gradient of it; a reader of a slice counts as the slice's fraction.
         multiplied: Whether they are float32 and only products read them.
@@ -471,7 +471,8 @@ NARROW = 512
 
 A shard of the columns would not fill the lanes of a TPU. To add a gradient, compilers
 write the table and its optimizer state with 128 columns, as each row is contiguous in
-memory (libtpu 0.0.42, v5e: 16 of 128 columns take 8 times their bytes)."""
+memory. So 16 columns take 8 times their bytes (libtpu 0.0.42, v5e).
+"""
 
 
 Readers = Mapping[int, Sequence[tuple[str, float]]]

@@ -110,7 +110,7 @@ def place_in_sections(
 
     Args:
         tables: All tables.
-        processes: CPU processes, of which some may stay unused.
+        processes: CPU processes; some may stay unused.
         devices: Devices of the dense part with the memory that it leaves; None if they
             can store no table.
         batch_size: Samples of a global batch.

@@ -229,9 +229,9 @@ class Adapter:
     def fold_rest(self, rest: Any, number: Any) -> Any:
         """Folds an integer into every random key of the rest.
 
-        Executors fold in the step and the index of the micro-batch, always starting
-        from the rest at the start of the step: each micro-batch draws its own dropout
-        masks, the same under every plan. ``restore_keys`` undoes it.
+        Executors fold the step and the index of the micro-batch into the rest at the
+        start of the step. So each micro-batch draws its own dropout masks, the same
+        under every plan. ``restore_keys`` undoes it.
 
         Args:
             rest: Non-trainable state, in the structure of ``rest``.

@@ -62,11 +62,11 @@ class Feed:
     shares change, and a resumed run continues at the next sample, also with another
     batch size: ``Feed(..., first_sample=state.samples)``.
 
-    A source without a length, such as a generator or one of grain's iterable datasets,
-    is read from its beginning by every process, which keeps its own samples; it must
-    yield the same samples in the same order to all. To continue in the middle without
-    reading the earlier samples again, save ``get_state()`` with the checkpoint. This
-    needs an iterator with ``get_state`` and ``set_state``, such as grain's.
+    Every process reads a source without a length (a generator, or an iterable dataset
+    of grain) from its beginning, and keeps its own samples. Such a source must yield
+    the same samples in the same order to all. To continue in the middle without reading
+    the earlier samples again, save ``get_state()`` with the checkpoint. This needs an
+    iterator with ``get_state`` and ``set_state``, such as grain's.
 
     Attributes:
         step: Number of the next step.

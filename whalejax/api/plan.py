@@ -148,12 +148,12 @@ def plan(
             tokens and their loss, so that all logits never exist at once. 1 computes
             them at once. None lets the planner choose, if memory is short.
         combine: Combination of the ranks of the axis ``data``. ``"mean"`` averages
-            their gradients. ``"adasum"`` is adaptive summation: by parameter and
-            layer, orthogonal gradients add up and parallel ones are averaged.
+            their gradients. ``"adasum"`` is adaptive summation: by parameter and layer,
+            orthogonal gradients add up and parallel ones are averaged.
             ``"adasum_nodes"`` is Adasum across nodes of the means within each node.
-            ``"adasum_updates"`` is Adasum of the updates that each rank's optimizer
-            would make, for optimizers whose step is not linear in the gradient, such
-            as Adam and LAMB.
+            ``"adasum_updates"`` is Adasum of the updates of each rank's optimizer. It
+            suits optimizers with steps that are not linear in the gradient, such as
+            Adam and LAMB.
         shares: Micro-batches of each data-parallel replica, in node order. A run may
             change the given numbers by its measurements (``TrainStep.shares``).
             ``"even"`` gives all replicas the same number, and on devices of one kind

@@ -47,9 +47,9 @@ def plan_tables(
 ) -> TablesPlan:
     """Finds the embedding tables of a model and decides where they are stored.
 
-    A table is a trained parameter of two dimensions that the loss only looks up, as
-    ``table[ids]``, ``jnp.take`` and ``nnx.Embed`` do, with integer ids that depend on
-    the batch alone. Everything else, the dense part, is planned as by ``wh.plan``.
+    A table is a trained parameter of two dimensions that the loss only looks up
+    (``table[ids]``, ``jnp.take``, ``nnx.Embed``). Its integer ids depend on the batch
+    alone. Everything else, the dense part, is planned as by ``wh.plan``.
 
     Args:
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.

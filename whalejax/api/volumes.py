@@ -33,9 +33,9 @@ Region = tuple[tuple[slice, ...], ...]
 class Volumes:
     """Samples in files: a source for ``wh.Feed`` that reads slabs.
 
-    A file is ``.npy``, whose requested part is mapped into memory, or a folder with a
-    Zarr array (version 2 or 3), whose chunks with that part are read. A chunk without a
-    file has the array's fill value, as Zarr defines it.
+    A file is ``.npy`` or a folder with a Zarr array (version 2 or 3). Of the first the
+    requested part is mapped into memory; of the second the chunks with that part are
+    read. A chunk without a file has the array's fill value, as Zarr defines it.
 
     Attributes:
         bytes_read: Bytes read from files so far; for Zarr, of full chunks before

@@ -104,9 +104,9 @@ def _frozen_weights(
 ) -> list[int]:
     """Returns the indices of the non-trained leaves that are weights.
 
-    Those are the model's own parameters, and other leaves that products multiply values
-    with, such as quantised kernels that a module keeps in variables of another kind. A
-    step must not change them.
+    Those are the model's own parameters, and other leaves by which products multiply
+    values. An example is quantised kernels in variables of another kind. A step must
+    not change them.
     """
     first = len(adapter.param_paths)
     rest = walk.tensors[first : first + len(still)]

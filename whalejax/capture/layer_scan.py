@@ -154,7 +154,7 @@ def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] 
 
 
 def _source(atom: Any, made: Any) -> Any:
-    """Returns the variable of which a value is a cast or a reshape within layers."""
+    """Returns the variable before casts and reshapes within layers."""
     while atom in made and made[atom].primitive.name in FORMS:
         (before,) = made[atom].invars
         if before.aval.shape[:1] != atom.aval.shape[:1]:

@@ -1,9 +1,9 @@
 """Mixed precision: compute in 16 bits, keep parameters and gradients in float32.
 
-The cast is inside the traced loss, so that everything after it (gathers of
-parameters, products, activations) is counted and moved at 16 bits, and the
-gradient arrives at the master weights in float32 through the cast's own transpose. In
-float16 the loss is scaled too; see ``lowering.loss_scale``.
+The cast is inside the traced loss. So everything after it (gathers of parameters,
+products, activations) is counted and moved at 16 bits. The gradient arrives at the
+master weights in float32 through the cast's own transpose. In float16 the loss is
+scaled too; see ``lowering.loss_scale``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Flattens a jaxpr into a list of operations, with calls inlined.
 
-Positions: an equation's position is its index in its jaxpr; inside a call-like
-equation at position ``p`` the k-th equation of the j-th inner jaxpr has position
-``(*p, j, k)``. So the third equation of a jitted function that is called by equation 5
-of the program is at ``(5, 0, 2)``. ``j`` is the index of the branch in a ``cond``, 0
-for the condition and 1 for the body of a ``while``, and 0 in every other call. An
-evaluator that recurses with ``recursion`` and ``inner_jaxprs`` visits the same
-positions.
+The position of an equation is its index in its jaxpr. Inside a call-like equation at
+position ``p``, the k-th equation of the j-th inner jaxpr has position ``(*p, j, k)``.
+So the third equation of a jitted function that is called by equation 5 of the program
+is at ``(5, 0, 2)``. ``j`` is the index of the branch in a ``cond``, 0 for the condition
+and 1 for the body of a ``while``, and 0 in every other call. An evaluator that recurses
+with ``recursion`` and ``inner_jaxprs`` visits the same positions.
 
 Added operations of kind ``scan`` and ``while`` connect a loop's carries and slices.
 They have the position of the loop, and compute nothing.

@@ -1,4 +1,4 @@
-"""Equal layers of a Python loop, of which a reduced program runs only three.
+"""Equal layers of a Python loop; a reduced program runs only three of them.
 
 Layers in a scan are reduced as any dimension is. Those of a Python loop are consecutive
 equations. If these repeat, only the first two layers and the last one run, and readers

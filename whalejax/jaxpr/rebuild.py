@@ -230,7 +230,7 @@ def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
     layouts.
 
     Args:
-        values: Operands, of which the first is the index of the branch.
+        values: Operands; the first is the index of the branch.
         branches: Function of each branch.
     """
     index, *operands = values

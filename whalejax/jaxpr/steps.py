@@ -1,4 +1,4 @@
-"""Traced programs as one list of steps, of which any part can run.
+"""Traced programs as one list of steps; any part of it can run.
 
 A pipeline runs a model, its backward pass and its optimizer in pieces, at different
 times and on different devices. A piece is the computation of some values from others;

@@ -1,7 +1,7 @@
 """``StepRunner``: the common work of all executors around a step.
 
-A step or an evaluation has four parts, in this order: processes compare their plans, a
-watch starts, the executor issues its programs, and the watch gets the results, which
+A step or an evaluation has four parts, in this order. Processes compare their plans, a
+watch starts, the executor issues its programs, and the watch gets the results. These
 show when the programs are done. Executors implement the comparison and the programs.
 """
 

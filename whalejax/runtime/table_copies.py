@@ -1,7 +1,7 @@
 """Copies of states with tables, in parts that any placement can read.
 
-A process writes the rows that its devices hold, with their numbers, and reads those
-that its devices are to hold. No process has a complete table, and nothing is exchanged.
+A process writes the rows of its devices with their numbers. It reads the rows that its
+devices will hold. No process has a complete table, and nothing is exchanged.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _hold(states: Sequence[JobState], devices: Mapping[str, int]) -> bool:
     if len(devices) == 1:
         (count,) = devices.values()
         return sum(state.job.least for state in states) <= count
-    # Most jobs run on one device of any kind, of which there are enough.
+    # A quick check before the integer program.
     if sum(state.job.least for state in states) > sum(devices.values()):
         return False
     values = [{place: 0.0 for place in state.job.places} for state in states]

@@ -1,4 +1,4 @@
-"""Tables of which a rank receives each distinct row that it needs once.
+"""Tables whose distinct rows are sent to each rank only once.
 
 A rank asks every owner for the distinct rows that its samples read there, and finds its
 vectors among the received rows. Backward it first sums its gradients by row. The

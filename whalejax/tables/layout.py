@@ -197,8 +197,8 @@ class TableLayout:
             fewer rows than the vectors that a rank's samples need.
         blocks: Rows of these shards in each buffer, ``[ranks, rows]``, padded with the
             number of the buffer's rows.
-        distinct: Tables of which each distinct row is sent once, by name: their shards
-            by columns, each with all rows.
+        distinct: Tables whose distinct rows are sent once, by name: their shards by
+            columns, each with all rows.
         requests: Maximum number of rows that a rank requests of another, by buffer.
         hottest: Sorted rows of cached tables on the device, by name; absent if they are
             the first rows.
@@ -259,10 +259,10 @@ class TableLayout:
     ) -> int:
         """Returns the bytes that all ranks send to others in one exchange of vectors.
 
-        With N samples, R ranks, at most V elements a sample from one rank, F elements
-        of completely sent rows, D of requested rows and q bytes an element:
-        (N · V + R · (F + D)) · q · (R - 1). In the backward pass the number of lookups
-        is sent with each completely sent row.
+        They are (N · V + R · (F + D)) · q · (R - 1), with N samples, R ranks, at most V
+        elements a sample from one rank, F elements of completely sent rows, D of
+        requested rows and q bytes an element. In the backward pass the number of
+        lookups is sent with each completely sent row.
 
         Args:
             samples: Number of samples of a global batch.

@@ -121,8 +121,8 @@ class TablePrograms:
         rows: Number of rows of that table.
         optimizer: Update rule of rows.
         mesh: Devices.
-        axes: Mesh axes that divide the batch, along which the ranks are numbered: nodes
-            and the ranks of a node, if a node holds rows jointly.
+        axes: Mesh axes that divide the batch and number the ranks. If a node holds rows
+            jointly: its nodes and the ranks of a node.
         clips: Whether ids out of range are replaced by the nearest id.
         by_sample: Layout of the same buffers without requests of rows, for batches with
             more distinct rows than there is room for.

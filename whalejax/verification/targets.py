@@ -1,7 +1,7 @@
 """Targets of compilation: the TPU and GPU compilers' names of a cluster.
 
-The text for a target is that of a cluster (``v5p:4x4x4``, ``h100:2x8``, ``local``);
-this module knows which of them have a compiler, and its names for them.
+The text for a target is a cluster's (``v5p:4x4x4``, ``h100:2x8``, ``local``). This
+module knows which targets have a compiler, and the compiler's names for them.
 """
 
 from __future__ import annotations

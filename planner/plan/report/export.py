@@ -45,9 +45,9 @@ def flax_rules(plan: PlanData) -> Rules:
     that ``fsdp`` shards in storage, and stacked layers, which ``stage`` divides.
 
     Raises:
-        PlanError: Two regions, or computation and storage, need different axes; some
-            parameter would be stored otherwise than planned; or the plan has stages
-            with their own layouts, unequal shares, or embedding tables.
+        PlanError: Two regions, or computation and storage, need different axes; a
+            parameter would not be stored as planned; or the plan has unequal shares,
+            embedding tables, or stages with own layouts.
     """
     check_one_program(plan, "a table of rules")
     wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(

@@ -1,4 +1,4 @@
-"""Equations of which any block of the result can be computed by itself.
+"""Equations whose result can be computed block by block.
 
 These are elementwise equations, added and transposed dimensions, positions (``iota``),
 and reductions over an uncut dimension: a block of their result depends on blocks of

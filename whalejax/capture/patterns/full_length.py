@@ -7,8 +7,8 @@ to be cut are zero at first, and sums over tokens leave them out. An operation w
 such a rule reads the cut value, as it was traced.
 
 No number of the extra tokens reaches a result or a gradient: reductions replace it. A
-selection stops its cotangent, NaN included, where the value begins and where it meets
-values that all tokens share.
+selection stops its cotangent, NaN included, at two places: where the value begins, and
+where it meets values that all tokens share.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def possible_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[int, int]:
 
 
 def most_tokens(jaxpr: Any) -> int:
-    """Returns the most tokens of which one call makes logits; 0 if no call does.
+    """Returns the most tokens whose logits one call makes; 0 if no call does.
 
     Args:
         jaxpr: Program, or part of one, that ``with_logits`` returned.

@@ -1,7 +1,7 @@
 """Finds how reported values are combined, as far as the program shows it.
 
-It connects the trace, which knows the values by name, with ``sample_dims``, which knows
-where their rows are, and describes values that cannot be combined.
+The trace knows the values by name, and ``sample_dims`` the position of their rows. This
+module connects both, and describes values that cannot be combined.
 """
 
 from __future__ import annotations

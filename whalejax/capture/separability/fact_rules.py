@@ -94,7 +94,7 @@ def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | N
 
 
 def with_fact(value: Value, fact: Any, reason: Reason) -> Value:
-    """Returns a value of which only a fact may be used."""
+    """Returns a value with a fact, the only thing that may be used of it."""
     return Value(kind=Dependence.COUPLED, dims=value.dims, fact=fact, reason=reason)
 
 

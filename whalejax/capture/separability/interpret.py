@@ -60,9 +60,9 @@ class Interpreter:
         share: Ratio of the part's samples to the whole batch's.
         group: Number of samples in a group of neighbours.
         runs: Number of consecutive runs of samples.
-        scale: Test factor; not 1 if a derivative rule must be linear in its cotangent:
-            gradients are divided by the weights of a loss, or the rule is called once
-            for each sample.
+        scale: Test factor; not 1 if a derivative rule must be linear in its cotangent,
+            because gradients are divided by a loss's weights, or the rule is called
+            once for each sample.
         line: The user's line that calls the program, for operations without one.
         differentiated: Whether derivatives of the program are taken. They are not for a
             traced derivative rule, which may call its own function.

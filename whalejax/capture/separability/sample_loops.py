@@ -1,8 +1,8 @@
 """Loops along the samples: maps, and sums that are carried from sample to sample.
 
 The results of an iteration may depend only on its own sample. It may carry values that
-no iteration changes, sums to which each adds a value, the iteration's index, and random
-keys made from the loss's own.
+no iteration changes, running sums, the iteration's index, and random keys made from the
+loss's own.
 """
 
 from __future__ import annotations

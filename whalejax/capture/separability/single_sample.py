@@ -2,9 +2,9 @@
 
 A dimension of one element is often dropped or repeated by another rule than a longer
 one, as in ``jnp.squeeze``, and a loss may branch on it. So a proof uses parts of two or
-more samples, and the program for one must be the same, operation by operation: the same
-operands, parameters, and shapes that depend on the number of samples in the same way.
-Operations that only add or drop dimensions of one element do not count.
+more samples, and the program for one must be the same, operation by operation. Operands
+and parameters must be the same, and shapes must depend on the number of samples in the
+same way. Operations that only add or drop dimensions of one element do not count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules that carry split dimensions along, primitive by primitive.
 
-Each rule receives an equation and operands, some of which are views, and returns the
-results, or None if it cannot: then the equation reads the original values.
+Each rule receives an equation and operands; some are views. It returns the results, or
+None if it cannot. Then the equation reads the original values.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Stages with unequal numbers of layers run one program, and each runs one iteration for
 each of its layers. JAX has no reverse-mode derivative of such a loop, so this one has
-its own rule: the forward pass saves the residuals of every iteration, and the backward
+its own rule. The forward pass saves the residuals of every iteration, and the backward
 pass runs the iterations in reverse. The buffers have room for the most layers of any
 stage.
 """

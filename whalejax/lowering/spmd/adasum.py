@@ -331,9 +331,9 @@ def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
     """Returns the coefficients p and q of ``_level``, and the tensors' exponents.
 
     ``every`` is (device, number, pair, tensor). Results are a·b / 2‖b‖² and a·b /
-    2‖a‖², each (pair, tensor), with a and b divided by two to the exponents; and the
-    exponents, (2, pair, tensor). A zero tensor has its partner's exponent, and two
-    zeros have 0.
+    2‖a‖², each (pair, tensor), where a and b are divided by two to the exponents. The
+    last result is the exponents, (2, pair, tensor). A zero tensor has its partner's
+    exponent, and two zeros have 0.
     """
     every = jnp.moveaxis(every, 1, 0)
     highs, lows, exponents = every[0:6:2], every[1:6:2], every[6:].astype(jnp.int32)

@@ -1,9 +1,9 @@
 """Finds which values a plan constrains, equation by equation.
 
-The compiler propagates shardings to other values, but follows the plan only with
-constraints on these: results of products, lookups and other operations that mix
-dimensions; values before and after each reshard; every parameter at its use. Positions
-are those of capture, so the evaluator can match equations.
+The compiler propagates shardings from these to other values. It follows the plan only
+with constraints on results of products, lookups and other operations that mix
+dimensions; on values before and after each reshard; and on every parameter at its use.
+Positions are those of capture, so the evaluator can match equations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The optimizer's step on offloaded state, a chunk at a time.
 
 As compilers start transfers as early as possible, full transfers would put the state of
-all parameters on the device at once, and save nothing. So the optimizer is traced, and
-for every parameter the elementwise part (all of Adam and momentum) runs in a loop over
+all parameters on the device at once, and save nothing. So the optimizer is traced. For
+every parameter the elementwise part (all of Adam and momentum) runs in a loop over
 chunks: a chunk of the state is fetched, updated and sent back. Operations that are not
 elementwise, such as the norm of all gradients, run before. State that another operation
 reads in full (LAMB's, for its norms) is not streamed, and so is not offloaded.

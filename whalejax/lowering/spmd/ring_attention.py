@@ -498,8 +498,8 @@ class _Local:
         """Returns this device's pairs of blocks, their number, and the unchanged value.
 
         The barrier makes indices depend on the value. Otherwise JAX hoists values that
-        depend only on indices out of a loop over layers: the masks of all blocks, whose
-        memory is quadratic in the sequence length.
+        depend only on indices out of a loop over layers. These are the masks of all
+        blocks; their memory is quadratic in the sequence length.
         """
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
         own = tuple(jnp.asarray(x)[here] for x in (self.ring.pairs, self.ring.counts))

@@ -40,10 +40,10 @@ class Replica:
         begin, begin_eval: Functions that return zero sums of ``add`` and ``evaluate``.
         add: Function from sums, non-trainable state, ``inputs_of`` the state, a
             micro-batch and its number to sums and non-trainable state.
-        pack: Function from sums, the non-trainable state before and after, the number
-            of micro-batches that ran here, the number that others run later, and
-            ``replica_timing.told_pace`` to buffers for the exchange, and a scalar that
-            is ready when all buffers are.
+        pack: Function that returns buffers for the exchange, and a scalar that is ready
+            when all buffers are. Its arguments are the sums, the non-trainable state
+            before and after, the numbers of micro-batches that ran here and that others
+            run later, and ``replica_timing.told_pace``.
         finish: Function from the state and the exchanged buffers to the next state,
             metrics and the paces of all replicas.
         evaluate: Function from sums, ``inputs_of`` the state, a micro-batch and its
