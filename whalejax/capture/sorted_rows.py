@@ -91,7 +91,7 @@ def rows_after(
 
     Args:
         rows: Positions of the rows in each call, by its name.
-        before, after: The program, before and after.
+        before, after: Program before and after the new trace.
 
     Returns:
         The positions, without calls for which they are no longer known.

@@ -16,8 +16,10 @@ from whalejax.meshes.fitted_constants import constants
 
 
 SLACK = 0.15
-"""Part of a device's memory by which an estimate may exceed it although the row was
-run: the error of the activations' estimate."""
+"""Part of a device's memory by which a row's estimate may exceed it.
+
+The row was run, so the excess is an error of the activations' estimate.
+"""
 
 
 def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:

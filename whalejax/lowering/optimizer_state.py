@@ -280,7 +280,7 @@ def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:
 
 
 def key_text(key: Any) -> str:
-    """Returns the text of a key of a tree path in dotted paths."""
+    """Returns one key of a tree path as text, for dotted paths."""
     for name in ("key", "name", "idx"):
         if hasattr(key, name):
             return str(getattr(key, name))

@@ -89,7 +89,7 @@ class CopiedTableStates:
         return dataclasses.replace(state, tables=arrays)
 
     def _sections(self) -> list[tuple[str, str | None]]:
-        """Returns (name, state array of rows or None) of what is copied of a table."""
+        """Returns (name, state array or None) for each copied array of a table."""
         states = self._step.plan.rows.state_names
         return [("rows", None), *((f"rows.{kind}", kind) for kind in states)]
 

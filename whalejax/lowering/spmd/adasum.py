@@ -25,8 +25,10 @@ from whalejax.planner.sharding.layout import Spec
 
 
 Pair = tuple[Any, Any]
-"""A number as the sum of two floats, the second below the first's last digit, or None
-if it is 0."""
+"""A number as the sum of two floats.
+
+The second is below the first's last digit; None if it is 0.
+"""
 
 
 def adasum_reduce(

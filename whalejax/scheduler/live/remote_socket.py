@@ -53,7 +53,7 @@ class SchedulerAddress:
     Attributes:
         folder: Folder of ``jobs serve --save``, with the socket and the key.
         address: Host and port of ``jobs serve --listen``; None for the socket.
-        key: File of the key; None for that in the folder.
+        key: File of the key; None for the one in the folder.
     """
 
     folder: Path
