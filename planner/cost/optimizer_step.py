@@ -159,8 +159,8 @@ def whole_shares(
 
     Returns:
         Two fractions by case: of the sharded gradients, those all-reduced because of
-        their tiles (see ``CompilerProfile.scatters_odd_tiles``); of all gradients, those
-        unsharded in storage.
+        their tiles (see ``CompilerProfile.scatters_odd_tiles``); of all gradients,
+        those unsharded in storage.
     """
     sharded: Any = 0.0
     odd: Any = 0.0

@@ -65,7 +65,7 @@ def request_rows(
 
 
 def most_distinct(layout: TableLayout, names: Sequence[str], ids: Sequence[Any]) -> Any:
-    """Returns the most distinct rows that a rank needs of another, over the room for them.
+    """Returns the most distinct rows that a rank needs of another, over their room.
 
     Args:
         layout: Buffers and the room for requests.
