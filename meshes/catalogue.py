@@ -54,8 +54,8 @@ class Torus:
         wrap_multiple: Divisor of an axis's length for which the axis wraps.
         wrap_needs_all: Whether no axis wraps unless all do.
         max_chips: Largest number of chips in one slice.
-        slices: Lengths of each slice that the vendor offers, in order; empty if a slice
-            is a part of one cube, whose edge is ``wrap_multiple``, or whole cubes.
+        slices: Lengths of each slice that the vendor offers, in order. Empty if slices
+            are whole cubes, or parts of one, with the edge ``wrap_multiple``.
     """
 
     link: Link
@@ -66,9 +66,7 @@ class Torus:
     slices: tuple[tuple[int, ...], ...] = ()
 
     def wraps(self, lengths: tuple[int, ...]) -> tuple[bool, ...]:
-        """Returns whether each axis of a slice of these lengths is a ring rather than a
-        line.
-        """
+        """Returns whether each axis of a slice of these lengths is a ring."""
         each = tuple(length % self.wrap_multiple == 0 for length in lengths)
         if self.wrap_needs_all:
             return (all(each) and len(lengths) == self.dims,) * len(lengths)
@@ -134,8 +132,7 @@ class CatalogueEntry:
         network: Link between nodes or slices; None if unknown.
         domain: Link between nodes that one switch joins, if there is such a switch.
         domain_devices: Total number of devices of such nodes.
-        sources: Sources of every number of this entry; ``kind.sources`` has those of
-            the device.
+        sources: Sources of this entry's numbers; ``kind.sources`` has the device's.
     """
 
     kind: DeviceKind

@@ -1,9 +1,7 @@
 """Reads tables from TOML or JSON with a check of every key, and writes TOML.
 
-``FileTable`` reads a dict that came from TOML or JSON: wrong types, missing values and
-unknown keys are each recorded with their path, so that one error lists them all. The
-standard library reads TOML but does not write it; ``toml_text`` writes the few forms
-that a cluster needs.
+All wrong types, missing values and unknown keys are recorded with their path, so one
+error lists them all.
 """
 
 from __future__ import annotations

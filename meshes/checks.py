@@ -1,12 +1,8 @@
 """Checks of arguments of public functions, and of fields of dataclasses.
 
-A wrong argument is best refused at the call: ten calls deeper it causes a message of
-Python's or JAX's in terms that the user never wrote. ``Arguments`` collects the
-problems of one call and raises once; ``check_fields`` checks the fields of a frozen
-dataclass against their annotations. Values are shown shortened, escaped, and without
-trust in their ``repr``.
-
-It is next to ``errors`` at the bottom of the import order, and imports no JAX.
+A wrong argument is refused at the call, in the user's terms; later it would cause a
+message of Python's or JAX's. Values are shown shortened, escaped, and without trust in
+their ``repr``. The module is at the bottom of the import order, and imports no JAX.
 """
 
 from __future__ import annotations
@@ -344,7 +340,6 @@ def _all_fit(value: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """Returns the name of a type for messages."""
     if hint is type(None):
         return "None"
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

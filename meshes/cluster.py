@@ -145,9 +145,9 @@ def cluster(text: str) -> Cluster:
     """Returns the cluster that a short text describes; see ``cluster_text``.
 
     ``h100:8`` is one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU
-    torus, ``v100-32:8+p100-16:8`` several kinds, ``mixed.toml`` a file, ``paddle.json``
-    one of PaddlePaddle's, ``local`` the devices of this process.
-    ``a100`` without its memory is ``a100-80``, the variant with most.
+    torus, and ``v100-32:8+p100-16:8`` several kinds. ``mixed.toml`` is a file, and
+    ``paddle.json`` a file of PaddlePaddle's. ``local`` means the devices of this
+    process. ``a100`` without its memory is ``a100-80``, the variant with most.
 
     Raises:
         WhaleError: The text is none of these; the message shows the grammar.

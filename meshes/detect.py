@@ -118,9 +118,7 @@ def _local_memory(kind: DeviceKind, devices: Sequence[Any]) -> DeviceKind:
 def _with_measured_inside(
     levels: tuple[Level, ...], measured: ClusterData | None
 ) -> tuple[Level, ...]:
-    """Returns levels with the measured link, if it joins as many devices as the
-    catalogue's.
-    """
+    """Returns levels with the measured link, if it joins as many devices."""
     if measured is None or measured.levels[0].size != levels[0].size:
         return levels
     return (measured.levels[0], *levels[1:])

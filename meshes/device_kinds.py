@@ -2,9 +2,9 @@
 measured.
 
 ``DeviceKind`` is the only description of a device that the planner reads. It returns
-seconds, so that no other module converts a peak to a time: by measured points if there
-are any, otherwise by the peak of the datasheet times an efficiency, which for kinds of
-the catalogue is fitted and depends on the shape.
+seconds, so that no other module converts a peak to a time. It uses measured points if
+there are any. Otherwise it uses the datasheet's peak times an efficiency, which is
+fitted for kinds of the catalogue and depends on the shape.
 """
 
 from __future__ import annotations
@@ -186,9 +186,10 @@ class DeviceKind:
     def peak_flops(self, dtype: str) -> float:
         """Returns the dense peak in FLOP/s.
 
-        A type without its own peak takes the first one present of ``FALLBACKS``: bf16
-        that of f16, then f32 (products may run in another type: see ``multiplies_in``).
-        For a measured kind without a datasheet, the peak is the best observed rate.
+        A type without its own peak takes the first peak present of ``FALLBACKS``: for
+        bf16 that is f16, then f32. Products may run in another type: see
+        ``multiplies_in``. For a measured kind without a datasheet, the peak is the best
+        observed rate.
 
         Args:
             dtype: One of ``DTYPES`` or a numpy name.
@@ -456,8 +457,8 @@ class DeviceKind:
 def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
     """Refuses invalid numbers of bytes or elements.
 
-    For arrays, of which a search makes many, the type is checked, and the least value
-    if it must be above zero.
+    A search makes many arrays, so of these only the type and, if ``above_zero``, the
+    least value are checked.
     """
     if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
         if not above_zero or (value.size and value.min() > 0):

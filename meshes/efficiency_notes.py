@@ -13,8 +13,10 @@ from whalejax.meshes.ratings import rating_of
 
 
 SAME = 0.2
-"""Possible error of a kind's efficiency that is taken from its generation: twice that
-of the median kind that ``scripts/bench_kinds.py`` leaves out."""
+"""Possible error of an efficiency that a kind takes from its generation.
+
+It is twice the error of the median kind that ``scripts/bench_kinds.py`` leaves out.
+"""
 
 OTHER = 0.4
 """Possible error if another generation, or another maker's, is used."""

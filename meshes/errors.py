@@ -93,9 +93,7 @@ class Problems:
         return bool(self.messages)
 
     def text(self, title: str | None = None) -> str:
-        """Returns the message: the title, the number of problems, and one line for
-        each.
-        """
+        """Returns the message: title, number of problems, and one line for each."""
         count = len(self.messages)
         noun = "problem" if count == 1 else "problems"
         lines = [f"{self.title if title is None else title}: {count} {noun}"]

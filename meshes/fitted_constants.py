@@ -53,8 +53,8 @@ class Achieved:
             relative to the first two.
         tile_idle: Part of the cores that the last round of tiles leaves idle.
         attention: Fraction of the peak in a fused attention kernel.
-        attention_before: Factor for each generation by which the kernel is older than
-            the device.
+        attention_before: Factor for each generation that the kernel is older than the
+            device.
         attention_half: Sequence at which such a kernel reaches half of that.
         unaligned: Speed factor of a product in an eager framework, for each halving of
             the 16 bytes that should divide its sizes.
@@ -73,8 +73,7 @@ class Achieved:
         point: Fraction of either bandwidth between two pipeline stages.
         ring_seconds: Time of one hop of a reduce-scatter or all-gather over data ranks.
         bucket_bytes: Bytes that such a collective handles at once.
-        overlap_gradients: Overlapped part of their reduction, in frameworks that
-            overlap.
+        overlap_gradients: Overlapped part of their reduction, if frameworks overlap it.
         overlap_parameters: Overlapped part of gathering parameters.
         overlap_layers: Overlapped part of collectives inside layers.
         update_bytes: Bytes that the optimizer moves for a parameter.
@@ -154,8 +153,7 @@ class Efficiency:
     Attributes:
         share: Share of the peak.
         measured: Whether that kind itself was measured in that type.
-        of: Kinds or families whose measurements determine it; empty for the default of
-            most devices.
+        of: Kinds or families whose measurements determine it; empty for the default.
     """
 
     share: float
@@ -174,8 +172,7 @@ class Constants:
         node: Family of kinds to the share that links inside a node reach, if it differs
             from the platform's.
         blocks: (kind, type) to the same share as ``efficiency``, from single layers.
-        memory: Kind to the share of its memory bandwidth, if it differs from the
-            platform's.
+        memory: Kind to the share of its memory bandwidth, if not the platform's.
         sources: Runs whose training steps were used for the fit.
     """
 
@@ -201,8 +198,7 @@ class Constants:
     def efficiency_of(
         self, kind: RatedDevice, dtype: str, default: float | None = None
     ) -> Efficiency:
-        """Returns the largest share of its peak that a kind reaches in products of a
-        type.
+        """Returns the largest share of its peak that a kind reaches in a type.
 
         Measurements of the kind or its family come first. Then follow those of its
         generation, each in proportion to ``POWER`` of the watts per FLOP/s, or of its
@@ -231,11 +227,7 @@ class Constants:
     ) -> Efficiency | None:
         """Returns the measurement in a type; for a generation, the mean of its kinds.
 
-        Args:
-            kind: Kind of device.
-            generation: Generation whose kinds count; the kind itself or its family if
-                empty.
-            width: From ``width_of``.
+        Without a generation, the kind itself or its family counts.
         """
         if not generation:
             for known, name in (
@@ -314,16 +306,13 @@ def _generation(name: str) -> str:
 
 
 def _line(generation: str) -> Iterator[str]:
-    """Yields a generation and its fallbacks, in order."""
     while generation:
         yield generation
         generation = STANDS_IN.get(generation, "")
 
 
 def width_of(dtype: str) -> str:
-    """Returns the type under which efficiency is recorded: bf16 for both of 16 bits,
-    f32 for f64.
-    """
+    """Returns the type of a recorded efficiency: bf16 for 16 bits, f32 for f64."""
     wide = {"f32": "f32", "f64": "f32"}
     kept = ("tf32", "f8", "f4", TUNED)
     return wide.get(dtype, dtype if dtype in kept else "bf16")

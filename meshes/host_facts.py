@@ -15,8 +15,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the processor's name, with family and model number if the kernel shows
-    them.
+    """Returns the processor's name, with family and model number if known.
 
     The name alone does not distinguish machines: virtual ones often show only the
     maker's name.
@@ -35,9 +34,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cpu_cores(cgroup: Path = _CGROUP) -> float:
-    """Returns the number of cores that this process may use: its affinity, limited by
-    its quota.
-    """
+    """Returns the cores that this process may use: its affinity within its quota."""
     if hasattr(os, "sched_getaffinity"):
         cores = float(len(os.sched_getaffinity(0)))
     else:

@@ -35,13 +35,11 @@ def build_mesh(
     """Returns a mesh with Auto axes over the devices, in the given order.
 
     Args:
-        axes: (name, size) pairs, outermost first; the last one joins neighbouring
-            devices.
+        axes: (name, size) pairs, outermost first; the last joins neighbouring devices.
         devices: Devices in the cluster's order, node by node; ``jax.devices()`` if
             None.
         allow_idle: Whether to use the first devices and leave the rest idle.
-        order: For each mesh position, the number of its device among them; default:
-            their order.
+        order: Number of each mesh position's device among them; default: their order.
 
     Raises:
         WhaleError: Sizes whose product is not the number of devices, an axis twice, a
@@ -174,7 +172,6 @@ def _is_spec(spec: Any) -> bool:
 def _check(
     axes: Any, devices: Any, allow_idle: Any, order: Any, problems: Arguments
 ) -> None:
-    """Records arguments of ``build_mesh`` with wrong types."""
     if not isinstance(axes, list | tuple) or not all(
         isinstance(pair, tuple)
         and len(pair) == 2

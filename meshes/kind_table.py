@@ -20,9 +20,7 @@ HEADER = (
 
 
 def table() -> list[str]:
-    """Returns the lines of a Markdown table: peaks in TFLOP/s, and the shares
-    reached.
-    """
+    """Returns a Markdown table's lines: peaks in TFLOP/s, and the shares reached."""
     return [*HEADER, *(_line(entry.kind) for entry in entries().values())]
 
 

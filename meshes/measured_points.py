@@ -70,8 +70,11 @@ class BandwidthPoint:
 
 
 FILLED = (64, 256, 512)
-"""Sides up to which smaller products may be padded: that from which measurements or
-fits hold, and some that keep most of a device busy."""
+"""Sides up to which smaller products may be padded.
+
+The first is the side from which measurements or fits hold; the others keep most of a
+device busy.
+"""
 
 
 def effective_size(m: Any, k: Any, n: Any) -> Any:

@@ -18,9 +18,7 @@ _LISTENER: ContextVar[Callable[[str], None] | None] = ContextVar(
 
 
 def tell(what: str) -> None:
-    """Reports the start of an activity, such as ``"tracing the model"``, to any
-    listener.
-    """
+    """Reports the start of an activity, such as ``"tracing the model"``."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(what)

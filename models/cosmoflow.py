@@ -1,9 +1,9 @@
 """CosmoFlow: a 3-D convolutional network that predicts parameters of a volume.
 
-It shows samples that no single device can store: activations grow with the cube of the
-extent, so that at 512³ one sample needs many devices, which shard its depth, height and
-width (``mesh={"depth": 2, "height": 2, "width": 2}``). It has convolutions of three,
-each with a pooling of two after it, then three dense layers. Nothing is annotated: the
+It shows samples that no single device can store, as activations grow with the cube of
+the extent. At 512³ many devices shard one sample's depth, height and width
+(``mesh={"depth": 2, "height": 2, "width": 2}``). It has convolutions of three, each
+with a pooling of two after it, then three dense layers. Nothing is annotated: the
 planner finds the space.
 
 After Mathuriya et al., "CosmoFlow: Using Deep Learning to Learn the Universe at Scale"
@@ -37,8 +37,7 @@ class CosmoFlowConfig:
     Attributes:
         extent: Depth, height and width of a volume, in voxels.
         inputs: Channels of a volume.
-        channels: Number of channels of each convolution; the volume is halved after
-            each.
+        channels: Channels of each convolution; the volume is halved after each.
         hidden: Widths of the dense layers before the last.
         outputs: Number of predicted values.
         batch_norm: Whether a batch normalisation follows each convolution.
@@ -146,8 +145,7 @@ def job(
         changes: Fields of ``CosmoFlowConfig``.
 
     Raises:
-        WhaleError: Unknown size or field, or an extent that cannot be halved often
-            enough.
+        WhaleError: Unknown size or field, or an extent with too few factors of two.
 
     >>> job("test").batch_at(0)["volumes"].shape
     (16, 16, 16, 16, 2)

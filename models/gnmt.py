@@ -1,9 +1,9 @@
 """GNMT: translation by recurrent layers and additive attention, in Flax NNX.
 
-It shows features that the other models lack: loops over time, in which nothing runs in
-parallel along the sequence; an encoder and a decoder of different shape, with attention
-between them; and an embedding that both read first. It runs on one device unchanged;
-two lines annotate it:
+It shows features that the other models lack. Loops over time run nothing in parallel
+along the sequence. Encoder and decoder have different shapes, with attention between
+them. Both read one embedding first. It runs on one device unchanged; two lines annotate
+it:
 
 - in ``GNMT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding,
   encoder and decoder makes them data-parallel;
@@ -64,8 +64,7 @@ class GNMTConfig:
     """Sizes and switches of a GNMT; the defaults are those of GNMT v2.
 
     Attributes:
-        vocab: Different tokens of both languages, including the one that begins, ends
-            and pads.
+        vocab: Different tokens of both languages; one of them begins, ends and pads.
         source_length: Tokens of a padded source sequence.
         target_length: Tokens of a padded target sequence, including the end token.
         embed: Width of the embedding.
@@ -196,7 +195,6 @@ class GNMT(nnx.Module):
 
 
 def _dropout(rate: float, rng: Array | None) -> Drop:
-    """Returns dropout with a new key at every call."""
     if rng is None:
         return lambda x: x
     dropout = nnx.Dropout(rate)
@@ -247,9 +245,7 @@ def make_loss(
 
 
 def _smoothed(logits: Array, targets: Array, smoothing: float) -> Array:
-    """Computes cross-entropy in nats with a part of the target on all tokens
-    equally.
-    """
+    """Computes cross-entropy in nats with part of the target on all tokens equally."""
     nats = cross_entropy(logits, targets)
     if smoothing == 0:
         return nats

@@ -1,11 +1,11 @@
 """M6: images and text in, text out, of ten billion parameters, in Flax Linen.
 
-It shows features that the other models lack: two kinds of input that become one
-sequence, and a size whose replicas fit no device, so that something has to be sharded,
-divided into stages or offloaded. In the encoder, patches of an image come before the
-tokens of a text, and the decoder generates text. The layers are T5's. In the default
-configuration nothing is marked and the planner decides everything.
-``M6Config(annotated=True)`` adds three marks:
+It shows features that the other models lack. Two kinds of input become one sequence. No
+device can store a replica, so something has to be sharded, divided into stages or
+offloaded. In the encoder, patches of an image come before the tokens of a text, and the
+decoder generates text. The layers are T5's. In the default configuration nothing is
+marked and the planner decides everything. ``M6Config(annotated=True)`` adds three
+marks:
 
 - in ``M6.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
   decoder makes them data-parallel;
@@ -146,9 +146,6 @@ class M6(nn.Module):
         return logits_of(config, words, y)
 
     def _embed(self, image: Array) -> Array:
-        """Returns the patches as vectors of the stream, with their positions in the
-        image.
-        """
         config = self.config
         # Distances in the sequence do not distinguish rows of an image from columns.
         places = nn.Embed(
@@ -212,8 +209,7 @@ def job(
     Args:
         size: One of ``SIZES``.
         batch_size: Texts in a global batch; 128, at test size 16.
-        learning_rate: Learning rate of Adafactor, relative to the size of the updated
-            parameter.
+        learning_rate: Learning rate of Adafactor, relative to the parameter's size.
         constant_steps: Steps before the rate falls with the root of the step.
         deterministic: Whether to omit dropout.
         seed: Seed of the sequence of batches.
@@ -238,8 +234,7 @@ def job(
 
 
 def captioned_batch(config: M6Config, step: int, size: int, *, seed: int) -> Batch:
-    """Returns texts with hidden spans, and noise images that encode the first hidden
-    word.
+    """Returns texts with hidden spans, and images that encode the first hidden word.
 
     >>> captioned_batch(SIZES["test"], 0, 2, seed=0)["image"].shape
     (2, 8, 28)

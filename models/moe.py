@@ -1,6 +1,6 @@
 """A sparse transformer in Flax NNX: experts in place of one feed-forward network.
 
-In the manner of M6 (Lin et al., "M6: A Chinese Multimodal Pretrainer", 2021), whose
+The model follows M6 (Lin et al., "M6: A Chinese Multimodal Pretrainer", 2021), whose
 giant versions are mixtures of experts. It runs on one device unchanged; one line
 annotates it:
 
@@ -13,17 +13,17 @@ exchanges of tokens before and after the experts. ``MoEConfig(annotated=False)``
 the mark.
 
 There are two ways to route. ``"capacity"`` drops tokens without a place at their expert
-(Lepikhin et al., "GShard", 2020). ``"dropless"`` drops nothing, as MegaBlocks (Gale et
-al., 2022), but in another way: tokens without a place are served in further passes over
-all experts, like the first, until none waits. Each pass has the static shapes of
-``"capacity"``, so it shards over the batch, the experts and their width in the same
-way. The number of passes is decided during the step, equally on all devices. A pass
-costs as much as ``"capacity"``, and further ones run their forward pass twice. With
-even experts one or two passes suffice; with all tokens at one expert, their number is
-the number of experts over ``capacity_factor`` times the choices. Sorted tokens and
-``jax.lax.ragged_dot``, which plans also shard over the batch, would need only as many
-products as there are choices on TPUs, except for the experts' gradients: there
-compilers multiply every token by every expert, and XLA:CPU does in every product.
+(Lepikhin et al., "GShard", 2020). ``"dropless"`` drops nothing, like MegaBlocks (Gale
+et al., 2022). It serves tokens without a place in further passes over all experts,
+until none waits. Each pass has the static shapes of ``"capacity"``, so it shards over
+the batch, the experts and their width in the same way. The number of passes is decided
+during the step, equally on all devices. A pass costs as much as ``"capacity"``, and
+further ones run their forward pass twice. With even experts one or two passes suffice;
+with all tokens at one expert, their number is the number of experts over
+``capacity_factor`` times the choices. Sorted tokens with ``jax.lax.ragged_dot``, which
+plans also shard over the batch, would need fewer products on TPUs: as many as there are
+choices. But for the experts' gradients compilers multiply every token by every expert,
+and XLA:CPU does so in every product.
 
 The balance loss averages over the full batch before it multiplies, so it is no mean
 over samples: a part of the batch has another value. The load numbers also cover the
@@ -220,9 +220,7 @@ class SparseFeedForward(nnx.Module):
     def _served(
         self, x: Array, queues: Queues, places: int, first: int | Array
     ) -> Array:
-        """Returns the answers of one pass, and zero for tokens that it does
-        not serve.
-        """
+        """Returns one pass's answers; zero for tokens that it does not serve."""
         routing = seats(queues, places=places, first=first)
         sent = jnp.einsum("gsec,gsm->egcm", routing.dispatch.astype(x.dtype), x)
         answers = self.experts(sent)
@@ -265,9 +263,6 @@ class SparseFeedForward(nnx.Module):
 def _if_needed(
     needed: Array, run: Callable[[Array], Array], operand: Array, like: Array
 ) -> Array:
-    """Returns a function's result, or zeros of another array's shape if it does not
-    run.
-    """
     result: Array = jax.lax.cond(
         needed, run, lambda _: jnp.zeros(like.shape, like.dtype), operand
     )
@@ -421,8 +416,7 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Returns a job: a sparse transformer trains on bytes of real text or synthetic
-    tokens.
+    """Returns a job: a sparse transformer on bytes of real text or synthetic tokens.
 
     Args:
         size: One of ``SIZES``.

@@ -44,8 +44,7 @@ class ResNetConfig:
     Attributes:
         blocks: Bottleneck blocks of each stage; a stage halves the image and doubles
             the channels, except the first.
-        width: Channels inside the first stage's blocks; their output has four times as
-            many.
+        width: Channels in the first stage's blocks, a quarter of their output's.
         classes: Width of the classifier.
         image_size: Height and width of the images in the job's batches, in pixels.
         annotated: Whether to add the marks.

@@ -1,11 +1,11 @@
 """T5: an encoder and a decoder in Flax Linen, which share their word embeddings.
 
-It shows features that the other models lack: two stacks of different layers, where
-every layer of the second reads the output of the first; attention between sequences of
-different length; a bias of attention scores by distance, one parameter that all layers
-of a stack read; and one table that holds the embeddings of both stacks and the head.
-It runs on one device unchanged; in the default configuration nothing is marked and the
-planner decides everything. ``T5Config(annotated=True)`` adds three marks:
+It shows features that the other models lack. Every layer of the second stack reads the
+output of the first, with attention between sequences of different length. All layers of
+a stack read one parameter, the bias of attention scores by distance. One table holds
+the embeddings of both stacks and the head. It runs on one device unchanged; in the
+default configuration nothing is marked and the planner decides everything.
+``T5Config(annotated=True)`` adds three marks:
 
 - in ``T5.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
   decoder makes them data-parallel;
@@ -169,8 +169,7 @@ def job(
     Args:
         size: One of ``SIZES``.
         batch_size: Texts in a global batch; default: 128, or 16 at test size.
-        learning_rate: Learning rate of Adafactor, relative to the size of the updated
-            parameter.
+        learning_rate: Learning rate of Adafactor, relative to the parameter's size.
         constant_steps: Number of steps before the rate decays with the inverse square
             root of the step.
         deterministic: Whether to omit dropout.

@@ -143,9 +143,7 @@ def _source_bytes(folder: Path, max_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _source_files(folder: Path) -> list[Path]:
-    """Returns library files by relative path, so that all machines read the
-    same text.
-    """
+    """Returns library files by relative path, an order that all machines share."""
     result = (path.relative_to(folder) for path in folder.rglob("*.py"))
     library = [path for path in result if not _NOT_LIBRARY.intersection(path.parts)]
     by_name = sorted(library, key=lambda path: path.as_posix())

@@ -171,8 +171,7 @@ def job(
         changes: Fields of ``UNet3DConfig``.
 
     Raises:
-        WhaleError: Unknown size or field, or an extent that cannot be halved often
-            enough.
+        WhaleError: Unknown size or field, or an extent with too few factors of two.
 
     >>> job("test").batch_at(0)["labels"].shape
     (16, 16, 16, 16)

@@ -1,7 +1,7 @@
 """VGG-16: plain convolutions, then three dense layers with nearly all parameters.
 
-It shows a model whose two ends have different costs: at 224×224 pixels the classifier
-has 123.6M of 138.4M parameters, 102.8M of them in its first layer, while nearly all
+It shows a model whose two ends have different costs. At 224×224 pixels the classifier
+has 123.6M of 138.4M parameters, 102.8M of them in its first layer. Nearly all
 activations and products are the convolutions'. So data parallelism suits one end and
 sharded kernels the other, and pipeline stages cannot be even in both memory and time.
 It runs on one device unchanged; two lines annotate it, as in Krizhevsky, "One weird
@@ -14,8 +14,8 @@ trick for parallelizing convolutional neural networks" (2014):
 
 ``VGGConfig(annotated=False)`` leaves both out. After Simonyan and Zisserman, "Very Deep
 Convolutional Networks for Large-Scale Image Recognition" (2014), configuration D, in
-Flax NNX, with initial kernels after He et al., "Delving Deep into Rectifiers" (2015),
-while the paper begins with layers of a trained, shallower model.
+Flax NNX. Initial kernels follow He et al., "Delving Deep into Rectifiers" (2015); the
+paper begins with layers of a trained, shallower model.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class VGGConfig:
         hidden: Width of the two dense layers before the last.
         classes: Width of the last dense layer.
         image_size: Height and width of the images, in pixels.
-        dropout_rate: Rate after both hidden dense layers; its keys come from the
-            loss's.
+        dropout_rate: Rate after both hidden dense layers, with the loss's keys.
         annotated: Whether to add the marks.
         dtype: Compute dtype; None follows the parameters.
         param_dtype: Dtype of the parameters.

@@ -1,6 +1,4 @@
-"""The decisions: what to shard, over which axis, and the predicted cost. No
-JAX here.
-"""
+"""The decisions: what to shard, over which axis, and the predicted cost. No JAX."""
 
 if __name__ == "planner":
     raise ImportError("import whalejax.planner, not planner")

@@ -35,8 +35,9 @@ OBEYED = ("marked TaskGraph obeyed", "marked TaskGraphs obeyed")
 """End of the note on the other hints: of one, and of several."""
 
 FETCHED = 2
-"""Layers on the device at a time, if their parameters or activations are in host
-memory: the one that computes, and the next one in transfer."""
+"""Layers on the device at a time, if host memory has their parameters or activations:
+one computes, the next is in transfer.
+"""
 
 
 def moves_to_host(shape: tuple[int, ...]) -> bool:
@@ -143,8 +144,7 @@ class MemoryTerms:
         params_bytes: Stored parameters (the master copy).
         gradients_bytes: Accumulated gradients.
         optimizer_bytes: Optimizer state.
-        state_bytes: State that is neither trained nor computed (batch statistics,
-            keys).
+        state_bytes: State neither trained nor computed (batch statistics, keys).
         batch_bytes: The device's part of the global batch.
         activations_bytes: Values that are saved for the backward pass.
         working_bytes: Gathered parameters, casts and the largest temporaries.
@@ -183,9 +183,7 @@ class MemoryTerms:
 
     @property
     def with_exchange_buffer(self) -> MemoryTerms:
-        """Terms with the buffer in which gradients are exchanged with other
-        pipelines.
-        """
+        """Terms with the buffer that exchanges gradients with other pipelines."""
         return dataclasses.replace(
             self, working_bytes=self.working_bytes + self.gradients_bytes
         )

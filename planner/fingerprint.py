@@ -32,9 +32,7 @@ _NOT_THE_PROGRAM = (
     "swarm",
     "per_micro_batch",
 )
-"""Fields of a plan that its program does not depend on; ``common`` of roles is one,
-too.
-"""
+"""Fields of a plan that do not change its program; neither does ``common`` of roles."""
 
 _NAMES: Final = {
     "model_hash": "model, loss, batch or marks",

@@ -27,9 +27,7 @@ class DataError(ValueError):
 
 
 def encode(value: Any) -> Any:
-    """Returns plain JSON data (dicts, lists, numbers, text, None) of a
-    dataclass tree.
-    """
+    """Returns JSON data (dicts, lists, numbers, text, None) of a dataclass tree."""
     if type(value) in _PLAIN:  # first, since a plan has tens of thousands of them
         return value
     if isinstance(value, tuple | list):
@@ -88,9 +86,7 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
 
 
 def _checked(data: Any, path: str) -> Any:
-    """Returns a plain value; refuses text with hidden characters, and invalid
-    numbers.
-    """
+    """Returns a plain value; refuses hidden characters and invalid numbers."""
     if isinstance(data, str):
         if not is_shown_as_written(data):
             raise DataError(
@@ -105,14 +101,10 @@ def _checked(data: Any, path: str) -> Any:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Returns the types of a dataclass's fields; cached, as plans have thousands of
-    objects.
-    """
     return get_type_hints(kind)
 
 
 def _stored_fields(kind: Any) -> list[str]:
-    """Returns the fields that files contain: all except those excluded by metadata."""
     return [f.name for f in dataclasses.fields(kind) if f.metadata.get("kept", True)]
 
 
@@ -120,7 +112,7 @@ def _stored_fields(kind: Any) -> list[str]:
 def _unless_default(kind: Any) -> dict[str, Any]:
     """Returns the fields that files contain only if they differ from their default.
 
-    So features of later versions change no file that does not use them.
+    So a later feature changes no file that does not use it.
     """
     return {
         f.name: f.default

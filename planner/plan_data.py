@@ -59,8 +59,7 @@ class StagesData:
     Attributes:
         schedule: One of ``schedules.NAMES``.
         chunks: Number of parts of the model on each stage.
-        layers: Number of layers of each part, in model order; empty if parts are not
-            full layers.
+        layers: Layers of each part, in model order; empty if parts are not full layers.
         executor: ``"spmd"``, one program in which all stages run one loop, or
             ``"mpmd"``, a program for each stage.
         starts: Parameters whose first read begins each part after the first, for stage
@@ -71,9 +70,9 @@ class StagesData:
             programs; empty if the stages are in that order.
         turns, ahead, back: For lockstep stages, numbers of turns in a step: all, those
             with forward passes, and those with backward passes; else 0.
-        stash: Saved values of a micro-batch in flight for lockstep stages:
-            ``"inputs"``, from which the backward pass recomputes the layers, or
-            ``"residuals"``, all values that their derivative reads.
+        stash: Saved values of a micro-batch in flight for lockstep stages.
+            ``"inputs"``: the backward pass recomputes the layers. ``"residuals"``: all
+            values that the derivative reads.
         paces: Predictions for each part, in model order.
         handed_seconds: Predicted seconds of a transfer to the next part's stage.
     """
@@ -104,11 +103,9 @@ class StagesData:
         return f"{self.schedule}{parts}, {each} layers each{kept}{self._on()}"
 
     def _on(self) -> str:
-        """Returns the kinds of devices as text, if there are several."""
         return f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
 
     def _from(self) -> str:
-        """Describes the cut points."""
         if not self.starts:
             return "cut as marked"
         return f"cut before {', '.join(self.starts)}"
@@ -133,9 +130,7 @@ class PlannedQuestion(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanData(StepOptions):
-    """Data of a plan of one model on one cluster; ``plan.plan.Plan`` documents the
-    fields.
-    """
+    """Data of one model's plan on one cluster; ``plan.plan.Plan`` has the fields."""
 
     version: int = PLAN_VERSION
     model_hash: str
@@ -286,8 +281,8 @@ class PlanData(StepOptions):
         """Returns the plan of one parameter.
 
         Args:
-            path: Dotted path. With ``*`` as the layer's number, as in printed plans, it
-                selects the first layer.
+            path: Dotted path. With ``*`` as the layer's number, as in printed plans,
+                the path selects the first layer.
 
         Raises:
             PlanError: No parameter has that path; lists the nearest paths.
@@ -350,7 +345,6 @@ class PlanData(StepOptions):
 
 
 def _check_fields(plan: PlanData) -> None:
-    """Refuses a plan with fields of wrong types, or impossible numbers."""
     check_fields(plan, "plan", PlanError)
     problems = Arguments("plan", PlanError)
     counts = {name: getattr(plan, name) for name in _COUNTS}

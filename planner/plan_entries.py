@@ -54,8 +54,7 @@ class LeafPlan:
         param_spec: Layout in which it is stored.
         gradient_spec: Layout in which its gradient is accumulated.
         optimizer_spec: Layout of the optimizer's copies of it.
-        hosted: Whether it is stored in host memory and copied to the device layer by
-            layer.
+        hosted: Whether it is in host memory and copied to the device layer by layer.
         gathers: Number of gathers in a micro-batch, if its stored shards are finer than
             those of the computation.
         summed: Mesh axes over which its gradient is summed.
@@ -192,8 +191,7 @@ class VirtualStagePrediction:
             the backward pass first recomputes the forward pass.
         weight_seconds: Seconds of the parameters' gradient, if that is a separate
             action; 0 if it is part of the backward pass.
-        handed_bytes: Bytes that other parts send to each of its devices, for stage
-            programs.
+        handed_bytes: Bytes that other parts send to each device, for stage programs.
         returned_bytes: Bytes of cotangents that it sends back to those parts.
         copied_bytes: Bytes of parameters on other stages that each of its devices
             receives once per step; their gradients go back.
@@ -212,13 +210,10 @@ class UnsupportedFeatures:
     """Features that only older plan files record; plans of this version have none.
 
     Attributes:
-        attention: Attention over ``context``: ``"all-gather"`` of keys and values, or
-            ``"ring"``.
-        shares: (device kind, most micro-batches of a replica) pairs, if replicas
-            differ.
+        attention: Attention over ``context``: ``"all-gather"`` or ``"ring"``.
+        shares: (device kind, most micro-batches) pairs, if replicas differ.
         covered: Number of plans that the search chose among.
-        gap: Upper bound on the gain of another plan among these, as a fraction of its
-            time.
+        gap: Upper bound on another plan's gain, as a fraction of its time.
     """
 
     attention: str = ""
@@ -279,8 +274,8 @@ class ModelWork:
     Attributes:
         parameters: Number of elements of all parameters.
         trained: Number of trained elements.
-        active: Number of elements with which a token is computed; fewer than all if
-            there are experts, of which some compute a token.
+        active: Number of elements that compute a token; fewer than all if only some
+            experts compute it.
         chosen: Number of these that a token's choice of experts uses; fewer if experts
             compute every token and only some results are used.
         samples: Number of samples of a global batch.

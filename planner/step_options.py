@@ -7,7 +7,7 @@ Each option is a field of three classes, one for each stage of planning:
     ``StepOptions``   values in a plan, their words in reports, their limits in files
 
 A request, a search's candidates and a plan inherit these fields and pass them on
-together, so code that only passes an option on does not name it.
+together. So code that only passes an option on does not name it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class UserOptions:
             nothing.
         sequence_parallel: Whether ``tensor`` shards the sequence between products.
         attention: ``"ring"`` or ``"gather"``; or one for each TaskGraph by name.
-        loss_chunks: Number of chunks of a device's tokens whose logits are computed in
-            turn.
+        loss_chunks: Chunks of a device's tokens whose logits are computed in turn.
         combine: One of ``COMBINATIONS``.
     """
 
@@ -80,8 +79,7 @@ class FixedOptions:
     combine: str = "mean"
 
     def or_off(self, **decided: Any) -> dict[str, Any]:
-        """Returns values of all options for a candidate: fixed ones, else those without
-        effect.
+        """Returns a candidate's values of all options: fixed, or without effect.
 
         Args:
             decided: Options of the candidate.
@@ -91,8 +89,7 @@ class FixedOptions:
         return options_of(StepOptions(**{**fixed, **decided}))
 
     def refused_by_stages(self) -> dict[str, str]:
-        """Returns the reasons why pipeline stages cannot have these options, each with
-        a remedy.
+        """Returns why pipeline stages cannot have these options, with remedies.
 
         Returns:
             Reasons by name of the option.
@@ -137,8 +134,7 @@ class StepOptions:
             whose other dimensions it shards.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) pairs for attention that
             differs from the model's; ``"*"`` means the others.
-        loss_chunks: Number of chunks of a device's tokens whose logits are computed in
-            turn.
+        loss_chunks: Chunks of a device's tokens whose logits are computed in turn.
         combine: Combination of the ranks of ``data``, each with its own samples:
             ``"mean"`` of gradients, ``"adasum"`` of them, ``"adasum_nodes"`` of their
             means over the ranks of a node, or ``"adasum_updates"`` of the updates by
@@ -190,8 +186,7 @@ OPTION_NAMES: Final[Mapping[str, str]] = {
 
 
 def options_of(chosen: StepOptions | FixedOptions) -> dict[str, Any]:
-    """Returns only the options of a plan, a candidate or a request, as arguments for
-    another.
+    """Returns the options of a plan, candidate or request, as arguments.
 
     >>> options_of(StepOptions(loss_chunks=4))["loss_chunks"]
     4
@@ -273,7 +268,7 @@ def option_counts(chosen: StepOptions) -> dict[str, int]:
 
 
 def check_user_options(options: UserOptions, problems: Arguments) -> None:
-    """Records invalid options that no model can be planned with.
+    """Records invalid options, with which no model can be planned.
 
     Args:
         options: Options from the user.

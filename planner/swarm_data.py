@@ -24,7 +24,7 @@ _VALUE_BYTES: Final = {"f32": 4, "bf16": 2, "f16": 2, "int8": 1}
 
 
 def slow_link(cluster: Cluster) -> float | None:
-    """Returns the bandwidth of a cluster's slowest link, if a swarm may suit.
+    """Returns the bandwidth of a cluster's slowest link if it suits a swarm.
 
     Args:
         cluster: Cluster of the plan.
@@ -38,8 +38,8 @@ def slow_link(cluster: Cluster) -> float | None:
 
 
 LATENCIES: Final = 4
-"""Latencies of a call: the question, the peer's request to another, its answer, the
-answer.
+"""Latencies of a call: the question, the peer's request to another peer, and both
+answers.
 """
 
 
@@ -66,11 +66,9 @@ class SwarmStage:
         forward_seconds: Seconds of a forward pass; 0 in the last stage, where one call
             does both passes.
         backward_seconds: Seconds of a backward pass, with the recomputed forward pass.
-        forward_bytes: Bytes that the peer receives and sends for a forward pass, on the
-            wire.
+        forward_bytes: Bytes on the wire that the peer moves for a forward pass.
         backward_bytes: Bytes for a backward pass.
-        state_bytes: Bytes of parameters and optimizer state, which a new peer
-            downloads.
+        state_bytes: Bytes of parameters and optimizer state that a new peer downloads.
         gradient_bytes: Bytes of gradients that the stage's peers reduce in each step.
         memory_bytes: Predicted memory of a peer's device: two states during an update,
             gradients and the temporaries of a call.
@@ -147,8 +145,7 @@ class Swarm:
 
 
 def sum_bytes(gradient_bytes: int, peers: int, wire: str = "f32") -> int:
-    """Returns the bytes that a peer receives, and sends, in a stage's gradient
-    reduction.
+    """Returns the bytes that a peer receives and sends in a gradient reduction.
 
     Each peer sums its own micro-batches' gradients and sends every other peer that
     peer's part. It then sums all of its own part and sends that to the others: a

@@ -1,8 +1,8 @@
 """Public names of the package: ``import whalejax as wh``.
 
-It is only a lazy table: a public name is imported at its first use, so that ``import
-whalejax`` costs no JAX, and neither does ``whalejax.planner``, whose import runs this
-module first. No module here has a public name, which it would shadow.
+It is only a lazy table: a public name is imported at its first use. So ``import
+whalejax`` imports no JAX. Neither does ``whalejax.planner``, whose import runs this
+module first. No module here has the name of a public function, which it would shadow.
 
 >>> import whalejax as wh
 >>> "plan" in dir(wh)
@@ -158,7 +158,6 @@ def __dir__() -> list[str]:
 
 
 def _unknown(name: str) -> str:
-    """Returns the error text for an unknown name."""
     import difflib
 
     folded = {public.casefold() for public in _MODULE_OF_NAME}

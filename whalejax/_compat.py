@@ -88,9 +88,7 @@ def differentiable_operands(equation: Any) -> list[int]:
 
 
 def is_ruled_by_jax(equation: Any) -> bool:
-    """Whether a call with a custom derivative rule is JAX's, such as
-    ``jax.nn.relu``.
-    """
+    """Whether a call with its own derivative rule is JAX's, such as ``jax.nn.relu``."""
     folder = f"at {os.path.dirname(jax.__file__)}{os.sep}"
     if equation.primitive.name == "custom_linear_solve":
         solvers = [j for j in equation.params["jaxprs"] if j is not None]
@@ -251,11 +249,7 @@ def scan_residuals(
 def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
     """Returns the residuals if each iteration is one checkpoint that saves its inputs.
 
-    Args:
-        equation: A scan.
-
-    Returns:
-        Residuals as in ``scan_residuals``; None if only a derivative shows them.
+    None if only a derivative shows them.
     """
     (inner,) = inner_jaxprs(equation)
     body, _ = open_jaxpr(inner)
@@ -281,9 +275,7 @@ def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
 def _multiplies(one: Any, flags: Sequence[bool], others: Sequence[bool]) -> bool:
     """Whether a call multiplies values of some operands with values of others.
 
-    Args:
-        one: Call-like equation; nested calls are not inspected.
-        flags, others: Whether each operand belongs to the set.
+    Nested calls are not inspected.
     """
     body, _ = open_jaxpr(inner_jaxprs(one)[0])
     sets = [
@@ -357,7 +349,6 @@ def residuals_by_vjp(
 
 
 def _readers(jaxpr: Any) -> dict[Any, set[str]]:
-    """Returns the primitives that read each variable of a jaxpr, also inside calls."""
     body, _ = open_jaxpr(jaxpr)
     readers: dict[Any, set[str]] = {}
     for equation in body.eqns:
@@ -375,8 +366,7 @@ def _readers(jaxpr: Any) -> dict[Any, set[str]]:
 
 
 def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
-    """Returns whether each result of a jaxpr depends on flagged inputs, also inside
-    calls.
+    """Whether each result of a jaxpr depends on flagged inputs, inside calls too.
 
     Args:
         jaxpr: Open or closed jaxpr.
@@ -401,9 +391,6 @@ def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
 
 
 def _depending_in_loop(equation: Any, flags: Sequence[bool]) -> list[bool]:
-    """Returns whether each result of a scan or while depends on the flagged
-    operands.
-    """
     body, flags = inner_jaxprs(equation)[-1], list(flags)
     if recursion(equation) == "while":
         of_condition, _ = while_parts(equation)
@@ -427,7 +414,6 @@ def _depending_in_loop(equation: Any, flags: Sequence[bool]) -> list[bool]:
 
 
 def _condition_reads(equation: Any, flags: Sequence[bool]) -> list[bool]:
-    """Whether the end of a while depends on the flagged carries."""
     constants, _ = while_parts(equation)
     return depending(inner_jaxprs(equation)[0], [False] * constants + list(flags))
 
@@ -500,9 +486,7 @@ def scope_text(equation: Any) -> str:
 
 
 def scope_key(equation: Any) -> int:
-    """Returns a number that equations of one program share only if their scopes are
-    equal.
-    """
+    """Returns a number that equations of a program share if their scopes are equal."""
     return id(equation.source_info.name_stack)
 
 
@@ -525,9 +509,7 @@ def source_text(equation: Any) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Returns the user's line in which an error was raised, such as
-    ``"model.py:12"``.
-    """
+    """Returns the user's line that raised an error, such as ``"model.py:12"``."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = frame.filename
         if source_info_util.is_user_filename(path) and not _library_of(path):
@@ -567,7 +549,6 @@ def _frames_text(equation: Any) -> tuple[str, str]:
 
 @functools.cache
 def _library_of(path: str) -> str:
-    """Returns the library package of a file; empty for the user's files."""
     if path.startswith(_OWN + os.sep):
         return "" if path.startswith(_OWN_MODELS + os.sep) else "whalejax"
     for name in _LIBRARIES:
@@ -615,9 +596,7 @@ def key_algorithm_name(dtype: Any) -> str:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Returns a dtype's name, such as ``"float32"`` or, for random keys,
-    ``"key<fry>"``.
-    """
+    """Returns a dtype's name, such as ``"float32"`` or ``"key<fry>"``."""
     return str(dtype)
 
 
@@ -714,9 +693,7 @@ def is_inexact(dtype: Any) -> bool:
 
 
 def mantissa_bits(dtype: Any) -> int:
-    """Returns the mantissa bits of a floating-point dtype, or of a complex dtype's
-    parts.
-    """
+    """Returns the mantissa bits of a floating-point or complex dtype."""
     return int(jnp.finfo(dtype).nmant)  # type: ignore[no-untyped-call]
 
 
@@ -885,7 +862,6 @@ def trace_within(equation: Any, function: Any, arguments: Sequence[Any]) -> Any:
 
 
 def _common_depth(stacks: Sequence[Any]) -> int:
-    """Returns the number of outermost scopes that several name stacks share."""
     shortest = min(len(stack.stack) for stack in stacks)
     depth = 0
     while depth < shortest and len({stack.stack[depth] for stack in stacks}) == 1:

@@ -65,8 +65,7 @@ def backends_are_there() -> bool:
 
 
 def detected_cluster(timeout_seconds: float) -> tuple[str, int, int] | None:
-    """Returns coordinator, number of processes and rank from a cluster that JAX
-    detects.
+    """Returns coordinator, process count and rank of a cluster that JAX detects.
 
     Args:
         timeout_seconds: Longest wait for the cluster's answer, if it is asked.
@@ -125,6 +124,5 @@ def listen_at(host: str) -> None:
 
 
 def _coordination() -> Any:
-    """Returns the client of the service that connects the processes."""
     client: Any = distributed.global_state.client
     return client

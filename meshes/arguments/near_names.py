@@ -12,7 +12,9 @@ from typing import Final
 
 
 Synonyms = Mapping[str, tuple[str, ...]]
-"""Names elsewhere, each with ours that may be meant, the likeliest first."""
+"""Names in other libraries, each with our names that may be meant, the likeliest
+first.
+"""
 
 
 def _by_synonym(text: str) -> Synonyms:

@@ -51,10 +51,9 @@ def names_arguments(
         name: Name under which users call it.
         instance: Usual name of an instance, which messages write before a method's
             name; default: ``name``.
-        instead: Sentence that says what to write, in place of the signature; empty for
-            the signature.
-        habits: Attributes that such objects have in other libraries, each with a
-            sentence that says what to write instead.
+        instead: Sentence that says what to write; empty for the signature.
+        habits: Attribute names of other libraries, each with a sentence on what to
+            write instead.
 
     Returns:
         A decorator. Calls that Python would refuse raise ``WrongArguments``; a
@@ -79,12 +78,7 @@ def names_arguments(
 
 
 def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any]:
-    """Returns the ``__getattr__`` of a class, which type checkers do not see.
-
-    Args:
-        kind: Name of the class.
-        habits: Argument of ``names_arguments``.
-    """
+    """Returns the ``__getattr__`` of a class, which type checkers do not see."""
 
     def find(self: Any, name: str) -> Any:
         if hasattr(type(self), name):
@@ -103,13 +97,7 @@ def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any
 def _checked_method(
     value: Any, key: str, name: str, instance: str, instead: str
 ) -> Any | None:
-    """Returns a method with checked arguments; None for other attributes.
-
-    Args:
-        value: Attribute of the class, without its descriptor applied.
-        key: Name of the attribute.
-        name, instance, instead: Arguments of ``names_arguments``.
-    """
+    """Returns a method with checked arguments; None for other attributes."""
     inner = getattr(value, "__func__", value)
     ours = inspect.isfunction(inner) and inner.__module__.startswith("whalejax")
     if not ours or hasattr(inner, _MARK):
@@ -130,13 +118,7 @@ def _checked_method(
 def _checked(
     function: Callable[..., Any], name: str, instead: str = ""
 ) -> Callable[..., Any]:
-    """Returns a function whose calls with wrong arguments raise ``WrongArguments``.
-
-    Args:
-        function: Function that users call.
-        name: Name under which they call it.
-        instead: Sentence that says what to write, or empty.
-    """
+    """Returns a function whose calls with wrong arguments raise ``WrongArguments``."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +188,6 @@ def _too_many(count: int, in_order: Sequence[str]) -> str:
 
 
 def _call_text(name: str, parameters: Sequence[inspect.Parameter]) -> str:
-    """Returns the call with its required arguments, and dots for the others."""
     needed = [
         p.name if p.kind is not p.KEYWORD_ONLY else f"{p.name}=…"
         for p in parameters

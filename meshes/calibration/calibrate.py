@@ -3,8 +3,8 @@
 Turns the times of ``probes`` into a device kind and a level of links. The result is
 cached for each machine, because later processes request the same. Starts JAX.
 
-The memory of a virtual CPU device is the host's (or its control group's), divided by
-the number of devices; that of an accelerator is what JAX may allocate.
+The memory of an accelerator is what JAX may allocate. A virtual CPU device has the
+host's memory (or its control group's), divided by the number of devices.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ def local_network() -> Link | None:
 
 
 def _name(device: Device) -> str:
-    """Returns the default name of a kind of device."""
     entry = entry_of_device(device.device_kind)
     return slug(device.device_kind) if entry is None else entry.kind.name
 
@@ -256,7 +255,6 @@ def _matmul_points(found: Seconds) -> tuple[MatmulPoint, ...]:
 
 
 def _memory_points(found: Seconds) -> tuple[BandwidthPoint, ...]:
-    """Returns the measured points by bytes moved, fewest first."""
     points = [
         BandwidthPoint(
             moved_bytes=3 * p.array_bytes,
@@ -290,8 +288,8 @@ def _convolutions(
 ) -> tuple[float | None, float | None]:
     """Fits ``convolution_share`` and ``turned_bytes_per_second`` to the times.
 
-    A convolution cannot be faster than its product, nor a transpose faster than reading
-    and writing the array.
+    A convolution is at most as fast as its product; a transpose, as reading and writing
+    its array.
     """
     timed = [
         (3 * kind.matmul_seconds("f32", *p.product), p.turned_bytes, seconds)

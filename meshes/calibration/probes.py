@@ -155,8 +155,7 @@ def measure_devices(
 
     The essential ones always run; all others end as soon as the longest so far would
     not fit the remaining budget. If time is left, all are timed up to twice more and
-    the shortest time counts: a machine that was busy meanwhile was slower, never
-    faster.
+    the shortest time counts: a busy machine was slower, never faster.
     """
     start = clock()
     target = min(0.02, budget_seconds / 400)
@@ -190,7 +189,6 @@ def _is_double(probe: Probe) -> bool:
 
 
 def _operations_in(probe: Probe, on_cpu: bool) -> int:
-    """Returns the number of operations in one iteration of the probe's program."""
     if isinstance(probe, Convolution | FirstTouchProbe):
         return 1
     each = {ProductProbe: 2, ChainProbe: timers.OPS_IN_CHAIN}.get(type(probe), 1)
@@ -249,9 +247,7 @@ def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
 
 
 def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:
-    """Returns probes in groups of all devices, of 2 and of 4; all payloads and
-    collectives.
-    """
+    """Returns probes of collectives in groups of all devices, of 2 and of 4."""
     sizes = [g for g in dict.fromkeys((count, 2, 4)) if 1 < g and count % g == 0]
     payloads = _CPU_PAYLOAD_BYTES if on_cpu else _ACCELERATOR_PAYLOAD_BYTES
     cases = [(c, g, p) for p in payloads for g in sizes for c in timers.COLLECTIVES]
@@ -264,9 +260,7 @@ def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:
 
 
 def _interleaved(a: list[Probe], b: list[Probe]) -> list[Probe]:
-    """Returns both lists, evenly interleaved: a budget that ends early cuts both
-    equally.
-    """
+    """Interleaves both lists evenly, so that a budget that ends early cuts both."""
     ranked = [(i / max(1, len(a)), probe) for i, probe in enumerate(a)]
     ranked += [(i / max(1, len(b)), probe) for i, probe in enumerate(b)]
     return [probe for _, probe in sorted(ranked, key=lambda pair: pair[0])]

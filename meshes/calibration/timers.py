@@ -51,8 +51,7 @@ class TimingPlan:
     fewest: int = 1
 
     def seconds_each(self, run: Run) -> float:
-        """Returns the seconds of one more iteration of a program; the first call
-        compiles it.
+        """Returns the seconds of one more iteration of a program; compiles at first.
 
         The fixed cost of a run, such as dispatch and the first touch of its memory, is
         also in a run of one iteration, and is subtracted.
@@ -93,13 +92,8 @@ def _looped(
 ) -> Run:
     """Returns a program that runs ``x = body(x, *rest)`` on every device of a mesh.
 
-    Args:
-        body: Function of one device's arrays.
-        mesh: Mesh of all devices.
-        arguments: Arrays, of which the first is the loop's state; each device gets a
-            copy.
-        repeated: Number of repeats in an iteration of the loop, with a barrier between
-            them.
+    An iteration runs the body ``repeated`` times, with a barrier between. Each device
+    gets a copy of the arguments.
     """
     spec = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
@@ -311,7 +305,7 @@ def collective_run(
         devices: Devices; their number is a multiple of ``group_size``.
         collective: A key of ``COLLECTIVES``.
         group_size: Size of a group, at least 2.
-        payload_bytes: Payload, as ``CollectiveTime`` defines it; a multiple of ``4 *
+        payload_bytes: Payload (see ``CollectiveTime``); a multiple of ``4 *
             group_size``.
     """
     elements = payload_bytes // 4

@@ -55,8 +55,6 @@ KIND is one of {", ".join(kind_names())}."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One term of the text: nodes of one kind, or slices of one torus."""
-
     entry: CatalogueEntry
     groups: int
     lengths: tuple[int, ...]
@@ -286,7 +284,6 @@ def _torus_part(
 
 
 def _slice_rule(name: str, torus: Torus) -> str:
-    """Describes the slices of a kind that the vendor offers."""
     if torus.slices:
         shapes = ["×".join(map(str, shape)) for shape in torus.slices]
         return f"slices of {name} are {', '.join(shapes[:-1])} or {shapes[-1]}"
@@ -378,9 +375,7 @@ def node_levels(
 
 
 def _domain(found: Sequence[CatalogueEntry], inner: int, outer: int) -> int:
-    """Returns the number of nodes that one switch joins: as many as fit and divide
-    them.
-    """
+    """Returns how many nodes one switch joins: the most that fit and divide."""
     if any(one.domain is None for one in found):
         return 1
     room = min(one.domain_devices for one in found) // inner
@@ -388,7 +383,6 @@ def _domain(found: Sequence[CatalogueEntry], inner: int, outer: int) -> int:
 
 
 def _delivered(found: CatalogueEntry) -> Achieved:
-    """Returns the fractions that a platform's links reach."""
     platforms = constants().platforms
     return platforms.get(found.kind.platform, WHOLE)
 
@@ -398,11 +392,8 @@ def _merge_links(
 ) -> Level:
     """Returns the level of some links, as fast as the slowest of them.
 
-    Args:
-        delivered: One or more links, each with the share of its bandwidth that it
-            reaches.
-        size, hops: Size of the level, and its number of hops.
-        wait: Seconds in addition to the links' own latency.
+    Each link has the share of its bandwidth that it reaches; ``wait`` is added to its
+    latency.
     """
     links = [link for link, _ in delivered]
     names = dict.fromkeys(link.name for link in links)
@@ -427,8 +418,7 @@ def torus_levels(
     slices: int,
     names: str = "xyz",
 ) -> tuple[Level, ...]:
-    """Returns the levels of a torus: the cores of a chip, its axes, the network of
-    slices.
+    """Returns a torus's levels: the cores of a chip, axes, the network of slices.
 
     An axis that wraps around is a ring of twice the bandwidth and half the hops.
 

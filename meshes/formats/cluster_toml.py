@@ -1,8 +1,8 @@
 """Clusters as plain data, and as TOML files.
 
-One schema serves both: ``plan.json`` contains a complete cluster, and a user's file may
-omit what the catalogue knows (``base`` inherits a kind, missing ``levels`` are those of
-the kinds, missing values of ``compiler`` those of the platform).
+One schema serves both. ``plan.json`` contains a complete cluster; a user's file may
+omit what the catalogue knows. ``base`` inherits a kind. Missing ``levels`` come from
+the kinds, missing values of ``compiler`` from the platform.
 
     [kinds.small]
     base = "h100"
@@ -367,7 +367,6 @@ def _level(table: FileTable) -> Level:
 
 
 def _links(tables: list[FileTable], count: int) -> tuple[tuple[float, ...], ...]:
-    """Returns the rates between devices; none if the file has none."""
     rows = []
     for number, table in enumerate(tables):
         if table.integer("source") != number:
@@ -383,7 +382,6 @@ def _links(tables: list[FileTable], count: int) -> tuple[tuple[float, ...], ...]
 
 
 def _is_device(key: str, count: int) -> bool:
-    """Whether a key is the number of a device."""
     return key.isdecimal() and len(key) < 10 and int(key) < count
 
 

@@ -26,8 +26,7 @@ class AliasedDevice:
     """A device named in a table.
 
     Attributes:
-        entry: Entry of the catalogue, with the memory, power and link of the name if
-            they differ.
+        entry: Entry of the catalogue, with the name's memory, power and link.
         count: Number of devices, if the name has it.
         notes: Notes on the mapping.
         others: Whether the name has devices of other kinds, too.
@@ -186,7 +185,6 @@ def _as_listed(found: CatalogueEntry, name: str, count: int | None) -> AliasedDe
 
 
 def _unknown(text: str, name: str, count: int | None, guess: bool) -> AliasedDevice:
-    """Returns the replacement of an unknown device."""
     if not guess:
         raise WhaleError(
             f"device {quoted(text)} names no family of the catalogue; it has "
@@ -207,7 +205,6 @@ def _unknown(text: str, name: str, count: int | None, guess: bool) -> AliasedDev
 def _by_datasheet(
     text: str, name: str, count: int | None, card: DatasheetCard
 ) -> AliasedDevice:
-    """Returns a device of no family of the catalogue."""
     base = entries()[card.like]
     memory = _memory_of(name, bare=base.torus is None) or card.memory[0]
     # TensorFloat-32, if available, takes twice the time of 16 bits.
@@ -231,9 +228,7 @@ def _by_datasheet(
 
 
 def _means(word: str, name: str) -> bool:
-    """Whether a name has the word, unless a zero follows (a number ten times
-    as large).
-    """
+    """Whether a name has the word, unless a zero follows (ten times as large)."""
     return (
         re.search(re.escape(word) + (r"(?!0(?!\d))" * word[-1].isdigit()), name)
         is not None
@@ -243,10 +238,8 @@ def _means(word: str, name: str) -> bool:
 def _memory_of(name: str, *, bare: bool = True) -> int | None:
     """Returns the gigabytes in a name, including cloud machines; None without any.
 
-    Args:
-        name: Name in lower case.
-        bare: Whether a number without a unit counts; after a TPU's name it is the
-            number of devices.
+    A number without a unit counts only if ``bare``: after a TPU's name it is the number
+    of devices.
     """
     for word, size in _SIZES:
         if word in name:

@@ -71,7 +71,6 @@ class _File:
     latencies: list[float] = field(default_factory=list)
 
     def machines(self) -> dict[int, list[int]]:
-        """Returns the numbers of the devices of each machine."""
         machines: dict[int, list[int]] = {}
         for device in self.devices.values():
             machines.setdefault(device.machine, []).append(device.number)
@@ -190,7 +189,6 @@ def _machine(machine: FileTable, place: int, found: _File) -> list[FileTable]:
 
 
 def _as_numbers(data: Any, key: str = "") -> Any:
-    """Converts numbers that are written as text."""
     if isinstance(data, Mapping):
         return {k: _as_numbers(v, str(k)) for k, v in data.items()}
     if isinstance(data, list):
@@ -205,7 +203,6 @@ def _as_numbers(data: Any, key: str = "") -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, or a text of one."""
     try:
         return math.isfinite(float(value))
     except (TypeError, ValueError, OverflowError):
@@ -489,7 +486,6 @@ def _levels(
 
 
 def _with_network(entries: Sequence[CatalogueEntry]) -> list[CatalogueEntry]:
-    """Sets the node's link as network of kinds without one in the catalogue."""
     return [
         dataclasses.replace(one, network=one.network or one.node) for one in entries
     ]
@@ -498,8 +494,7 @@ def _with_network(entries: Sequence[CatalogueEntry]) -> list[CatalogueEntry]:
 def _ring_rate(rates: Sequence[Sequence[float]]) -> float:
     """Returns the rate of a ring over all members, each with two such links.
 
-    Args:
-        rates: ``[from][to]``, with zeros on the diagonal.
+    Rates are ``[from][to]`` with zeros on the diagonal.
 
     >>> _ring_rate([[0, 5, 1, 5], [5, 0, 5, 1], [1, 5, 0, 5], [5, 1, 5, 0]])
     5

@@ -140,11 +140,11 @@ def denoising_batch(
 ) -> Batch:
     """Returns padded sequences with hidden spans, and these spans as targets.
 
-    A text consists of segments of twenty tokens. In each, a span of three is hidden: a
-    sentinel replaces it in the inputs, and in the targets the span follows the
-    sentinel, as in Raffel et al., "Exploring the Limits of Transfer Learning with a
-    Unified Text-to-Text Transformer" (2020), section 3.3.4. The number of real segments
-    differs between texts; the targets end with an end token.
+    A text consists of segments of twenty tokens. In each, a span of three is hidden. A
+    sentinel replaces it in the inputs; in the targets the span follows the sentinel, as
+    in Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
+    Text-to-Text Transformer" (2020), section 3.3.4. The number of real segments differs
+    between texts; the targets end with an end token.
 
     Args:
         step: Number of the batch.

@@ -1,13 +1,11 @@
 """Gating: assigns tokens to experts, with a limit on tokens per expert.
 
-It is separate from the model because it has no parameters and layers, only scores, so
-that a test can check it against a loop.
+It has no parameters, only scores, so a test can check it against a loop.
 
 After Lepikhin et al., "GShard" (2020), algorithm 1 without its random second expert,
 and Fedus et al., "Switch Transformers" (2021), equations 1 to 6. GShard drops tokens
-without a place. Here a token has a position in the queue of its expert, however long
-that is, so that a later pass can also serve it: ``seats`` gives the dispatch of any
-part of the queues.
+without a place. Here a token keeps its position in the queue of its expert, so that a
+later pass can also serve it.
 """
 
 from __future__ import annotations
@@ -130,7 +128,6 @@ def queue(scores: Array, *, choices: int) -> Queues:
 
 
 def _weights(probabilities: Array, picks: list[Array]) -> tuple[Array, ...]:
-    """Returns the probability of each choice, normalized over several choices."""
     weights = [jnp.sum(probabilities * pick, axis=-1) for pick in picks]
     if len(weights) > 1:
         share = sum(weights[1:], weights[0])

@@ -58,7 +58,7 @@ _OF_JOBS: Final[Mapping[str, Any]] = {
 """Options of jobs, with an example value."""
 
 _DIVIDES: Final = (("heads", "embed"), ("kv_heads", "heads"))
-"""Pairs of fields, of which the first divides the second."""
+"""Pairs of fields: the first divides the second."""
 
 
 def change(
@@ -121,7 +121,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
-    """Records a value of another kind than its field or option."""
     number = _is_number(value)
     whole = number and isinstance(value, int | np.integer)
     if isinstance(like, bool):
@@ -148,7 +147,6 @@ def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite number, or an array of one."""
     if isinstance(value, bool | np.bool_ | str):
         return False
     if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
@@ -160,9 +158,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    """Returns whether a model can compute in it: a name, a NumPy or JAX type, or its
-    default.
-    """
     if value is None or isinstance(value, type):
         return True
     name = value if isinstance(value, str) else getattr(value, "dtype", value)

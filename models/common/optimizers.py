@@ -45,7 +45,7 @@ def slowing_adafactor(learning_rate: float, constant_steps: int) -> Any:
     """Returns Adafactor with a constant rate, then one that falls with the step's root.
 
     After Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
-    Cost" (2018), without momentum: for a matrix it stores the means of the squares over
+    Cost" (2018), without momentum. For a matrix it stores the means of the squares over
     rows and over columns, not the squares.
 
     Args:

@@ -40,8 +40,7 @@ class Seq2SeqConfig:
             direction also has all larger distances.
         dropout_rate: Rate after embeddings and last norms, on attention weights, inside
             the feed-forward layers and before each addition.
-        scan_layers: Whether to stack the parameters of a stack's layers and scan over
-            them.
+        scan_layers: Whether to stack the layers' parameters and scan over them.
         annotated: Whether to add the marks.
         dtype: Compute dtype; None follows parameters and inputs.
         param_dtype: Dtype of the parameters.

@@ -1,6 +1,4 @@
-"""Common parts of networks over volumes: types of their layers, and checks of
-extents.
-"""
+"""Common parts of networks over volumes: layer types, and checks of extents."""
 
 from __future__ import annotations
 

@@ -74,7 +74,6 @@ def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
 
 
 def _weights_note(kinds: Sequence[DeviceKind]) -> str:
-    """Returns the note if the model was timed on none of them."""
     own = [kind.display_name() for kind in kinds if kind.matmul_points]
     listed = [kind.display_name() for kind in kinds if not kind.matmul_points]
     if not listed:

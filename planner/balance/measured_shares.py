@@ -45,8 +45,7 @@ class Rebalance:
 
     Attributes:
         shares: Micro-batches of each replica, for the next step.
-        seconds: Current estimate of a micro-batch's seconds on each replica; 0 if
-            unknown.
+        seconds: Estimated seconds of a micro-batch on each replica; 0 if unknown.
     """
 
     def __init__(self, given: Sequence[int], most: Sequence[int] | None = None) -> None:
@@ -67,8 +66,7 @@ class Rebalance:
         """Records one step's measurements.
 
         Args:
-            seconds: Measured seconds of a micro-batch on each replica; 0 if not
-                measured.
+            seconds: Measured seconds of a micro-batch on each replica; 0 if unknown.
 
         Returns:
             Shares of the next step.
@@ -126,9 +124,7 @@ class Rebalance:
         return shares(self._total, seconds, self._most)
 
     def _probe(self) -> None:
-        """Gives one micro-batch, now and then, to a replica without any, to
-        measure it.
-        """
+        """Gives a micro-batch, now and then, to each idle replica to measure it."""
         pairs = enumerate(zip(self.shares, self._most, strict=True))
         idle = [i for i, (share, most) in pairs if most and not share]
         self._idle = self._idle + 1 if idle else 0
@@ -141,10 +137,10 @@ class Rebalance:
 
 
 def _before_and_after_seconds(seen: Sequence[float], count: int) -> tuple[float, float]:
-    """Returns the seconds before the latest measurements, and the least change in
-    these.
+    """Returns the seconds before the latest measurements, and the size of their change.
 
-    Those show a change if all are on one side; the least different one is its size.
+    The latest measurements show a change if all are on one side. The one that differs
+    least gives its size.
     """
     if len(seen) < LEAST + count:
         middle = statistics.median(seen)

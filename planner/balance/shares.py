@@ -126,8 +126,7 @@ def gain_words(gain: float, bound: float) -> str:
 def idle_note(
     what: str, pieces: Sequence[int], seconds: Sequence[float], pace: float
 ) -> str | None:
-    """Returns the note on devices without pieces, with the reason; None if all have
-    some.
+    """Returns the note on devices without pieces, and why; None if there are none.
 
     Args:
         what: Name of the devices, such as ``"replicas"``.
@@ -151,8 +150,7 @@ def idle_note(
 
 
 def speed_bound(seconds: Sequence[float]) -> float:
-    """Returns the largest gain of shares over even ones: Σw / (n · min w), w the
-    speeds.
+    """Returns the largest gain over even shares: Σw / (n · min w), w the speeds.
 
     Even shares wait for the slowest device; ideal ones keep all busy to the end.
 
@@ -353,8 +351,7 @@ def micro_batch_ranges(shares: Sequence[int]) -> list[range]:
 def shares(
     total: int, seconds: Sequence[float], most: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Divides equal pieces of work so that the last device finishes as early as
-    possible.
+    """Divides equal pieces of work so that the last device finishes soonest.
 
     The result is exact: a piece always goes to the device that would finish it first,
     which is optimal for pieces of one size. Of equal devices, the first takes more.

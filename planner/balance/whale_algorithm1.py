@@ -45,8 +45,7 @@ def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
-    """Runs memory-constrained load balancing as in the paper; see the module for its
-    gaps.
+    """Balances load within memory as in the paper; see the module for its gaps.
 
     Args:
         total: Samples of the global batch.
@@ -99,8 +98,7 @@ class Shards:
 
     Attributes:
         sizes: Size of each device's shard; the sizes add up to the dimension.
-        padded: Stored size on every device: all shards of one program have the same
-            shape.
+        padded: Stored size on every device: shards of one program have one shape.
         gain: Speed-up over even shards, without collectives.
         bound: Largest possible gain of any shards.
     """

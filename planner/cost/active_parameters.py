@@ -1,8 +1,9 @@
 """Counts the parameters that a token uses in a model with experts.
 
-Experts are stacks of matrices that products read as a batch, by group, or one after the
-other in a loop. A token uses the experts that its router chooses, or all experts if the
-model computes each for every token and drops the results that are not chosen.
+Experts are stacks of matrices. Products read them as a batch, by group, or one after
+the other in a loop. A token uses the experts that its router chooses. Some models
+compute every expert for each token and drop the unchosen results; then a token uses all
+experts.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from whalejax.planner.model.graph import ATTENTION, RAGGED, Graph, Op
 def active_parameters(
     graph: Graph, products: Sequence[Op], rows: int
 ) -> tuple[int, int]:
-    """Returns the number of parameters that a token is computed with, and the number
-    without the experts that its router does not choose.
+    """Counts the parameters that compute a token: all, and without unchosen experts.
 
     Args:
         graph: Captured loss.
@@ -44,8 +44,9 @@ def active_parameters(
 def _batched_shares(
     graph: Graph, products: Sequence[Op], rows: int, origin: Mapping[int, int]
 ) -> dict[int, tuple[float, float]]:
-    """Returns two fractions of each stack that one product reads: the one that computes
-    a token, and the one that its router chooses.
+    """Returns two fractions of each stack that one product reads.
+
+    The first computes a token; the second is the part that its router chooses.
     """
     weight = graph.weight_tensors()
     shares: dict[int, tuple[float, float]] = {}
@@ -127,7 +128,6 @@ def _looped_shares(
 
 
 def _routed_sizes(graph: Graph) -> set[int]:
-    """Returns the sizes of dimensions along which the loss selects some entries."""
     kinds = ("top_k", "approx_top_k", "argmax")
     choices = [op.operands[0] for op in graph.ops if op.kind in kinds]
     shapes = [graph.tensors[t].shape for t in choices]
@@ -135,7 +135,6 @@ def _routed_sizes(graph: Graph) -> set[int]:
 
 
 def _routed_rows(graph: Graph, experts: int) -> int:
-    """Returns the number of tokens whose experts a router scores."""
     rows = 1
     for op in graph.ops:
         if op.matmul is not None and op.matmul[3] == 1 and experts in op.matmul[:3:2]:
@@ -194,7 +193,6 @@ def _choices(graph: Graph, experts: int) -> int:
 
 
 def _experts(graph: Graph, op: Op) -> int:
-    """Returns the number of matrices of a batched or grouped product."""
     if op.kind in RAGGED:
         return graph.tensors[op.operands[2]].shape[-1]
     assert op.matmul is not None

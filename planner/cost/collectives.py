@@ -61,8 +61,10 @@ def axis_parts(
 
 
 def _cut(stride: int, size: int, cluster: Cluster) -> list[AxisPart]:
-    """Divides an axis by levels: each gets the largest factor whose groups are inside
-    it, the outermost also the rest.
+    """Divides an axis by levels.
+
+    A level gets the largest factor whose groups fit inside it; the outermost level also
+    gets the rest.
     """
     parts = []
     reach = 1
@@ -101,7 +103,6 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> 
 
 
 def _permute_seconds(payload_bytes: float, part: AxisPart) -> float:
-    """Returns the seconds of one device's transfer to the next."""
     per_byte, per_time = _permute_rates(part.size, part.level)
     return float(payload_bytes * per_byte + per_time)
 
@@ -178,9 +179,11 @@ def _reduces_whole(
 
 
 _LONG, _LONG_FLAT = 4, 8
-"""Least number of chips along each axis of a torus with which an all-reduce replaces a
-collective: a gather on three axes or a reduce-scatter on a square; the second value is
-for small gathers on two axes."""
+"""Least number of chips along each axis of a torus for an all-reduce instead.
+
+It replaces a gather on three axes or a reduce-scatter on a square; the second value is
+for small gathers on two axes.
+"""
 
 _SMALL_GATHER_BYTES = 2**25
 """Size below which gathers over a large flat torus run as all-reduces (16 MiB was seen

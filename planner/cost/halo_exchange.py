@@ -35,9 +35,7 @@ class HaloExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
-    """Strip of one dimension: its axis, its width and the resulting growth of
-    the part.
-    """
+    """Strip of one dimension: its axis, its width and the growth of the part."""
 
     axis: str
     own: int
@@ -54,8 +52,7 @@ class BackwardHalo:
         image: Whether a gradient flows to the operand.
         merges: Whether the compiler reuses the forward pass's exchanges in a
             checkpointed region, if the region receives the same values.
-        narrow: Whether the compiler exchanges the operands of products in half the
-            bytes.
+        narrow: Whether the compiler exchanges products' operands in half the bytes.
     """
 
     image: bool
@@ -106,7 +103,6 @@ def exchanges(
 
 
 def _repeat_count(repeats: Repeats, backward: BackwardHalo) -> int:
-    """Returns the number of further exchanges of the operand in the backward pass."""
     needed = repeats.runs_again or repeats.reads_operand
     if repeats.in_loop:
         return repeats.around_loop + needed

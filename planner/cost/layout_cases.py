@@ -71,9 +71,6 @@ class LayoutGrid:
         return {axis: int(sizes[index]) for axis, sizes in self.mesh.items()}
 
     def _of_home(self, home: int) -> list[tuple[Table, np.ndarray]]:
-        """Returns the distinct tables of a TaskGraph, with the indices of their
-        layouts.
-        """
         if home not in self._homes:
             result: dict[object, tuple[Table, list[np.ndarray]]] = {}
             for index, tables in enumerate(self.tables):
@@ -173,7 +170,7 @@ class LayoutCases:
 
     @functools.cached_property
     def table(self) -> np.ndarray:
-        """Index of each case's tables."""
+        """Index of the tables of each case."""
         table: np.ndarray = self.grid.table[self.row]
         return table
 
@@ -250,7 +247,6 @@ class LayoutCases:
         return self._cuts[id(facts)][1]
 
     def _cuts_of_origin(self, facts: LeafFacts) -> list[Cuts] | None:
-        """Returns the counts, from those of the original cases; None if unknown."""
         origin, rows = self, np.arange(len(self))
         while id(facts) not in origin._cuts:
             if origin._origin is None:

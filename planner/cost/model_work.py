@@ -85,14 +85,10 @@ def _in_one_branch(graph: Graph, products: Sequence[Op]) -> list[Op]:
 
 
 def _of_weights(weight: Sequence[bool], op: Op) -> bool:
-    """Returns whether an operation reads only weights, so that the number of samples is
-    irrelevant.
-    """
     return all(weight[t] for t in op.operands)
 
 
 def _both_passes(graph: Graph, op: Op) -> int:
-    """Returns the FLOPs of an operation and of the gradients of its operands."""
     gradients = sum(graph.tensors[t].differentiable for t in op.operands)
     # Attention is two products, of which each has two gradients.
     behind = min(2, gradients)
@@ -110,11 +106,7 @@ def _product_dtype(graph: Graph, products: Sequence[Op]) -> str:
 
 
 def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
-    """Returns the number of rows in most of the work with weights, often tokens.
-
-    Returns:
-        Number of rows; 0 without products of weights.
-    """
+    """Returns the rows in most of the work with weights; 0 without such work."""
     weight = graph.weight_tensors()
     work: dict[int, int] = {}
     for op in products:
@@ -170,11 +162,7 @@ def _multiplied_rows(graph: Graph, lookups: Mapping[int, _Lookup]) -> int:
     """Returns the rows that lookups read and products multiply by weights.
 
     Leaves of equal lengths whose embeddings are added or concatenated count once.
-    Candidates and negatives, which are only compared, do not count.
-
-    Args:
-        graph: Captured loss.
-        lookups: Reads of tables, by the leaf of the batch that indexes them.
+    Candidates and negatives do not count: they are only compared.
     """
     weight = graph.weight_tensors()
     carried = {t: frozenset((leaf,)) for leaf, x in lookups.items() for t in x.results}

@@ -127,7 +127,6 @@ class CostSetting:
 
 
 def _parts(roles: frozenset[int], hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Returns the number of shards into which the mesh divides these roles."""
     return math.prod(s.mesh[axis] for axis, role in hits.items() if role in roles)
 
 
@@ -224,8 +223,9 @@ def row_seconds(
 
 
 def _turned_bytes(row: Row, hits: Mapping[str, int], s: CostSetting) -> tuple[Any, Any]:
-    """Returns the bytes, forward and backward, that are transposed by a compiler that
-    copies convolution kernels.
+    """Returns the bytes that are transposed forward and backward.
+
+    Only compilers that copy convolution kernels transpose them.
     """
     if not s.cluster.compiler.copies_kernels:
         return 0.0, 0.0
@@ -246,7 +246,6 @@ def _turned_bytes(row: Row, hits: Mapping[str, int], s: CostSetting) -> tuple[An
 
 
 def _larger(one: Any, other: Any) -> Any:
-    """Returns the larger of two numbers, or elementwise of two arrays."""
     if isinstance(one, float) and isinstance(other, float):
         return max(one, other)
     return np.maximum(one, other)
@@ -259,9 +258,7 @@ def _gradient(row: Row) -> bool:
 def memory_traffic(
     row: Row, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Any, Any]:
-    """Returns the memory traffic on one device in one micro-batch, forward and
-    backward.
-    """
+    """Returns the forward and backward memory traffic per device and micro-batch."""
     slots = row.slots
     if row.kind in _READ_IN_PART:
         # Reads equal writes; the backward pass fills or adds to the operand's gradient.
@@ -281,7 +278,6 @@ def memory_traffic(
 
 
 def _transcendentals(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Returns the elements on one device that need an exp, tanh or the like."""
     if not row.transcendental:
         return 0.0
     slot = row.results[0]
@@ -306,9 +302,7 @@ def local_product(
 
 
 def row_flops(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Returns the FLOPs of a row's products on one device in one micro-batch, both
-    passes.
-    """
+    """Returns the FLOPs of a row's products per device and micro-batch, both passes."""
     if row.product is None:
         return 0
     first, *again = row.product.times(s.cluster.compiler)
@@ -373,8 +367,8 @@ def gradients_of(
 ) -> tuple[Collective, ...]:
     """Returns the gradient reductions of the weights that a row reads.
 
-    Iterations of a loop that read the same weights sum their gradients on each device;
-    compilers that merge partial sums move the reduction after the loop.
+    Some iterations of a loop read the same weights and sum their gradients on each
+    device. Compilers that merge partial sums move the reduction after the loop.
     """
     if not _gradient(row):
         return ()
@@ -485,7 +479,6 @@ def halos_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collecti
 
 
 def _spatial_axes(row: Row, hits: Mapping[str, int]) -> dict[int, str]:
-    """Returns the mesh axis that shards each window's dimension, by window number."""
     return {
         n: axis
         for axis, role in hits.items()
@@ -537,9 +530,7 @@ def _spec(
 
 
 def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
-    """Returns the axes that shard the same dimension in every layout, with that
-    dimension.
-    """
+    """Returns the dimension of each axis that shards it in every layout."""
     common: dict[str, int] | None = None
     for layout in layouts:
         here = {axis: dim for dim, axes in enumerate(layout) for axis in axes}
@@ -552,8 +543,6 @@ def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
 
 
 class _Path:
-    """Collects the collectives of one flow."""
-
     def __init__(self, flow: Flow, nbytes: Any, s: CostSetting) -> None:
         self.flow = flow
         self.nbytes = nbytes
@@ -563,11 +552,7 @@ class _Path:
     def reduce(
         self, spec: Spec, axes: Sequence[str], wanted: Mapping[str, int], phase: str
     ) -> Spec:
-        """Adds the reductions over some axes, scattered over those in ``wanted``.
-
-        Returns:
-            Layout of the sum.
-        """
+        """Reduces over axes, scattered over those in ``wanted``; returns the layout."""
         scattered = (
             [a for a in axes if a in wanted]
             if self.s.cluster.compiler.reduce_scatter
@@ -604,7 +589,6 @@ class _Path:
     def back(
         self, source: Spec, targets: Mapping[Use, Spec], tables: Mapping[int, Table]
     ) -> None:
-        """Adds the collectives of the cotangents of all readers."""
         sums: dict[Spec, list[tuple[tuple[str, ...], ...]]] = {}
         for use, layout in targets.items():
             axes: tuple[tuple[str, ...], ...] = ()

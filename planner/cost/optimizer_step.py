@@ -89,15 +89,18 @@ def _gathers(
 
 
 GATHER_TURNS, CUT_TURNS = 1, 2
-"""Number of transposes in the cost of XLA's CPU compiler: of an array whose last
-dimension is gathered, and of one whose last dimension an update shards and gathers.
+"""Number of transposes in the cost of XLA's CPU compiler.
 
-It gathers along the first dimension and transposes the result in memory. Compared with
-arrays of 0.3 to 9 MB along other dimensions, gathers took longer by 0.6 to 0.8 times
-the calibrated time of the transpose (two shapes of seven, with a power of two in each
-dimension, 1.7 and 4.3 times), and updates by SGD and Adam by 0.8 to 2.5 times. The 102
-MB of a ResNet-50 took 270 ms along the third dimensions and 959 ms along the last ones,
-where there was a choice."""
+The first is for an array whose last dimension is gathered, the second for one whose
+last dimension an update shards and gathers. The compiler gathers along the first
+dimension and transposes the result in memory.
+
+Compared with arrays of 0.3 to 9 MB along other dimensions, gathers took longer by 0.6
+to 0.8 times the calibrated time of the transpose (two shapes of seven, with a power of
+two in each dimension, 1.7 and 4.3 times). Updates by SGD and Adam took longer by 0.8 to
+2.5 times. The 102 MB of a ResNet-50 took 270 ms along the third dimensions and 959 ms
+along the last ones, where there was a choice.
+"""
 
 
 def turning_seconds(
@@ -107,8 +110,7 @@ def turning_seconds(
     cast_bytes: float,
     num_micro_batches: Any,
 ) -> Any:
-    """Returns the seconds of a step in which gathered parameters are transposed, by
-    case.
+    """Returns the seconds of a step's transposes of gathered parameters, by case.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
@@ -133,9 +135,7 @@ def turning_seconds(
 def _turning(
     before: ShardCounts, after: ShardCounts, nbytes: Any, cluster: Cluster
 ) -> Any:
-    """Returns the seconds to transpose an array once, if storage shards its last
-    dimension.
-    """
+    """Returns the seconds of one transpose, if storage shards the last dimension."""
     last = len(after.per_dim) - 1
     if last < 1:
         return 0.0
@@ -149,8 +149,7 @@ def whole_shares(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> tuple[Any, Any]:
-    """Returns the fractions of the gradients that are all-reduced rather than
-    scattered.
+    """Returns the fractions of the gradients that are all-reduced, not scattered.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
@@ -159,9 +158,9 @@ def whole_shares(
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
 
     Returns:
-        Fraction of the sharded gradients that the compiler all-reduces because of their
-        tiles (see ``CompilerProfile.scatters_odd_tiles``), and fraction of all
-        gradients that storage leaves unsharded; by case.
+        Two fractions by case: of the sharded gradients, those all-reduced because of
+        their tiles (see ``CompilerProfile.scatters_odd_tiles``); of all gradients,
+        those unsharded in storage.
     """
     sharded: Any = 0.0
     odd: Any = 0.0
@@ -183,9 +182,6 @@ def _odd(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> Any:
-    """Returns whether scattering a gradient leaves an odd number of tiles of the last
-    dimension.
-    """
     if len(group.shape) < 2:
         return False
     before, after = cuts.compute.per_dim[-1], cuts.gradient.per_dim[-1]
@@ -219,9 +215,6 @@ def has_odd_tiles(
 
 
 def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:
-    """Returns whether gradients are all-reduced over several axes at once, even if some
-    shard them.
-    """
     return len(axes) > 1 and not compiler.reduces_in_parts
 
 
@@ -256,7 +249,6 @@ def reduced_whole(
 
 
 def _torus_reduces_whole(cuts: LeafShardCounts, s: CostSetting) -> Any:
-    """Returns whether a torus turns a gradient's reduce-scatter into an all-reduce."""
     if not may_reduce_whole(s.cluster):
         return False
     added = added_axes(cuts.compute, cuts.gradient)
@@ -277,8 +269,7 @@ def reduced_gradients(
     odd: Any = 0.0,
     kept: Any = 0.0,
 ) -> Iterator[Collective]:
-    """Yields the reductions of all gradients over one set of axes, as the compiler runs
-    them.
+    """Yields the compiler's reductions of all gradients over one set of axes.
 
     XLA combines the all-reduces at the end of a step into one. If it can reduce-scatter
     and gradients are stored in shards, the axes that shard them carry half the traffic

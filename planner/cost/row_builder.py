@@ -193,7 +193,6 @@ class Views:
         return replace(flow, uses=tuple(readers))
 
     def _read(self) -> None:
-        """Finds the producers, readers and owners of the tensors."""
         graph = self.graph
         read = {t for op in graph.ops if op.results for t in op.operands} | self.whole
         for index, op in enumerate(graph.ops):
@@ -356,7 +355,6 @@ class Views:
             return tuple(reads)
 
         def reads_first(tensor: int) -> bool:
-            """Returns whether no earlier operation of the kernel reads the value."""
             here = (i for i, _ in self.readers[tensor] if kernels[i] == kernel)
             return index == next(here)
 
@@ -383,7 +381,6 @@ class Views:
         return op.elementwise or op.kind.startswith(("reduce", "arg"))
 
     def _present(self, index: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Returns the roles of an operation's factors, and those that it sums over."""
         op = self.graph.ops[index]
         if op.reshape or op.kind in LOOPS:
             return frozenset(), frozenset()
@@ -402,9 +399,6 @@ class Views:
         return self._role_sets[key]
 
     def _value(self, tensor: int) -> _Value:
-        """Returns a value with its producer, its readers, its number of transfers and
-        its scope.
-        """
         ops = self.graph.ops
         maker, readers = self.maker[tensor], self.readers[tensor]
         present, reduced = frozenset[int](), frozenset[int]()
@@ -461,9 +455,7 @@ class Views:
         )
 
     def _source(self, tensor: int) -> int:
-        """Returns a value's slot at its producer: unsharded if that runs on a full
-        sequence.
-        """
+        """Returns a value's slot at its producer, which may need a full sequence."""
         maker = self.maker[tensor]
         if maker is not None:
             op = self.graph.ops[maker]
@@ -480,9 +472,7 @@ class Views:
         )
 
     def _lies(self, tensor: int) -> FusedLayout | None:
-        """Returns the sharding of a fused parameter if it is read in the form of this
-        tensor.
-        """
+        """Returns a fused parameter's sharding if it is read in this tensor's form."""
         fused = self.reading.fused.get(tensor)
         if fused is None:
             return None
@@ -518,10 +508,8 @@ class Views:
 
 
 def _number(key: T, numbers: dict[T, int]) -> int:
-    """Returns the number of a key, in order of first appearance."""
     return numbers.setdefault(key, len(numbers))
 
 
 def _groups(graph: Graph, op: Op) -> int:
-    """Returns the number of matrices of which each row uses one."""
     return graph.tensors[op.operands[2]].shape[-1] if op.kind in RAGGED else 1

@@ -114,8 +114,7 @@ class TimeColumns:
         return sum(self.terms.values(), np.zeros(len(self.ahead)))
 
     def sequence_parallel(self, tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the likely and least step seconds if the sequence is also sharded, by
-        case.
+        """Returns the likely and least step seconds with a sharded sequence, by case.
 
         Operations between products that ``tensor`` does not shard are then divided at
         best evenly, and no value is resharded. An all-reduce becomes a
@@ -193,8 +192,7 @@ class StepTime:
                 sequence sharded between products.
 
         Returns:
-            Indices of the cases whose computation alone takes no longer, and their
-            terms.
+            Indices of the cases whose computation takes no longer, and their terms.
         """
         inside, inverse = self._costs_inside(cases, None)
         parts, tensor = inside.cases.count, inside.cases.mesh["tensor"]
@@ -213,9 +211,7 @@ class StepTime:
     def _costs_inside(
         self, cases: LayoutCases, combined: Sequence[Collective] | None
     ) -> tuple[_StageTimes, np.ndarray]:
-        """Returns the costs inside the micro-batches of distinct cases, and the
-        distinct case of each.
-        """
+        """Returns the costs of distinct cases, and the distinct case of each case."""
         # Costs inside a micro-batch are the same at every ZeRO level.
         first, inverse = distinct_columns([cases.row, cases.count])
         return _StageTimes(self, cases.take(first), combined), inverse
@@ -278,14 +274,12 @@ class _StageTimes:
             self.single.append((np.zeros(1, dtype=np.int64), cases.tables_at(0), s))
 
     def take(self, rows: np.ndarray) -> None:
-        """Selects some of the cases."""
         self._use(self.cases.take(rows))
         self.compute, self.ahead = self.compute[rows], self.ahead[rows]
         self.between = self.between[rows]
         self.launches, self.covers = self.launches[rows], self.covers[rows]
 
     def communicate(self) -> None:
-        """Adds the collectives of a micro-batch."""
         self.links = _Links(self.cases, self.model.cluster)
         if not self.number:
             return
@@ -297,7 +291,6 @@ class _StageTimes:
     # Sharded roles.
 
     def _hits(self, home: int, present: frozenset[int]) -> AxisHits:
-        """Returns the axis that shards each role of an operation, over the grid."""
         divisible = {role: self.divisible[role] for role in sorted(present)}
         return self.cases.grid.hits(home, present, divisible)
 
@@ -318,11 +311,7 @@ class _StageTimes:
     def _equal_groups(
         self, columns: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, Mapping[int, Table], CostSetting]]:
-        """Yields groups of cases that agree in some columns.
-
-        Yields:
-            Indices of the cases, the tables of one of them, and their setting.
-        """
+        """Yields equal cases, the tables of one of them, and their setting."""
         if self.single:
             yield from self.single
             return
@@ -405,13 +394,7 @@ class _StageTimes:
 def _with_storage(
     inside: _StageTimes, inverse: np.ndarray, cases: LayoutCases
 ) -> TimeColumns:
-    """Adds the costs of storage and of the optimizer.
-
-    Args:
-        inside: Costs inside the micro-batches of distinct cases.
-        inverse: Distinct case of each case.
-        cases: All of the cases.
-    """
+    """Adds storage and optimizer costs; ``inverse`` has each case's distinct case."""
     model, everyone = inside.model, np.arange(len(cases))
     if not len(cases):
         return TimeColumns.none()
@@ -452,12 +435,7 @@ def _with_storage(
 
 
 class _Storage:
-    """Costs of storage and the optimizer in some cases.
-
-    Attributes:
-        update: Seconds of the optimizer, by case.
-        late: Collectives that follow the update, with their cases.
-    """
+    """Costs of storage and the optimizer; ``late`` has collectives after the update."""
 
     def __init__(self, model: StepTime, cases: LayoutCases, links: _Links) -> None:
         self.cases, self.links = cases, links
@@ -481,7 +459,6 @@ class _Storage:
             self.update[rows] = update_seconds(facts, cuts, model.cluster)
 
     def reduce(self, axes: tuple[str, ...], payload: np.ndarray) -> None:
-        """Adds the reductions of all gradients over some axes."""
         for over_data in (False, True):
             rows = np.flatnonzero(((self.cases.zero >= 2) == over_data) & (payload > 0))
             for c in reduced_gradients(
@@ -546,9 +523,7 @@ class _Links:
         return CollectiveRates(kind, self.spans(axes), self.cluster)
 
     def add(self, rows: np.ndarray, c: Collective) -> None:
-        """Adds a collective in some cases; its payload and count may be arrays over
-        them.
-        """
+        """Adds a collective in some cases; payload and count may be arrays."""
         if not len(rows):
             return
         rates = self.rates(c.kind, c.axes)
@@ -566,9 +541,7 @@ class _Links:
             self._list(c, payload, turned)
 
     def _list(self, c: Collective, payload: np.ndarray, turned: np.ndarray) -> None:
-        """Stores the collectives of a single case; equal gathers of parameters are
-        merged.
-        """
+        """Stores a single case's collectives; merges equal gathers of parameters."""
         one = dataclasses.replace(
             c,
             kind="all-reduce" if turned[0] else c.kind,

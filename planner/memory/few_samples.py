@@ -1,10 +1,10 @@
-"""Finds extra compiler buffers of convolutions with few samples.
+"""Finds the extra buffers that compilers use for convolutions with few samples.
 
-TPU compilers move a part of an extent into the batch of such a convolution, and also
-write its operand and result in that form. The number of samples on a device depends on
-the layout, which is unknown here. So every entry has the least number of samples with
-which it is in memory (``SavedTensorGroup.least_samples``), and
-``saved_tensors.kept_bytes`` counts it accordingly.
+TPU compilers move a part of an extent into the batch of such a convolution. They write
+its operand and result in that form too. The number of samples on a device depends on
+the layout, which this module does not know. So every entry states the least number of
+samples at which the buffer exists (``SavedTensorGroup.least_samples``);
+``saved_tensors.kept_bytes`` reads it.
 """
 
 from __future__ import annotations
@@ -83,16 +83,13 @@ class FewSamples:
         return spatial, statistics
 
     def _in_space(self, op: Op) -> bool:
-        """Returns whether an operation convolves two extents or more, with overlapping
-        windows, outside loops.
-        """
         if op.kind != CONVOLUTION or op.trip > 1 or self.lanes == 1:
             return False
         overlaps = any(window.span > window.stride for window in op.windows)
         return overlaps and len(self.graph.tensors[op.results[0]].shape) >= 4
 
     def _of_samples(self, tensor: int, result: int) -> bool:
-        """Returns whether a tensor has one number per sample for a full extent."""
+        """Returns whether a tensor has one number for all of a sample's extent."""
         small, large = self.graph.tensors[tensor], self.graph.tensors[result]
         own = small.shape[:2] == (*large.shape[:1], 1) != large.shape[:2]
         return own and small.nbytes * SMALL <= large.nbytes

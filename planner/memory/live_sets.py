@@ -84,13 +84,11 @@ class StepLiveness:
         saved: Number of saved tensors of each entry, by span (forward, then backward).
         postponed: Number of those saved in addition if products of weights' gradients
             are postponed, by span.
-        works: Possible temporaries of each span, before and while it computes
-            gradients.
+        works: Temporaries of each span, before and while it computes gradients.
         waits: Number of offloaded tensors of each entry.
         used: Use of each parameter by each span of the forward pass: 2 for a product, 1
             for another operation, 0 for none.
-        ahead: ``used``, extended to the spans until which a product's result is
-            written.
+        ahead: ``used``, extended to the span where a product's result is written.
         waited: Whether each parameter's gradient is in memory while the backward pass
             is in a span, by span and parameter.
         given: Whether checkpointed regions compute with each parameter.
@@ -155,7 +153,6 @@ class StepLiveness:
         )
 
     def _numbered(self, row: Mapping[TensorEntry, float]) -> Counts:
-        """Returns a row by the indices of its entries."""
         result: dict[int, float] = {}
         for entry, times in row.items():
             number = self._number_of.get(entry)
@@ -175,7 +172,6 @@ class StepLiveness:
 
 
 def _slid_roles(graph: Graph, dims: Dimensions) -> set[int]:
-    """Returns the roles along which windows slide."""
     return {
         role
         for op in graph.ops
@@ -226,9 +222,7 @@ def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSet
 def _joined_at_the_end(
     layout: Layout, joined: Container[tuple[int, ...]], slid: Set[int]
 ) -> int:
-    """Returns ``SavedTensorGroup.last``; extents along which windows slide are not
-    joined.
-    """
+    """Returns ``SavedTensorGroup.last``; dimensions of windows are not joined."""
     result, last = 1, layout[-1] if layout else ()
     while last and result < len(layout):
         before = layout[-result - 1]
@@ -240,8 +234,6 @@ def _joined_at_the_end(
 
 
 class _Kinds:
-    """Different kinds of tensors under the TaskGraphs of a graph."""
-
     def __init__(self, graph: Graph, course: StepLiveness) -> None:
         homes = [*(op.task_graph for op in graph.ops), 0]
         places: dict[tuple[int, int, int, int], int] = {}
@@ -266,13 +258,12 @@ class _Kinds:
         ]
 
     def full(self, row: Counts) -> list[float]:
-        """Returns the number of tensors of each kind."""
         full = [0.0] * len(self.kinds)
         for entry, times in row.items():
             full[self.kind_of[entry]] += times
         return full
 
     def table(self, rows: Sequence[Counts]) -> np.ndarray:
-        """Returns ``full`` of several rows, without duplicates."""
+        """Returns ``full`` of each different row."""
         table = dict.fromkeys(tuple(self.full(row)) for row in rows)
         return np.array([*table] or [(0.0,) * len(self.kinds)])

@@ -71,7 +71,7 @@ first reader."""
 
 
 def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
-    """Returns the data operands of products outside loops that gather weights again.
+    """Returns data operands of products, outside loops, that regather weights.
 
     The lowering computes such a product in a checkpointed region of its own. The inputs
     of a region must be in memory: no fusion recomputes them across its boundary.
@@ -140,7 +140,6 @@ class TensorUses:
         self.last, self.users = self._parameters()
 
     def _data(self) -> list[bool]:
-        """Returns whether each tensor depends on the batch or on saved masks."""
         data = [t.kind == "batch" for t in self.graph.tensors]
         drawn = [False] * len(data)
         for op in self.graph.ops:
@@ -156,7 +155,6 @@ class TensorUses:
         return data
 
     def _homes(self) -> dict[int, int]:
-        """Returns the owner of each tensor: its producer, or its first reader."""
         homes: dict[int, int] = {}
         for i, op in enumerate(self.graph.ops):
             for t in (*op.results, *op.operands):
@@ -164,7 +162,6 @@ class TensorUses:
         return homes
 
     def _regions(self) -> dict[int, list[int]]:
-        """Returns the indices of the operations of each checkpointed region."""
         regions: dict[int, list[int]] = {}
         for i, op in enumerate(self.graph.ops):
             if op.remat is not None:
@@ -191,7 +188,6 @@ class TensorUses:
         return spans or [Span(0, 0, False)]
 
     def _parameters(self) -> tuple[list[int], list[list[int]]]:
-        """Returns the last reader and all readers of each parameter."""
         params = self.graph.params
         of: dict[int, set[int]] = {t.id: {i} for i, t in enumerate(params)}
         users: list[list[int]] = [[] for _ in params]
@@ -337,9 +333,6 @@ class Timeline:
     # Residuals.
 
     def _value(self, tensor: int) -> bool:
-        """Returns whether a tensor is computed from data: neither an input of the
-        program nor a weight.
-        """
         return self.uses.value[tensor]
 
     def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
@@ -381,7 +374,6 @@ class Timeline:
         return op.operands if self._value(tensor) and self._repeats(op) else ()
 
     def _repeats(self, op: Op) -> bool:
-        """Returns whether fusions recompute an operation's result."""
         if self.compiler.repeats and op.kind == "div" and len(op.operands) == 1:
             return True  # Division by a constant is a product with its inverse.
         return op.reshape or op.kind in (CHEAP if self.compiler.repeats else SPREAD)
@@ -400,9 +392,7 @@ class Timeline:
         return frozenset({tensor}) if adds and len(large) > 1 else result
 
     def _hard(self) -> set[int]:
-        """Returns the tensors that are materialised because an operation that does not
-        fuse reads them.
-        """
+        """Returns operands of operations that do not fuse: they are materialised."""
         hard: set[int] = set()
         for op in self.graph.ops:
             for t in op.operands if _hard(op) else ():
@@ -412,9 +402,7 @@ class Timeline:
     def _lean(self, kept: dict[int, int], region: int | None) -> dict[int, int]:
         """Returns the saved tensors without those recomputed from other saved tensors.
 
-        Args:
-            kept: Index of each tensor's first reader.
-            region: Checkpointed region of the tensors, or None.
+        ``kept`` has the index of each tensor's first reader.
         """
         ops = self.graph.ops
 
@@ -445,9 +433,7 @@ class Timeline:
         return lean
 
     def _saved(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """Returns the first reader, bytes and owner of each saved (tensor, copy)
-        outside regions.
-        """
+        """Returns each (tensor, copy) outside regions: first reader, bytes, owner."""
         ops = self.graph.ops
         kept: dict[int, int] = {}
         stacked = bool(self.graph.stacked)
@@ -502,7 +488,6 @@ class Timeline:
         return self.homes.get(one.tensor, NOWHERE)
 
     def _loop_residuals(self) -> list[LoopResidual]:
-        """Returns the values that loops save on the device."""
         away = Counter(
             (self.graph.tensors[t].shape, self.graph.tensors[t].nbytes)
             for t in self.waiting
@@ -534,7 +519,6 @@ class Timeline:
 
     @functools.cached_property
     def _fetched(self) -> dict[int, list[int]]:
-        """Offloaded tensors that each checkpointed region fetches back."""
         result: dict[int, dict[int, None]] = {}
         for op in self.graph.ops if self.waiting else ():
             if op.remat is not None:
@@ -545,7 +529,6 @@ class Timeline:
 
     @functools.cached_property
     def _saved_entries(self) -> list[tuple[int, int, TensorEntry]]:
-        """First reader, producer and entry of each saved tensor."""
         return [
             (
                 first,
@@ -556,22 +539,17 @@ class Timeline:
         ]
 
     def saved_before(self, end: int) -> Counter[TensorEntry]:
-        """Returns the tensors that are still saved when the backward pass reaches an
-        operation.
-        """
+        """Returns tensors still saved when the backward pass reaches an operation."""
         return Counter(
             [entry for first, _, entry in self._saved_entries if first < end]
         )
 
     def made_before(self, end: int) -> Counter[TensorEntry]:
-        """Returns the tensors that are already saved when the forward pass reaches an
-        operation.
-        """
+        """Returns tensors already saved when the forward pass reaches an operation."""
         return Counter([entry for _, made, entry in self._saved_entries if made < end])
 
     def gradients_before(self, span: Span) -> Counter[TensorEntry]:
-        """Returns the partial gradients that are live while the backward pass is in a
-        span.
+        """Returns the partial gradients that are live during a span's backward pass.
 
         A value with readers before and after a span, as of a skip connection, has a
         partial gradient from its last reader on, until the others add theirs.
@@ -585,10 +563,9 @@ class Timeline:
     def postponed_behind(self, span: Span) -> Counter[TensorEntry]:
         """Returns the tensors that postponed products of weights' gradients will read.
 
-        While the backward pass is in a span, these are the residuals of later products
-        and the gradients that they read. Gradients that the products compute inside a
-        fusion do not count. Products in loops and in checkpointed regions are not
-        postponed.
+        While the backward pass is in a span, these are the residuals and gradients that
+        later products read. Gradients that the products compute inside a fusion do not
+        count. Products in loops and in checkpointed regions are not postponed.
         """
         kept: dict[int, TensorEntry] = {}
         gradients: dict[int, TensorEntry] = {}
@@ -600,7 +577,6 @@ class Timeline:
         return Counter(kept.values()) + Counter(gradients.values())
 
     def _products_put_off(self) -> list[_PutOff]:
-        """Returns the products whose weights' gradients may be postponed, in order."""
         products_put_off: list[_PutOff] = []
         for i, op in enumerate(self.graph.ops):
             if op.trip > 1 or op.remat is not None or op.matmul is None:
@@ -639,9 +615,7 @@ class Timeline:
         return tensor
 
     def _read_last(self) -> dict[int, int]:
-        """Returns the last reader of each differentiable value, outside loops and
-        regions.
-        """
+        """Returns each differentiable value's last reader outside loops and regions."""
         last: dict[int, int] = {}
         for i, op in enumerate(self.graph.ops):
             for t in op.operands:
@@ -796,12 +770,8 @@ class Timeline:
 
         These are float32 sums of the gradients of queries, keys and values, and the
         gradient of its output. In a loop, the residuals are also sliced out of their
-        stacks, or recomputed, and compilers postpone gradients of weights, because
-        nothing else in the loop needs them.
-
-        Args:
-            at: Index of the operation.
-            span: Span of the attention.
+        stacks, or recomputed. Compilers postpone gradients of weights, because nothing
+        else in the loop needs them.
         """
         op = self.graph.ops[at]
         given = op.operands[:3]
@@ -817,8 +787,8 @@ class Timeline:
     def _deferred(self, at: int, span: Span) -> dict[int, None]:
         """Returns the tensors that postponed gradients of weights read.
 
-        These are the operands of products after operation ``at`` whose results other
-        products of the loop read, and the gradients of these results.
+        Such products come after operation ``at``, and other products of the loop read
+        their results. They read their operands and the gradients of their results.
         """
         ops, result = self.graph.ops, dict[int, None]()
         for j in range(at + 1, span.end):
@@ -835,13 +805,13 @@ class Timeline:
         return result
 
     def _scatters(self, op: Op) -> bool:
-        """Returns whether an operation's gradient is scattered to chosen elements."""
         chooses = op.kind in CHOOSING_WINDOWS
         return chooses and self.graph.tensors[op.results[0]].differentiable
 
     def _share(self, tensor: int) -> float:
-        """Returns the size factor for two gradients, of which products may read one in
-        a type of half the width.
+        """Returns the size factor of a gradient in two products.
+
+        One of them may read it in a type of half the width.
         """
         wide = self.graph.tensors[tensor].dtype == "float32"
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
@@ -862,7 +832,6 @@ class Timeline:
         return nbytes // (1 + self.narrow[tensor]) // chunks
 
     def _widened(self, tensor: int) -> int:
-        """Returns the factor by which the compiler widens a value."""
         narrow = self.graph.tensors[tensor].dtype in ("bfloat16", "float16")
         return 2 if narrow and self.compiler.widens else 1
 
@@ -872,9 +841,6 @@ class Timeline:
         return 1 if tensor in self.leaving else op.chunks
 
     def _kept_bytes(self, one: LoopResidual) -> int:
-        """Returns the bytes that one iteration saves, in the type in which products
-        read it.
-        """
         nbytes = one.nbytes * self._widened(one.tensor)
         return nbytes // (1 + (self.halves and one.multiplied))
 
@@ -918,9 +884,6 @@ class Timeline:
 
 
 def _hard(op: Op) -> bool:
-    """Returns whether an operation's operands must be materialised, because it does
-    not fuse with their producers.
-    """
     fuses = op.elementwise or op.reshape or op.kind.startswith("reduce")
     return not (fuses or op.matmul is not None or op.kind in LOOPS)
 
@@ -931,7 +894,6 @@ def _add(
     entry: TensorEntry,
     times: float,
 ) -> None:
-    """Adds a row: the held entries, with one entry's multiple raised by ``times``."""
     row = {**held, entry: held.get(entry, 0.0) + times}
     rows[frozenset(row.items())] = row
 

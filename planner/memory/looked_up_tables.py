@@ -106,20 +106,12 @@ def tables_of(
 def _updated(
     group: LeafGroup, sizes: Sequence[Any], gradient: Any, lanes: int
 ) -> tuple[Any, Any]:
-    """Returns the temporaries of an update, without a table and its stored state.
+    """Returns the temporaries of an update, for each table and for one at a time.
 
-    The update has the form of the summed rows, and is copied back. Separate tables are
-    updated one by one, and all results are live until the copy. Stacked tables and
-    their state reuse the memory of the gradient, if that is not narrower.
-
-    Args:
-        group: Group of equal parameters.
-        sizes: Local sizes of one parameter's dimensions.
-        gradient: Bytes of one gradient on a device.
-        lanes: Lanes of the compiler.
-
-    Returns:
-        Bytes for each table, and bytes for one at a time.
+    A table and its stored state do not count. The update has the form of the summed
+    rows, and is copied back. Separate tables are updated one by one, and all results
+    are live until the copy. Stacked tables and their state reuse the memory of the
+    gradient, if it is not narrower.
     """
     part = math.prod(sizes) / math.prod(group.shape)
     table, state = group.nbytes * part, group.optimizer_bytes * part
@@ -134,18 +126,16 @@ def _updated(
 
 
 def _local_sizes(shape: Sequence[int], cut: ShardCounts) -> list[Any]:
-    """Returns the size of each dimension on one device."""
     return [-(-size // parts) for size, parts in zip(shape, cut.per_dim, strict=True)]
 
 
 def _padding(sizes: Sequence[Any], lanes: int) -> Any:
-    """Returns the factor by which a table grows with its columns in lanes."""
     return -(-sizes[-1] // lanes) * lanes / np.maximum(1, sizes[-1])
 
 
 def _forms(sizes: Sequence[Any], lanes: int, *, copied: Any) -> Any:
-    """Returns the size factor of a gradient's forms: its sum, and of stacked tables one
-    more.
+    """Returns the size factor of a gradient's forms: its sum and, for stacked tables,
+    one more.
 
     Stacked tables are one long table while rows are added. If the rows of each fill
     complete tiles, that form equals the array with rows in lanes. It is still copied if
@@ -160,8 +150,5 @@ def _forms(sizes: Sequence[Any], lanes: int, *, copied: Any) -> Any:
 
 
 def _tiled(tables: Any) -> Any:
-    """Returns the factor by which stacked tables grow in the other dimension
-    of a tile.
-    """
     tiles = -(-tables // _SUBLANES) * _SUBLANES / tables
     return np.where(tables <= _SUBLANES, 1.0, tiles)

@@ -35,14 +35,17 @@ from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
 GATHER_COPIES = 2
-"""Extra copies of a gathered value on CPU, because its readers need other layouts: two
-for the logits that a BERT's tensor ranks gather, besides the two counted anyway."""
+"""Extra copies of a gathered value on CPU, because its readers need other layouts. The
+logits that a BERT's tensor ranks gather have two, besides the two that are counted
+anyway.
+"""
 
 
 LOOP_COPIES = 3
-"""Copies of a weight that is gathered before a loop: as gathered, in the form that the
-loop's products read, and the weight of the next loop, gathered meanwhile (libtpu
-0.0.42, v5e, three LSTMs of 3072)."""
+"""Copies of a weight that is gathered before a loop: one as gathered, one in the form
+that the loop's products read, and the weight of the next loop, which is gathered
+meanwhile (libtpu 0.0.42, v5e, three LSTMs of 3072).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,15 +148,7 @@ class _ParameterBytes:
 class _PeakInputs:
     """Program and cases that the functions of this module read.
 
-    Attributes:
-        facts: Parameters of the model, in groups of equal ones.
-        cuts: Shard counts of each parameter group.
-        found: Live tensors of each span.
-        tables: Compute table of each TaskGraph.
-        s: Mesh sizes and micro-batches of the cases.
-        stage: Share of the program that the device stores.
-        away: Number of parameters in host memory, by group and case.
-        number: Number of cases.
+    ``away`` is the number of parameters in host memory, by group and case.
     """
 
     facts: LeafFacts
@@ -166,7 +161,6 @@ class _PeakInputs:
     number: int
 
     def rows(self, values: Iterable[Any]) -> np.ndarray:
-        """Returns the values of each group or kind as rows over cases."""
         listed = list(values)
         table = np.empty((len(listed), self.number))
         for row, value in zip(table, listed, strict=True):
@@ -174,18 +168,15 @@ class _PeakInputs:
         return table
 
     def of_groups(self, name: str) -> np.ndarray:
-        """Returns a numeric attribute of each group as a column."""
         result = np.array([float(getattr(g, name)) for g, _ in self.facts.groups])
         return result[:, None]
 
     @property
     def counts(self) -> np.ndarray:
-        """Number of parameters of each group, as a column."""
         return np.array([float(count) for _, count in self.facts.groups])[:, None]
 
     @property
     def once(self) -> np.ndarray:
-        """Whether the parameters of each group are read outside loops, as a column."""
         once: np.ndarray = self.found.turns[:, None] == 1
         return once
 
@@ -291,11 +282,10 @@ def _saved_bytes(
 def _fuller_moment(
     c: _PeakInputs, leaves: _ParameterBytes, working: np.ndarray, making: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns gradients and temporaries at the moment of each span with more bytes:
-    before it computes its own gradients, or meanwhile.
+    """Returns gradients and temporaries at the fuller of each span's two moments.
 
-    Before, the span's own gradients are not in memory; loops allocate theirs at the
-    start.
+    The moments are before the span computes its own gradients, and meanwhile. Before,
+    its own gradients are not in memory; loops allocate theirs at the start.
     """
     waiting = leaves.gradients * c.stage.group_shares
     born = c.found.gradients @ waiting
@@ -309,18 +299,12 @@ def _fuller_moment(
 def _gathered_weight_bytes(
     c: _PeakInputs, leaves: _ParameterBytes, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes that weights add to each span's temporaries, before and while
-    it computes gradients.
+    """Returns the bytes of weights before and while each span computes gradients.
 
     Weights that all iterations of a loop read are gathered before it, with copies. A
     compiler that reduces gradients after loops allocates their sums before the first
-    loop of the backward pass.
-
-    Args:
-        c: Program and cases.
-        leaves: Bytes of the parameters.
-        first: Number of each group's parameters that are gathered before anything is
-            computed.
+    loop of the backward pass. ``first`` has the number of each group's parameters that
+    are gathered before anything is computed.
     """
     result = c.found
     reread = result.reread * c.s.cluster.compiler.merge_partials
@@ -349,9 +333,7 @@ def _gathered_weight_bytes(
 def _table_moments(
     c: _PeakInputs, leaves: _ParameterBytes
 ) -> list[tuple[Any, Any, Any]]:
-    """Returns the saved bytes, gradients and temporaries during table lookups, and
-    after them.
-    """
+    """Returns saved bytes, gradients and temporaries during and after table lookups."""
     if c.s.cluster.compiler.lanes == 1:
         return []
     there = (c.counts - c.away) * c.stage.group_shares
@@ -374,9 +356,8 @@ def _gathered_first(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the bytes of weights outside loops that are gathered at the start.
 
-    Returns:
-        Bytes of one parameter of each group in one form; bytes of all of them that are
-        live until the backward pass, by span, with the initial bytes last.
+    They are for one parameter of each group in one form, and for all that are live
+    until the backward pass, by span, with the initial bytes last.
     """
     one = np.where(c.once, leaves.gathered, 0.0) * compiler.gathers_first
     gradients = c.found.gradients
@@ -467,8 +448,9 @@ def _span_moments(
     *,
     postpones: bool,
 ) -> tuple[_ParameterBytes, _MomentBytes]:
-    """Returns the parameters with live gradients, and the bytes of every span and of
-    the moments before and after them.
+    """Returns the parameters with live gradients, and the bytes of all moments.
+
+    The moments are those of each span, and those before and after all spans.
     """
     result, compiler = c.found, c.s.cluster.compiler
     saved, leaves = _saved_bytes(c, leaves, kinds, in_flight, postpones=postpones)

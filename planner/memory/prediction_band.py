@@ -39,7 +39,8 @@ _BANDS: Final = {
 }
 """Bands by platform and whether the layers are in a loop. The band of GPUs without a
 loop leaves out one program, which needs 36 % more than predicted: XLA's scheduler for
-GPUs recomputes early if memory is free, and here three quarters of it were."""
+GPUs recomputes early if memory is free; here three quarters of the memory were free.
+"""
 
 _FOREIGN: Final = {
     "tpu": MemoryBand(low=0.77, high=1.25),

@@ -1,7 +1,7 @@
 """Names the parts of a program for which predicted memory was never checked.
 
 Predicted memory was compared with compiled programs. A program that sorts, loops over
-time or is mostly tables has parts that none of those had. So the error of its
+time or is mostly tables has parts that no compared program had, so the error of its
 prediction is unknown.
 """
 

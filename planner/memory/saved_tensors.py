@@ -183,7 +183,6 @@ def residents(
 def _kernels(
     graph: Graph, dims: Dimensions, convolutions: Sequence[Op], *, loops: bool
 ) -> tuple[SavedTensorGroup, ...]:
-    """Returns the transposed kernels of convolutions, of all loop iterations or one."""
     kernels: list[SavedTensorGroup] = []
     for op in convolutions:
         times = op.trip if loops else 1
@@ -193,8 +192,6 @@ def _kernels(
 
 
 class _MaterializedTensors:
-    """Finds the materialised tensors behind a value that the backward pass reads."""
-
     def __init__(self, graph: Graph, weight: Sequence[bool]) -> None:
         self.graph = graph
         self.weight = weight
@@ -212,8 +209,7 @@ class _MaterializedTensors:
         }
 
     def counts(self, tensor: int) -> bool:
-        """Returns whether a tensor is computed from data: neither an input of the
-        program nor a weight.
+        """Returns whether a tensor is a computed value that can be in memory.
 
         Values inside one fused kernel are never in memory.
         """
@@ -222,23 +218,17 @@ class _MaterializedTensors:
         return self.graph.tensors[tensor].kind == "value" and not self.weight[tensor]
 
     def inner(self, tensor: int) -> bool:
-        """Returns whether a tensor stays inside one fused kernel."""
         made = self.maker.get(tensor)
         if made is None or made.kernel is None:
             return False
         return self.kernels.get(tensor) == {made.kernel}
 
     def outside(self, tensor: int, op: Op) -> bool:
-        """Returns whether a tensor comes from outside the operation's checkpointed
-        region.
-        """
         made = self.maker.get(tensor)
         return made is None or made.remat != op.remat
 
     def behind(self, tensor: int) -> set[int]:
-        """Returns the tensors from which fusions recompute a value, or the value itself
-        if they do not.
-        """
+        """Returns the tensors from which fusions recompute a value, or the value."""
         behind: set[int] = set()
         seen: set[int] = set()
         stack = [tensor]
@@ -265,7 +255,6 @@ class _MaterializedTensors:
 
 
 def _producer_kinds(graph: Graph, weight: Sequence[bool]) -> dict[int, str]:
-    """Returns ``SavedTensorGroup.made`` of every tensor that has one."""
     producer_kinds: dict[int, str] = {}
     for op in graph.ops:
         weighs = sum(weight[t] for t in op.operands[:2]) == 1 < len(op.operands)
@@ -324,9 +313,7 @@ def _largest(
 def kept_bytes(
     kept: Sequence[SavedTensorGroup], tables: Mapping[int, Table], s: CostSetting
 ) -> list[Any]:
-    """Returns the bytes of each entry on one device in one micro-batch, times its
-    count.
-    """
+    """Returns the bytes of each entry per device and micro-batch, times its count."""
     result = []
     known: dict[tuple[Layout, Layout, int], ShardCounts] = {}
     for entry in kept:
@@ -348,7 +335,6 @@ def kept_bytes(
 def _local_sizes(
     entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting
 ) -> list[Any]:
-    """Returns the size of each dimension on one device, in one micro-batch."""
     sizes = []
     for roles, atoms, parts in zip(entry.layout, entry.sizes, cut.per_dim, strict=True):
         size = math.prod(atoms) / parts
@@ -359,7 +345,6 @@ def _local_sizes(
 
 
 def _few_samples(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> Any:
-    """Returns 1 if a device has few samples of a large extent, otherwise 0, by case."""
     samples, *extents = _local_sizes(entry, cut, s)[: -entry.last] or [np.inf]
     largest = functools.reduce(np.maximum, extents, 0.0)
     few = (samples >= entry.least_samples) & (samples < FEW_SAMPLES)
@@ -367,9 +352,7 @@ def _few_samples(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> A
 
 
 def _padding(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> Any:
-    """Returns the factor by which a tensor grows if the dimension that needs the least
-    padding is padded to lanes.
-    """
+    """Returns a tensor's growth if its least-padded dimension is padded to lanes."""
     lanes = s.cluster.compiler.lanes
     sizes = _local_sizes(entry, cut, s)
     if entry.ends:

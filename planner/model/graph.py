@@ -106,8 +106,7 @@ class Tensor:
         shape: Unsharded dimensions.
         dtype: NumPy name of the type, such as ``"float32"``.
         itemsize_bytes: Bytes of one element.
-        kind: Leaf of the program (param, state, batch, rng), constant, or computed
-            value.
+        kind: Leaf (param, state, batch, rng), constant, or computed value.
         path: Path of the leaf, such as ``"blocks.0.mlp.up.kernel"``; empty for values.
         names: Logical name of each dimension from the user (Flax metadata), or None.
         pinned: Mesh axes that the user's metadata fixes for each dimension, or None.
@@ -190,14 +189,12 @@ class Op:
         remat: Id of the innermost checkpointed region around it, or None.
         kept: Whether that region's policy saves its results for the backward pass.
         scope: Name stack as text, for reports.
-        unknown: Whether the primitive has no rule, so all its dimensions stay
-            unsharded.
+        unknown: Whether the primitive has no rule: its dimensions stay unsharded.
         kernel: Id of the fused kernel it is part of, or None. Values inside a kernel
             stay on chip and are recomputed for the backward pass.
         share: Fraction of the work that is done; below 1 if a causal mask skips some.
         chunks: Number of chunks of the tokens; one is in memory at a time.
-        zigzag: Whether the attention mask is causal, so that rows are distributed in
-            zig-zag order.
+        zigzag: Whether the mask is causal: rows are distributed in zig-zag order.
         windows: Windows along spatial dimensions of operand 0 and result 0.
     """
 
@@ -402,11 +399,8 @@ class Graph:
     def _read_by(self, results: Collection[int], *, gradient: bool = False) -> set[int]:
         """Returns the tensors on which results depend, and the results.
 
-        A loop counts as reading all values that its body carries.
-
-        Args:
-            results: Ids of the results.
-            gradient: Whether to follow only values through which a gradient flows.
+        A loop counts as reading all values that its body carries. With ``gradient``,
+        only values through which a gradient flows are followed.
         """
         carried: dict[tuple[int, ...], list[int]] = {}
         for op in self.ops:
@@ -434,9 +428,7 @@ class Graph:
         return sum(t.nbytes for t in self.params if t.frozen)
 
     def homes(self) -> dict[int, int]:
-        """Returns the owner of each tensor: the TaskGraph that produces it, or reads it
-        first.
-        """
+        """Returns each tensor's owner: the TaskGraph that makes or first reads it."""
         homes: dict[int, int] = {}
         for op in self.ops:
             for t in op.operands:
@@ -496,8 +488,7 @@ class Graph:
         return tuple(f and r for f, r in zip(only_multiplied, read, strict=True))
 
     def turned(self) -> dict[int, int]:
-        """Returns the operand that is transposed for the gradient of each product's
-        weight.
+        """Returns the operand transposed for the gradient of each product's weight.
 
         The rows of that gradient are the weight's first dimension. Both its operands
         are contracted along their first dimension; the one with the rows is transposed.

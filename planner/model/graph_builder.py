@@ -85,9 +85,7 @@ class GraphBuilder:
         self.task_graphs.append(TaskGraph(index=self.here, marks=(mark,), name=name))
 
     def region(self, name: str) -> None:
-        """Adds a TaskGraph without a mark; operations join it if ``here`` is
-        its index.
-        """
+        """Adds a TaskGraph without a mark; operations join if ``here`` is its index."""
         self.task_graphs.append(TaskGraph(index=len(self.task_graphs), name=name))
 
     @contextlib.contextmanager

@@ -75,7 +75,6 @@ def repeats(
 
 
 def _holds_loop(graph: Graph, op: Op) -> bool:
-    """Whether the checkpointed region around an operation also contains its loop."""
     return op.remat is not None and any(
         loop.kind in LOOPS
         and loop.remat == op.remat

@@ -1,7 +1,7 @@
 """Finds slices that drop a loss's last tokens, and the bytes that are gathered.
 
-It is a separate module because it needs the analysis of a graph, of which ``sequence``
-is a part. Capture uses it to postpone such slices.
+Capture postpones such slices. The module is separate because it needs the analysis of a
+graph, and ``sequence`` is a part of that analysis.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ def last_tokens_cut(graph: Graph) -> frozenset[tuple[int, ...]]:
 
 
 def _cuts_few(graph: Graph, op: Op) -> bool:
-    """Whether a slice drops little of a differentiable value."""
     before, after = (graph.tensors[t] for t in slots_of(op))
     keeps_most = after.size >= (1 - MOST_CUT) * before.size
     return keeps_most and before.differentiable and before.kind == "value"
 
 
 def _cuts(op: Op) -> bool:
-    """Whether it is a slice with constant start indices."""
     constant_start = op.kind == "dynamic_slice" and len(op.operands) == 1
     return op.kind == "slice" or constant_start
 

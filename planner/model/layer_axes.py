@@ -237,8 +237,6 @@ def _division(dim: int, size: int, view: _View) -> _Cut | None:
 
 
 class _ParameterFollower:
-    """Follows parameters through a program until they are combined with samples."""
-
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.tensors = graph.tensors
@@ -258,9 +256,7 @@ class _ParameterFollower:
         }
 
     def reads(self) -> dict[int, list[_View]]:
-        """Returns the forms in which operations read each parameter together with
-        samples.
-        """
+        """Returns the forms in which operations read parameters with samples."""
         reads: dict[int, list[_View]] = defaultdict(list)
         for op in self.graph.ops:
             own = [t for t in op.operands if t in self.views]
@@ -281,7 +277,6 @@ class _ParameterFollower:
         return reads
 
     def _passed(self, op: Op, slot: int) -> Iterator[_View]:
-        """Yields the views of a result, from those of its operands."""
         for place, operand in enumerate(op.operands):
             for view in self.views.get(operand, ()):
                 if op.reshape:
@@ -316,16 +311,13 @@ def _unknown(size: int) -> _Atoms:
 
 
 def _part(atoms: _Atoms, size: int) -> _Atoms:
-    """Returns atoms for some elements of a dimension, or for all and some others."""
     if len(atoms) == 1:
         return (replace(atoms[0], size=size, cut=True),)
     return tuple(replace(a, cut=True) for a in atoms)
 
 
 def _links(op: Op, place: int, slot: int) -> dict[int, int]:
-    """Returns the dimensions of an operand that a result shares, with those of the
-    result.
-    """
+    """Returns an operand's dimensions that a result shares, with the result's."""
     links = {}
     for factor in op.factors:
         if factor.needs_all and op.kind != "rev":
@@ -343,9 +335,7 @@ def _others(
     after: Sequence[int],
     there: Mapping[int, int],
 ) -> int | None:
-    """Returns the dimension of a result that has several of an operand's elements, or
-    None.
-    """
+    """Returns a result's dimension with several of an operand's elements, or None."""
     if op.kind == "gather":
         rows = (d for d in range(len(after)) if d not in there.values())
         return next((d for d in rows if after[d] > 1), None)

@@ -9,8 +9,8 @@ Three rules keep the classes from merging:
 
 * a dimension is a list of *atoms*, major first, fine enough that every reshape is the
   identity on the list of atoms;
-* atoms of one tensor are pairwise different: a tie that would put one class twice into
-  a tensor is refused and becomes a *cut*, where a value changes layout;
+* atoms of one tensor are pairwise different: no tie may put one class twice into a
+  tensor; instead a *cut* stays, where a value changes layout;
 * ties are made in an order: weights first, then elementwise, then products of two
   activations, each by decreasing bytes, so that a conflict cuts the cheap side. If a
   product is still cut at its expensive side, the opposite order is evaluated too.
@@ -41,8 +41,8 @@ class _Edge(NamedTuple):
 
     Attributes:
         order: Sort key; ties are made in increasing order.
-        op, slot, dim, part: Operation, its operand or result, and a dimension and atom
-            of that, where the cut is if the tie is refused.
+        op, slot, dim, part: Operation, its operand or result, and the dimension and
+            atom there: the place of the cut if the tie is refused.
         wanted: Atom that the operation needs there.
         atom: Atom of the tensor there.
     """
@@ -140,9 +140,6 @@ def _anchor(
     count: int,
     nbytes: Sequence[int],
 ) -> tuple[int, int]:
-    """Returns the member that the others are tied to: a result, else the largest
-    operand.
-    """
     for slot, dim in members:
         if slot >= count:
             return slot, dim
@@ -152,9 +149,7 @@ def _anchor(
 def _operand_layouts(
     classes: _Classes, layouts: list[Layout], role_of: dict[int, int]
 ) -> tuple[dict[tuple[int, int], Layout], tuple[RefusedTie, ...]]:
-    """Returns operands' and results' layouts that differ from their tensors', and the
-    cuts.
-    """
+    """Returns layouts that differ from their tensors', and the cuts."""
     graph = classes.graph
     seen: dict[tuple[int, int], Layout] = {}
     cuts: dict[tuple[int, int, int], RefusedTie] = {}
@@ -248,9 +243,6 @@ def _settle(
 def _linked_members(
     op: Op, slot: int, dims: set[int]
 ) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yields members of other slots that share a letter with some of a slot's
-    dimensions.
-    """
     for factor in op.factors:
         for d in dims:
             if (slot, d) in factor.members:
@@ -265,7 +257,6 @@ def _replace(
     dim: int,
     atoms: tuple[int, ...],
 ) -> None:
-    """Sets another class for one dimension of a tensor in an operation's layout."""
     old = seen.get(key, layouts[slots[key[1]]])
     seen[key] = (*old[:dim], atoms, *old[dim + 1 :])
 
@@ -308,7 +299,6 @@ class _IdentityKeyedGraph:
 
 
 def _ties_alike(a: Op, b: Op) -> bool:
-    """Returns whether two operations are equal in all that the analysis reads."""
     return (
         a.kind == b.kind
         and a.operands == b.operands

@@ -35,9 +35,7 @@ def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _slice_count(graph: Graph, op: Op) -> int:
-    """Returns the number of slices that an operation reads in turn over the iterations;
-    1 without slices.
-    """
+    """Returns the number of slices that an operation reads in turn; 1 without any."""
     if not op.operands:
         return 1
     before, after = (graph.tensors[t].shape for t in (op.operands[0], op.results[0]))

@@ -42,8 +42,8 @@ class Dataflow:
 def normalization_kernels(flow: Dataflow) -> list[int | None]:
     """Returns each operation's kernel: its own ``kernel``, or that of a normalization.
 
-    A normalization is a reduction, the operations from its result back to the size of
-    the row, and the elementwise operations between the row and those. Normalizations
+    A normalization is a reduction, the operations that expand its result to the size of
+    the row, and the elementwise operations between the row and these. Normalizations
     that share operations, as the two reductions of a softmax do, are one kernel.
 
     Args:
@@ -62,8 +62,6 @@ def normalization_kernels(flow: Dataflow) -> list[int | None]:
 
 @dataclass(slots=True, kw_only=True)
 class _Kernels:
-    """Operations joined so far, by their indices."""
-
     flow: Dataflow
     group: Union
     joined: set[int] = field(default_factory=set)
@@ -87,7 +85,6 @@ class _Kernels:
                     self._join(index, *path, reader, *sources[nearest], *other[nearest])
 
     def numbers(self) -> list[int | None]:
-        """Returns the kernel of each operation, including the graph's own, or None."""
         self._join_makers()
         count = len(self.flow.graph.ops)
         return [
@@ -100,9 +97,7 @@ class _Kernels:
         ]
 
     def _join_makers(self) -> None:
-        """Joins operations whose result only one kernel reads, the last operation
-        first.
-        """
+        """Joins operations that only one kernel reads, the last operation first."""
         for index in reversed(range(len(self.flow.graph.ops))):
             op = self.flow.graph.ops[index]
             if index in self.joined or not (op.elementwise and self._passes(index)):
@@ -129,7 +124,7 @@ class _Kernels:
         return sources
 
     def _readers_at(self, tensor: int, size: int) -> list[tuple[tuple[int, ...], int]]:
-        """Returns the operations that combine a reduction's result with row-sized
+        """Returns operations that combine a reduction's result with row-sized
         values.
         """
         readers: list[tuple[tuple[int, ...], int]] = []

@@ -93,7 +93,6 @@ class _GraphResizer:
     def _grows(
         self, dims: Dimensions, tensor: Tensor, dim: int, batch: set[int]
     ) -> bool:
-        """Whether a dimension contains the batch."""
         roles, sizes = dims.layouts[tensor.id][dim], dims.sizes[tensor.id][dim]
         samples = [
             n for role, n in zip(roles, sizes, strict=True) if role in batch and n > 1
@@ -109,14 +108,12 @@ class _GraphResizer:
         return bool(samples)
 
     def scale_with_batch(self, number: int) -> int:
-        """Scales a number in proportion to the batch."""
         with_batch, rest = divmod(number * self.after, self.before)
         if rest:
             raise _UnknownBatchGrowthError
         return with_batch
 
     def graph(self) -> Graph:
-        """Returns the resized graph."""
         given = self.given
         return replace(
             given,
@@ -190,12 +187,10 @@ class _GraphResizer:
 
 
 def _folds(op: Op) -> bool:
-    """Whether every sample counts in a result without a dimension of samples."""
     return op.matmul is not None or op.kind in _FOLDS or op.kind.startswith("reduce")
 
 
 def _made_of(number: int, sizes: set[int]) -> bool:
-    """Whether a number is a product of some sizes."""
     return number == 1 or any(
         number % size == 0 and _made_of(number // size, sizes)
         for size in sizes
@@ -204,12 +199,7 @@ def _made_of(number: int, sizes: set[int]) -> bool:
 
 
 def _place(op: Op, slots: frozenset[int]) -> int:
-    """Returns the position of an index letter in a product's (m, k, n, batch).
-
-    Args:
-        op: The product.
-        slots: Slots that have the letter.
-    """
+    """Returns the position of an index letter in a product's (m, k, n, batch)."""
     left, right = 0 in slots, 1 in slots
     out = any(slot >= len(op.operands) for slot in slots)
     if left and right and out:

@@ -24,8 +24,8 @@ def layer_starts(graph: Graph) -> tuple[int, ...]:
         graph: The captured loss.
 
     Returns:
-        Indices of operations: the first that reads a layer's weights, for each layer,
-        and the one after the last that does. Empty if no layers were found.
+        For each layer, the index of the first operation that reads its weights; then
+        the index after the last such operation. Empty if no layers were found.
     """
     layers = _by_use(graph, graph.weight_tensors(), _numbered(graph))
     order = list(layers.values())
@@ -73,9 +73,7 @@ def stacked_loops(graph: Graph) -> list[tuple[int, ...]]:
 
 
 def sliced_params(graph: Graph) -> frozenset[int]:
-    """Returns the ids of the parameters that loops slice, through casts and
-    the like.
-    """
+    """Returns the ids of parameters that loops slice, through casts and the like."""
     tensors = graph.tensors
     same = {t.id: t.id for t in graph.params}
     sliced: set[int] = set()
@@ -110,7 +108,6 @@ def _by_use(
 
 
 def _numbered(graph: Graph) -> dict[int, int]:
-    """Returns the layer number of parameters of equal layers, by tensor id."""
     families: dict[str, dict[int, list[tuple[str, int]]]] = defaultdict(
         lambda: defaultdict(list)
     )

@@ -2,9 +2,9 @@
 
 A reshape only regroups: written as lists of *atoms*, major first, its operand and its
 result are the same list. The first pass of the dimension analysis finds the coarsest
-atoms for which that is true everywhere, by pushing cut points through reshapes and ties
-until nothing changes. A reshape that no common refinement explains is a *barrier*: its
-dimensions must be unsharded there.
+such atoms. It pushes cut points through reshapes and ties until nothing changes. A
+reshape that no common refinement explains is a *barrier*: its dimensions must be
+unsharded there.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class Union:
 def groups(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields pairs of runs of dimensions with equal products, without size-1
-    dimensions.
-    """
+    """Yields pairs of runs of dimensions above 1 with equal products."""
     left = [d for d, size in enumerate(before) if size != 1]
     right = [d for d, size in enumerate(after) if size != 1]
     i = j = 0
@@ -171,9 +169,7 @@ class Atoms:
             self._points[root] = _chain(points)
 
     def _push(self, regrouping: Regrouping) -> bool:
-        """Copies cut points from each side to the other; returns whether any
-        was new.
-        """
+        """Copies cut points between both sides; returns whether any was new."""
         sides = [
             [self.dim(tensor, d) for d in reversed(dims)]
             for tensor, dims in (

@@ -121,8 +121,6 @@ def _separate_coexisting_roots(
 
 
 class _Facts:
-    """Facts about each class for folding and naming."""
-
     def __init__(self, atoms: Atoms, classes: Union) -> None:
         graph = atoms.graph
         find = classes.find
@@ -177,7 +175,6 @@ class _Facts:
                 self.names[root][name] += 1
 
     def sizes(self, roots: Sequence[int]) -> list[int]:
-        """Returns the sizes of some classes."""
         return [self.size[root] for root in roots]
 
     def signature(self, root: int) -> object:
@@ -191,7 +188,6 @@ class _Facts:
         return (self.size[root], "use", frozenset(self.uses[root]))
 
     def role(self, index: int, roots: list[int], taken: Counter[str]) -> Role:
-        """Returns the role of some classes, under a unique name."""
         logical = Counter[str]()
         for root in roots:
             logical += self.names[root]
@@ -223,9 +219,7 @@ class _Facts:
     def _leaf_names(
         self, roots: list[int], found: Mapping[int, dict[str, int]]
     ) -> list[str]:
-        """Returns the leaves of a role, largest first; starred if several are
-        merged.
-        """
+        """Returns a role's leaves, largest first; starred if several are merged."""
         sizes: dict[str, int] = {}
         paths: dict[str, set[str]] = defaultdict(set)
         for root in roots:

@@ -1,10 +1,10 @@
 """The sequence of a model, and the operations that need all of it on every device.
 
-A dimension that meets itself in a product of two values, as attention's sequence does,
-is sharded by a ``context`` axis, or, outside products, by sequence parallelism. One
-operation that cannot work on a part of it (a shift, a running sum, a convolution) must
-not forbid that for all others. Such an operation runs unsharded: its operands are
-gathered before, its results are sharded after; cotangents in reverse.
+Attention's sequence meets itself in a product of two values. A ``context`` axis shards
+it or, outside products, sequence parallelism does. Some operations cannot work on a
+part of a sequence: a shift, a running sum, a convolution. They run unsharded, so that
+they do not forbid sharding to all others: their operands are gathered before and their
+results sharded after; cotangents in reverse.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def meeting_in_values(
 
 
 def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
-    """Gives operations that need the sequence unsharded all of it, and no others.
+    """Gives all of the sequence only to the operations that need it unsharded.
 
     Args:
         graph: The captured loss.
-        dims: Logical dimensions of the loss, where one such operation forbids the role
-            to all.
+        dims: Logical dimensions of the loss, where one such operation makes the role
+            unshardable for all.
 
     Returns:
         Dimensions in which these operations see the sequence unsharded, and its role
-        can be sharded. A role that a loop runs over stays forbidden.
+        can be sharded. A role that a loop runs over stays unshardable.
     """
     if not any(role.unshardable for role in dims.roles):
         return dims
@@ -89,9 +89,7 @@ def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
 def _needed(
     dims: Dimensions, index: int, op: Op, roles: Collection[int]
 ) -> Iterator[tuple[int, Place | None]]:
-    """Yields the slots where an operation needs a role unsharded; None if
-    impossible.
-    """
+    """Yields slots where an operation needs a role unsharded; None if impossible."""
     slots = slots_of(op)
     for factor in op.factors:
         if not factor.needs_all:

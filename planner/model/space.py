@@ -104,7 +104,6 @@ class _Chains:
         self.against: dict[int, str] = {}
 
     def add(self, op: Op) -> None:
-        """Ties the classes that an operation's windows slide along."""
         for window in op.windows:
             ends = [
                 [self.find(atom) for atom in self.atoms.of(tensor, dim)]
@@ -132,14 +131,7 @@ class _Chains:
     def spatial_chains(
         self, holds: Sequence[set[int]]
     ) -> tuple[dict[int, Spatial], dict[int, str]]:
-        """Finds the chains with a convolution; it names the spatial axis of a chain.
-
-        Args:
-            holds: Tensors of each class, as in ``spatial``.
-
-        Returns:
-            The same as ``spatial``.
-        """
+        """Finds chains with a convolution, which names the axis; see ``spatial``."""
         self._add_unshardable()
         chains: dict[int, list[int]] = defaultdict(list)
         for root in sorted(self.members):
@@ -164,7 +156,6 @@ class _Chains:
         return spatial_chains, unshared
 
     def _add_unshardable(self) -> None:
-        """Records other operations that need all of a spatial dimension."""
         for op in self.atoms.graph.ops:
             slots = slots_of(op)
             for factor in op.factors:
@@ -181,7 +172,6 @@ class _Chains:
 
 
 def _disjoint(holds: Sequence[set[int]], roots: Sequence[int]) -> bool:
-    """Whether no tensor has two of the classes."""
     seen: set[int] = set()
     for root in roots:
         if not seen.isdisjoint(holds[root]):

@@ -3,9 +3,9 @@
 A convolution or a pooling reads a window of its operand for each element of its result.
 If devices share a spatial dimension in equal parts, windows at the edge of a part reach
 into the next one: that strip is the *halo*. If parts of the operand have ``stride``
-times the elements of those of the result, its width follows from the window alone: with
-a window that spans ``span`` elements, moves by ``stride`` and begins ``low`` elements
-before the first, a part needs ``low`` elements below and ``span - low - stride`` above
+times the elements of parts of the result, the window alone gives the halo's width. Let
+a window span ``span`` elements, move by ``stride`` and begin ``low`` elements before
+the first. Then a part needs ``low`` elements below and ``span - low - stride`` above
 (Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained
 Parallelism", IPDPS 2019, section III).
 """
@@ -26,8 +26,7 @@ class Window:
 
     Attributes:
         dim, out: Dimension of operand 0 and of result 0.
-        space: One of ``SPACES`` if the operation names it (a convolution does), or
-            empty.
+        space: One of ``SPACES`` if the operation (a convolution) names it, or empty.
         span: Elements from the first to the last that one window reads.
         stride: Elements of the operand from one window to the next.
         low: Padding elements before the first element.
@@ -104,9 +103,7 @@ class Window:
         return part * step + (before - self.low) if step else before - self.low
 
     def read(self, size: int, result: int, parts: int) -> int:
-        """Returns the number of operand elements that a device reads for its part of
-        the result.
-        """
+        """Returns the operand elements that a device reads for its part of a result."""
         if self.spread > 1:
             return size // parts
         return (result // parts - 1) * self.stride + self.span

@@ -69,8 +69,7 @@ def grounds(
         stages: Number of stages.
 
     Raises:
-        PlanError: No such number of devices is linked, or a stage would have mixed
-            kinds.
+        PlanError: No such number of devices is linked, or a stage has mixed kinds.
     """
     first = devices_of_stage(cluster, devices, stages)
     each = [node.kind for node in cluster.nodes for _ in range(node.count)]
@@ -117,7 +116,7 @@ class HeterogeneousPlacement:
         seconds: Step time under the schedule, including transfers.
         equal_seconds: Step time if cut as for equal devices, in node order.
         equal_fits: Whether that cut would fit the memory.
-        least_seconds: Step time if all devices computed all the time and layers were
+        least_seconds: Step time if all devices always computed and layers were
             divisible.
         needs_bytes: Bytes needed on a device of each stage, by the cut's estimate.
     """
@@ -147,7 +146,7 @@ def allot(
         found: Devices of the stages, in node order.
         table: Schedule with one part of the model on each stage.
         reserved: Bytes of a device outside layers, by kind.
-        hidden: Whether transfers overlap with computation; otherwise they add to both
+        hidden: Whether transfers overlap with computation; else they add to both
             stages.
 
     Raises:
@@ -191,7 +190,6 @@ def _spans(found: ChainCut) -> Iterator[tuple[int, int]]:
 
 
 def _work(found: ChainCut, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """Returns the compute seconds of every stage for a micro-batch."""
     return tuple(
         sum(stage.seconds[a:b])
         for stage, (a, b) in zip(stages, _spans(found), strict=True)
@@ -204,9 +202,7 @@ def _step_seconds(
     stages: Sequence[Stage],
     table: Schedule,
 ) -> float:
-    """Returns the step time of a cut; one third of a stage's work is its
-    forward pass.
-    """
+    """Returns a cut's step time; the forward pass is a third of a stage's work."""
     part = [seconds / 3 for seconds in _work(found, stages)]
     borders = [b - 1 for _, b in _spans(found)][:-1]
     handed = max((layers[at].transfer_seconds / 2 for at in borders), default=0.0)
@@ -221,7 +217,6 @@ def _step_seconds(
 
 
 def _fits(found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage]) -> bool:
-    """Returns whether every stage of a cut fits its device's memory."""
     return all(
         np.isfinite(interval_seconds(layers, stage)[a, b])
         for stage, (a, b) in zip(stages, _spans(found), strict=True)

@@ -6,9 +6,9 @@ unit each. The name of a cut point is the parameter whose read begins the second
 it means the same in another trace.
 
 Cheap units that read only data and parameters (masks, keys, casts) run on every virtual
-stage that reads them, so they need no transfer. Two kinds do not, because these stages
-would need their parameter too: lookups of data in a parameter, and sums of a parameter,
-as in a penalty on its size.
+stage that reads them, so they need no transfer. Two kinds of units do not, because each
+reader would need their parameter too: lookups of data in a parameter, and sums of a
+parameter, as in a penalty on its size.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class Units:
         params: Dotted paths of the trained parameters, which are the first inputs.
         frozen: Numbers of the non-trainable inputs that are weights.
         results: Loss and reported values; None for constants.
-        fresh: Value that replaces a non-trainable input after a micro-batch, by input
-            number.
+        fresh: Value that replaces a non-trainable input after a micro-batch, by input.
         others: Dotted paths of the non-trainable inputs, which follow the parameters.
         counters: Increment of a non-trainable counter per micro-batch, by input number.
     """
@@ -121,7 +120,6 @@ class Units:
         return self.params[number] if mine else self.others[number - trained]
 
     def _mix(self, inputs: Collection[int]) -> bool:
-        """Whether the inputs include both weights and data."""
         data = len(self.params) + len(self.others)
         return any(map(self.is_weight, inputs)) and any(n >= data for n in inputs)
 
@@ -226,7 +224,6 @@ class Units:
 
 
 def _check_needed(graph: Graph, labels: Sequence[int | None]) -> None:
-    """Refuses marked stages without a part in the loss."""
     stages = [
         (int(mark.get("i") or 0), region.scope)
         for region in graph.task_graphs
@@ -283,8 +280,7 @@ class Division:
         return tuple(i for i, part in enumerate(self.parts) if value in part.imports)
 
     def owner(self, number: int, stages: int) -> int:
-        """Returns the first stage that reads or makes an input; the first of all if
-        none does.
+        """Returns the first stage that reads or makes an input; stage 0 if none does.
 
         Args:
             number: Number of the input.
@@ -326,8 +322,8 @@ def divide_program(units: Units, starts: Sequence[str]) -> Division:
 def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
     """Divides a program at the user's ``stage`` marks.
 
-    Units without a mark go to the latest stage that makes one of their operands, or, if
-    they read only parameters and data, to the first stage that reads them.
+    Units without a mark go to the latest stage that makes one of their operands. If
+    they read only parameters and data, they go to the first stage that reads them.
 
     Args:
         units: The program.
@@ -357,9 +353,7 @@ def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
 
 
 def _division(units: Units, homes: Sequence[int], count: int) -> Division:
-    """Returns the division by each unit's virtual stage; free units run on those of
-    their readers.
-    """
+    """Returns the division by each unit's virtual stage; readers run free units."""
     readers = _readers(units, homes, count)
     places = _places(units, homes, count, readers)
     members: list[list[int]] = [[] for _ in range(count)]
@@ -420,7 +414,6 @@ def _check_changed(units: Units, parts: Sequence[PlacePart]) -> None:
 
 
 def _readers(units: Units, homes: Sequence[int], count: int) -> dict[int, set[int]]:
-    """Returns the virtual stages that need each input, by its number."""
     readers: dict[int, set[int]] = defaultdict(set)
     for index, inputs in enumerate(units.inputs):
         if not units.free[index]:
@@ -441,7 +434,6 @@ def _places(
     count: int,
     readers: Mapping[int, Collection[int]],
 ) -> list[tuple[int, ...]]:
-    """Returns the virtual stages of each unit."""
     wanted: list[set[int]] = [set() for _ in units.units]
     for value in units.results:
         if value is not None and value in units.makers:
@@ -470,9 +462,7 @@ def _unit_stages(
     wanted: set[int],
     readers: Mapping[int, Collection[int]],
 ) -> set[int]:
-    """Returns the virtual stages of a free unit: those of its readers, or for a sum
-    that of its parameter.
-    """
+    """Returns a free unit's stages: its readers', or the parameter's for a sum."""
     inputs = units.inputs[index]
     if units.units[index].kind not in SUMS or not inputs or not wanted:
         return wanted or {0}
@@ -497,7 +487,6 @@ class FlowsBackwards(PlanError):
 
 
 def _check_order(units: Units, homes: Sequence[int]) -> None:
-    """Refuses values that flow backwards."""
     problems = Problems("values flow backwards between stages", FlowsBackwards)
     seen: set[tuple[str, str]] = set()
     for index, unit in enumerate(units.units):

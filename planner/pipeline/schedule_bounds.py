@@ -77,8 +77,9 @@ def least_step_seconds(
     Args:
         stages: Seconds of each stage.
         count: Number of micro-batches.
-        chunks: Number of parts of the model on each stage. A stage of several waits
-            only for the first parts of the others, of which no least time is known.
+        chunks: Number of parts of the model on each stage. With several parts per
+            stage, a stage waits only for the first parts of the others, whose least
+            time is unknown.
 
     >>> one = StageSeconds.of(3.0, 0.0, recomputes=False)
     >>> round(least_step_seconds([one, one], 1), 6)
@@ -116,9 +117,9 @@ def least_divided_seconds(total: StageSeconds, stages: Any, count: Any) -> Any:
 class PricedStages:
     """Seconds of the stages of cuts that were priced.
 
-    A layout of a stage remains possible if several micro-batches become one, and its
-    step then takes no longer. So the seconds also bound those of every multiple of the
-    number of micro-batches.
+    If several micro-batches become one, a stage's layout stays possible and its step
+    takes no longer. So the seconds priced for a number of micro-batches also bound
+    those for its multiples.
     """
 
     def __init__(self, stages: int) -> None:

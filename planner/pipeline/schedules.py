@@ -2,9 +2,9 @@
 
 A schedule consists of rows of (tick, stage, chunk, micro-batch, action). Cost and
 memory models, executors and pictures read the same rows. Whale's PreferForward is GPipe
-(Huang et al., 2019), its PreferBackward is 1F1B (PipeDream, Narayanan et al., 2019,
-made synchronous by DAPPLE, Fan et al., 2021), its PreferBackwardOptimizer stores one
-micro-batch more; interleaving is Megatron-LM's (Narayanan et al., 2021); ZB-H1 splits
+(Huang et al., 2019). Its PreferBackward is 1F1B (PipeDream, Narayanan et al., 2019;
+made synchronous by DAPPLE, Fan et al., 2021). Its PreferBackwardOptimizer stores one
+micro-batch more. Interleaving is Megatron-LM's (Narayanan et al., 2021). ZB-H1 splits
 the backward (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). The lockstep tables
 are for one program on all stages. ``simulate`` computes their time.
 """
@@ -102,11 +102,10 @@ class Schedule:
         return row.chunk * self.num_stages + row.stage, row.micro_batch, row.action
 
     def needs(self, row: ScheduleRow) -> Key | None:
-        """Returns the key of the row whose result a row reads; None for the first
-        forward.
+        """Returns the key of the row that a row reads from; None for the first forward.
 
-        The backward of the last virtual stage follows its own forward, and the gradient
-        of the parameters its own backward.
+        On the last virtual stage, the backward follows its own forward. The gradient of
+        the parameters follows its own backward.
         """
         place, micro_batch, action = self.key(row)
         if action == "weight":
@@ -184,9 +183,7 @@ class Columns(NamedTuple):
 def build_columns(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
 ) -> tuple[Schedule, Columns]:
-    """Builds a schedule with its rows only as columns, which is much faster for many
-    rows.
-    """
+    """Builds a schedule with its rows only as columns, which is much faster."""
     _check(name, num_stages, num_micro_batches, num_chunks)
     empty = Schedule(
         name=name,
@@ -266,17 +263,14 @@ def most_in_flight(
 
 
 def _order(empty: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Orders every stage's actions: some forwards, then alternating actions, then the
-    rest.
+    """Returns every stage's actions and their index within each kind, by position.
 
-    A split schedule begins as 1F1B does. A stage then delays as many gradients of
-    parameters as there are stages before it: all store the same number of activations,
-    and the gradients that earlier stages wait for come sooner. The order is fixed and
-    suits stages of about equal time: a stage that waits for a forward does not do
-    delayed work meanwhile.
-
-    Returns:
-        Indices of the actions, and the index within each kind; (stage, position).
+    Forwards come first, then alternating actions, then the rest. A split schedule
+    begins as 1F1B does. A stage then delays as many gradients of parameters as there
+    are stages before it: all store the same number of activations, and the gradients
+    that earlier stages wait for come sooner. The order is fixed and suits stages of
+    about equal time: a stage that waits for a forward does not do delayed work
+    meanwhile.
     """
     stages, count = empty.num_stages, empty.num_micro_batches * empty.num_chunks
     name = "1f1b" if empty.splits_backward else empty.name
@@ -330,14 +324,9 @@ def numbered(table: Schedule, columns: Columns) -> tuple[np.ndarray, np.ndarray]
 
 
 def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns:
-    """Places the rows at the earliest tick, with every stage's own order.
+    """Places each stage's rows, in its given order, at the earliest tick.
 
-    Args:
-        empty: Schedule without rows.
-        action, index: Order of each stage.
-
-    Raises:
-        ValueError: The orders wait for each other in a cycle.
+    Raises ``ValueError`` if the orders wait for each other in a cycle.
     """
     stages, number = action.shape
     everyone = np.arange(stages)

@@ -64,8 +64,8 @@ def simulate(
         table: The schedule.
         forward_seconds, backward_seconds: Seconds of one micro-batch on each virtual
             stage (stages × chunks, in the model's order).
-        transfer_seconds: Seconds from one virtual stage to the next, if that is on
-            another stage; sending does not delay a stage's next action.
+        transfer_seconds: Seconds of a transfer to the next virtual stage, if it is on
+            another stage. Sending does not delay a stage's next action.
         weight_seconds: Seconds of the gradients of parameters on each virtual stage.
             Given only if the schedule splits the backward; ``backward_seconds`` are
             then those of the gradients of inputs.
@@ -240,14 +240,7 @@ def _window(
     needs: np.ndarray,
     needed: np.ndarray,
 ) -> int:
-    """Returns the number of micro-batches after which every virtual stage has read the
-    first.
-
-    Args:
-        table: The schedule.
-        keys, ticks: Keys and ticks of the rows.
-        needs, needed: Rows that others read, and the ticks of these reads.
-    """
+    """Returns after how many micro-batches every virtual stage has read the first."""
     shape = len(table.actions) * table.num_places, table.num_micro_batches
     made, read = np.zeros(math.prod(shape)), np.full(math.prod(shape), -1)
     made[keys], read[needs] = ticks, needed
@@ -261,7 +254,6 @@ def _window(
 def _by_action(
     table: Schedule, forward: Any, backward: Any, weight: Any
 ) -> dict[Action, Any]:
-    """Returns the checked times of each action on each virtual stage."""
     problems = Problems(f"times of {table.name}", PlanError)
     given: dict[Action, Any] = {"forward": forward, "backward": backward}
     if weight is not None:

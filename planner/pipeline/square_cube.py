@@ -1,9 +1,9 @@
 """The square-cube law of pipelines: compute grows faster than transfers of stages.
 
-A stage of width d takes time in proportion to d² per token, and its border d values. So
-over the same link wider stages wait less (SWARM, section 3.1). More layers per stage
-help as much: they compute more for the same border. Stages are given by their counted
-work; the law predicts other widths relative to theirs.
+A stage of width d computes d² work per token, and transfers d values. So over the same
+link wider stages wait less (SWARM, section 3.1). More layers per stage help as much:
+they compute more for the same transfer. Stages are given by their counted work; the law
+predicts other widths relative to theirs.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class StageOverLink:
         return replace(self, bytes_per_second=bytes_per_second, wire_seconds=seconds)
 
     def at(self, width: float, layers: float = 1.0) -> StageOverLink:
-        """Returns the stage at another width and number of layers, by the square-cube
-        law.
+        """Returns the stage at another width and depth, by the square-cube law.
 
         Args:
             width: Width relative to the stage's own.

@@ -89,8 +89,7 @@ def place(
     Args:
         layers: Layers in the model's order.
         devices: Devices of each stage, in any order; their ``in_flight`` is replaced.
-        in_flight: Micro-batches whose activations each stage stores, in the order of
-            the pipeline.
+        in_flight: Micro-batches whose activations each stage stores, in pipeline order.
 
     Raises:
         PlanError: Fewer layers than stages, or no cut fits in any order.
@@ -121,7 +120,6 @@ def place(
 
 
 def _kinds(devices: Sequence[Stage]) -> list[tuple[Stage, list[int]]]:
-    """Groups equal devices, with their indices; those with more memory first."""
     alike: dict[Stage, list[int]] = {}
     for i in memory_order(devices):
         alike.setdefault(replace(devices[i], in_flight=1), []).append(i)
@@ -141,9 +139,7 @@ def _search(
     kinds: Sequence[tuple[Stage, list[int]]],
     in_flight: Sequence[int],
 ) -> tuple[dict[State, np.ndarray], dict[State, np.ndarray]]:
-    """Returns the best pace of the first layers on some devices, and the last
-    choice.
-    """
+    """Returns the best pace of the first layers by used devices, and last choices."""
     count = len(layers)
     ranges = [range(len(where) + 1) for _, where in kinds]
     states = sorted(itertools.product(*ranges), key=sum)

@@ -55,13 +55,13 @@ def issue_order(
     """Returns all rows and their transfers in a possible order of execution.
 
     A transfer is placed where both stages have time for it, if every row takes the
-    given time: otherwise devices that run programs in order would wait in the middle of
-    a row. It precedes rows that could begin at the same time.
+    given time. Elsewhere, devices that run programs in order would wait in the middle
+    of a row. A transfer precedes rows that could begin at the same time.
 
     Args:
         table: The schedule.
-        ahead: Pairs of virtual stages, of which the first sends values to the second.
-        back: Pairs of which the first sends cotangents to the second.
+        ahead: Pairs of virtual stages: the first sends values to the second.
+        back: Pairs of virtual stages: the first sends cotangents to the second.
         seconds: Seconds of each action on each virtual stage.
 
     Raises:
@@ -71,8 +71,6 @@ def issue_order(
 
 
 class _Order:
-    """Simulates rows and transfers in time."""
-
     def __init__(
         self,
         table: Schedule,
@@ -117,7 +115,6 @@ class _Order:
         return rows[at] if at < len(rows) else None
 
     def _handings(self) -> list[tuple[float, float, ScheduledTransfer]]:
-        """Returns the end and the start of each pending transfer, with the transfer."""
         stages = self.table.num_stages
         return [
             (
@@ -129,9 +126,7 @@ class _Order:
         ]
 
     def _rows(self) -> list[tuple[float, int]]:
-        """Returns the earliest start of each stage's next row, if its inputs have
-        arrived.
-        """
+        """Returns the earliest start of each stage's next row with arrived inputs."""
         rows = []
         for stage in range(self.table.num_stages):
             row = self._next(stage)

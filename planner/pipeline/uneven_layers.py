@@ -53,11 +53,10 @@ class LayerSplit:
 
     @property
     def spared_seconds(self) -> float:
-        """Seconds per turn by which the joint estimate of all stages exceeds the
-        slowest stage.
+        """Seconds per turn by which all stages' estimate exceeds the slowest stage.
 
-        That estimate has the most layers and the operations after them, which no stage
-        has both.
+        The joint estimate counts the largest number of layers and the operations after
+        the layers; no stage has both.
         """
         layer, behind = self.seconds
         return min(behind, (max(self.layers) - self.layers[-1]) * layer)
@@ -100,7 +99,7 @@ def seconds_of(
     Args:
         graph: The captured loss.
         shared: Layers of the loss.
-        cluster: Devices, each of which computes alone.
+        cluster: Devices, each computing alone.
         num_micro_batches: Number of micro-batches in a step.
 
     Returns:
@@ -139,7 +138,7 @@ def parts(shape: Sequence[int], stages: int) -> bool:
 
 
 def stored_apart(leaf: LeafPlan, mesh: Mapping[str, int]) -> LeafPlan:
-    """Returns a stack of layers of which each stage stores a part of every layer.
+    """Returns a stack of layers in which each stage stores a part of every layer.
 
     Args:
         leaf: Stack of all layers, with the layout of one stage.
@@ -174,8 +173,7 @@ def stored_apart(leaf: LeafPlan, mesh: Mapping[str, int]) -> LeafPlan:
 
 
 def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collective]:
-    """Returns a step's exchanges of a stack between stages: parameters, and their
-    gradients.
+    """Returns a step's exchanges of a stack between stages: parameters, gradients.
 
     Args:
         leaf: Parameter in its stored layout.

@@ -248,9 +248,7 @@ def _notes(
 def _held_notes(
     search: Search, mesh: Mapping[str, int], leaves: Sequence[LeafPlan]
 ) -> list[str]:
-    """Returns notes on dimensions that metadata shards though operations need all of
-    them.
-    """
+    """Returns notes on dimensions that metadata shards but operations need in full."""
     specs = {leaf.path: leaf.param_spec for leaf in leaves}
     held: dict[str, list[str]] = {}
     elsewhere: dict[str, list[str]] = {}
@@ -287,7 +285,6 @@ def _first_of(places: Sequence[str]) -> str:
 
 
 def _sharded(best: LayoutCandidate) -> set[int]:
-    """Returns the roles that some axis shards."""
     return {
         role
         for table in best.tables.values()
@@ -309,9 +306,7 @@ def _hidden_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list
 
 
 def _cut_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[str]:
-    """Returns notes on the traffic of dimensions that occur twice in an operation, and
-    on alternatives.
-    """
+    """Returns notes on dimensions that occur twice in an operation."""
     sharded = _sharded(best)
     moved: dict[int, tuple[int, int]] = {}
     for cut in dims.cuts:
@@ -332,13 +327,7 @@ def _cut_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[st
 
 
 def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
-    """Returns notes on storage axes whose part of the torus the compiler reduces
-    unsharded.
-
-    Args:
-        search: Search with the cluster.
-        best: Chosen candidate.
-    """
+    """Returns notes on storage axes that the compiler reduces unsharded on a torus."""
     axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
     torus_notes = []
     for axis in axes:
@@ -356,9 +345,7 @@ def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
 
 
 def _unsaid(analysed: GraphAnalysis, search: Search, best: LayoutCandidate) -> set[int]:
-    """Returns minor roles of parameters' dimensions that neither ``expert`` nor
-    ``tensor`` shards.
-    """
+    """Returns minor roles of parameters that no expert or tensor axis shards."""
     axes = ("expert", "tensor")
     cut = {r for t in best.tables.values() for a in axes for r in t.get(a, ())}
     return {

@@ -24,8 +24,7 @@ NO_SLICES = "no scan over layers slices parameters in host memory"
 
 
 def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
-    """Returns the reasons why no executor of this version runs a plan; empty if one
-    does.
+    """Returns why no executor of this version runs a plan; empty if one does.
 
     Args:
         graph: Captured loss.

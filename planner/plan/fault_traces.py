@@ -168,7 +168,6 @@ def _changes(
 def _spans(
     changes: Sequence[tuple[float, int, str]], seconds: float, everyone: int
 ) -> list[tuple[float, float, int]]:
-    """Returns spans of time with the number of running nodes."""
     spans, now, count = [], 0.0, everyone
     for time, change, _ in changes:
         if time > now:
@@ -180,7 +179,6 @@ def _spans(
 
 
 def _restarted(policy: Policy, spans: Sequence[tuple[float, float, int]]) -> float:
-    """Returns the useful seconds if all processes restart after each failure."""
     useful, cycle = 0.0, policy.interval + policy.snapshot
     merged: list[list[float]] = []
     for begin, end, count in spans:

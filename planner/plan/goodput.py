@@ -152,12 +152,9 @@ def goodput(
         snapshot_every: Steps between snapshots, if all restart; default: the best.
         spares: Number of spare nodes.
         snapshot: Seconds that a step waits for a snapshot.
-        recovery: Seconds that the other nodes lose when a node of an elastic run fails
-            or joins.
-        repair: Seconds until a lost node can restart; 0 for a process that only
-            crashed.
-        nodes: Number of nodes that fail one by one; default: those of the plan's
-            cluster.
+        recovery: Seconds that others lose when a node of an elastic run fails or joins.
+        repair: Seconds until a lost node restarts; 0 for a crashed process.
+        nodes: Number of nodes that fail one by one; default: the plan's.
         trace: A CSV file with columns ``time,node,event``, where an event is ``down``
             or ``up``. In natural order of their names, the first nodes are those of the
             run; the others are its spares.
@@ -262,7 +259,6 @@ def goodput_of(
 def _check_seconds(
     problems: Arguments, name: str, value: object, *, least: float = 0.0
 ) -> None:
-    """Checks a duration that keeps all later results finite."""
     known: Any = value
     if not is_number(value) or not least <= known <= _MOST_SECONDS:
         limits = f"{least:g} to {_MOST_SECONDS:g}"

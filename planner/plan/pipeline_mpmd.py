@@ -112,8 +112,7 @@ def decide_mpmd(
         traced: Function that traces the loss with a remat policy.
         marked: Whether ``stage`` marks set the cut points.
         again: Unused.
-        known_seconds: Step time of a known plan; plans that cannot be faster are not
-            tried.
+        known_seconds: Step time of a known plan; no slower plan is tried.
 
     Raises:
         PlanError: The pipeline is impossible, nothing fits, or nothing is faster.
@@ -170,9 +169,7 @@ def decide_mpmd(
 
 
 def _runner_up_seconds(found: Sequence[_MpmdCandidate]) -> float:
-    """Returns the step time of the second layout of those that fit; infinite without
-    one.
-    """
+    """Returns the step time of the second fitting layout; infinite without one."""
     steps: dict[str, float] = {}
     for one in found:
         if one.fits:
@@ -213,8 +210,8 @@ def _slow(one: _MpmdCandidate) -> tuple[bool, float]:
 def _other_schedules(
     found: Sequence[_MpmdCandidate], known_seconds: float
 ) -> list[_MpmdCandidate]:
-    """Returns the plans under other possible schedules; interleaved only with the
-    numbers of micro-batches of the best other plans.
+    """Returns plans under other schedules; interleaved only with the numbers of
+    micro-batches of the best ones.
     """
     best = min(found, key=_slow)
     others = [replace(one.ask, schedule="zb-h1").of(one) for one in found]
@@ -259,9 +256,7 @@ def _remats(request: Request) -> list[Remat]:
 def _counts(
     graph: Graph, request: Request, piped: PipelineConstraints
 ) -> Iterator[tuple[bool, int]]:
-    """Yields whether a number of micro-batches is a usual one, and the number; usual
-    ones come first.
-    """
+    """Yields whether a number of micro-batches is usual, and it; usual ones first."""
     if request.num_micro_batches is not None:
         yield True, request.num_micro_batches
         return
@@ -279,16 +274,7 @@ def _counts(
 class _Ask:
     """Inputs of candidates with one number of micro-batches of one program.
 
-    Attributes:
-        cluster, request: Cluster and options of the request.
-        stages: Number of stages.
-        schedule: Name of the schedule.
-        program: Loss that may be divided.
-        cuts: Cuts of the program into parts.
-        remat: Rematerialisation policy.
-        count: Number of micro-batches.
-        batch: Leaves of the global batch.
-        priced: Stages that were priced with this policy.
+    ``priced`` has the stages that were priced with this remat policy.
     """
 
     cluster: Cluster
@@ -304,7 +290,6 @@ class _Ask:
 
     @property
     def table(self) -> Schedule:
-        """Pipeline schedule."""
         chunks = CHUNKS if self.schedule == "interleaved" else 1
         return schedule(self.schedule, self.stages, self.count, chunks)
 
@@ -328,16 +313,11 @@ class _Ask:
         least: Mapping[int, float],
         known_seconds: float,
     ) -> tuple[list[_MpmdCandidate], list[PlanError]]:
-        """Returns the plans with numbers of micro-batches that may be fast enough.
+        """Returns the plans that may be fast enough, and the errors of the other
+        numbers.
 
-        Args:
-            counts: Whether a number is a usual one, and the number; those with the
-                least bounds first.
-            least: Lower bound on the step seconds of each number.
-            known_seconds: Seconds of a step that a plan has to stay below.
-
-        Returns:
-            The plans, and the errors of numbers without one.
+        ``counts`` has the numbers of micro-batches with the least bounds first, each
+        with whether it is usual. ``least`` has lower bounds on their step seconds.
         """
         result: list[_MpmdCandidate] = []
         problems: list[PlanError] = []
@@ -356,10 +336,7 @@ class _Ask:
 
         The first cut assumes that transfers add to the time of both stages, the second
         that they overlap with computation. Which is closer depends on the schedule.
-
-        Args:
-            limit: Seconds of a step that a plan has to stay below; slower plans are
-                left out.
+        Plans of ``limit`` or more seconds are left out.
         """
         cuts: list[object] = []
         candidate_plans: dict[object, _MpmdCandidate] = {}
@@ -380,11 +357,7 @@ class _Ask:
         return [*candidate_plans.values()]
 
     def _fitted(self, found: ModelCut, limit: float, *, hidden: bool) -> _MpmdCandidate:
-        """Returns the plan of a cut; if it lacks memory, of one that reserves more.
-
-        Raises:
-            NotFaster: No schedule stays below the limit.
-        """
+        """Returns the plan of a cut, which reserves more if the first lacks memory."""
         one = self._in(found, limit)
         reserved: dict[str, float] = {}
         for _ in range(MOST_CUTS):
@@ -398,8 +371,10 @@ class _Ask:
         return one
 
     def _in(self, found: ModelCut, limit: float) -> _MpmdCandidate:
-        """Returns the plan of a cut. Slow stages are priced first, late ones first
-        among equals, as they bound the step most.
+        """Returns the plan of a cut.
+
+        Slow stages are priced first and, among equals, late ones, as they bound the
+        step most.
         """
         chosen: dict[int, StageLayout] = {}
         others: dict[int, list[StageLayout]] = {}
@@ -441,9 +416,7 @@ class _Ask:
             raise not_faster(self.stages, limit)
 
     def of(self, other: _MpmdCandidate) -> _MpmdCandidate:
-        """Returns the plan with the same layouts under this schedule, which has as many
-        virtual stages.
-        """
+        """Returns the same layouts under this schedule, with as many virtual stages."""
         chosen = [self.with_memory(n, laid) for n, laid in enumerate(other.chosen)]
         return _MpmdCandidate(self, other.found, chosen, other.others, other.turns)
 
@@ -482,9 +455,7 @@ class _Ask:
         return laid_out(graph, part, one, known)
 
     def _batch_bytes(self, tensor: int) -> int:
-        """Returns the bytes of a batch leaf, or of a transferred and stored
-        activation.
-        """
+        """Returns the bytes of a batch leaf or a stored, transferred activation."""
         leaves = [t.id for t in self.program.graph.tensors if t.kind == "batch"]
         if tensor in leaves:
             sizes = self.request.batch_bytes
@@ -497,17 +468,8 @@ class _Ask:
 class _MpmdCandidate:
     """Candidate plan: a layout for every stage on one mesh, with their joint cost.
 
-    Attributes:
-        ask: Inputs of the candidate.
-        table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
-        found: Cut of the model into virtual stages.
-        chosen: Layout of each stage.
-        others: Layouts of each stage that are nearly as fast.
-        turns: Costs of a micro-batch on each virtual stage.
-        time, memory: Predictions of a step.
-        fullest: Stage that uses the largest fraction of its devices' memory;
-            ``memory`` is that of this stage.
-        fits: Whether every stage fits the memory of its devices.
+    ``memory`` is that of ``fullest``, the stage that uses most of its devices' memory.
+    ``others`` are the layouts of each stage that are nearly as fast as the chosen one.
     """
 
     def __init__(
@@ -539,13 +501,10 @@ class _MpmdCandidate:
 
     @property
     def heterogeneous_placement(self) -> HeterogeneousPlacement | None:
-        """Placement of the model on mixed device kinds, or None on one kind."""
         return self.found.allotted
 
     def reserved(self, before: Mapping[str, float]) -> dict[str, float]:
-        """Returns the bytes by kind that stages need in addition to the cut's
-        estimate.
-        """
+        """Returns the bytes by kind that stages need beyond the cut's estimate."""
         assert self.heterogeneous_placement is not None
         result = dict(before)
         for one, ground, counted in zip(
@@ -581,12 +540,10 @@ class _MpmdCandidate:
 
     @property
     def slowest(self) -> int:
-        """Stage that takes longest for a micro-batch."""
         seconds = [turn.both.step_seconds for turn in self.turns]
         return seconds.index(max(seconds))
 
     def _time(self) -> TimeTerms:
-        """Returns the time of the slowest stage, including its idle time."""
         table = self.table
         ahead, behind, weight = self._by_place()
         line = simulate(
@@ -600,11 +557,7 @@ class _MpmdCandidate:
         return scheduled_step(self.turns, table, line, ahead=ahead, copied=copied)
 
     def _by_place(self) -> tuple[list[float], list[float], list[float]]:
-        """Returns the seconds of each virtual stage for a micro-batch.
-
-        Returns:
-            Seconds forward, backward, and for parameter gradients if they are separate.
-        """
+        """Returns the seconds of each virtual stage: forward, backward, weight."""
         stages, chunks = self.table.num_stages, self.table.num_chunks
         ahead, behind, weight = [], [], []
         for place in range(self.table.num_places):
@@ -620,7 +573,6 @@ class _MpmdCandidate:
         return ahead, behind, weight
 
     def _paces(self) -> Iterator[VirtualStagePrediction]:
-        """Yields the predictions of virtual stages in the form that plans store."""
         seconds = zip(*self._by_place(), strict=True)
         for place, (ahead, behind, weight) in enumerate(seconds):
             handed, returned = self._handed_bytes[place]
@@ -635,8 +587,8 @@ class _MpmdCandidate:
 
     @functools.cached_property
     def _handed_bytes(self) -> list[tuple[int, int]]:
-        """Bytes that each virtual stage receives, forward and backward, per micro-batch
-        and device.
+        """Bytes that virtual stages receive in both passes, by micro-batch and
+        device.
         """
         graph, units = self.ask.program.graph, self.ask.program.units
         parts, stages = self.ask.count // graph.num_micro_batches, len(self.chosen)
@@ -662,7 +614,6 @@ class _MpmdCandidate:
         return result
 
     def _transfer_seconds(self) -> float:
-        """Returns the seconds of the longest transfer between virtual stages."""
         stages = self.table.num_stages
         return max(
             self._over_seconds(place % stages, handed)
@@ -670,15 +621,11 @@ class _MpmdCandidate:
         )
 
     def _over_seconds(self, stage: int, nbytes: float) -> float:
-        """Returns the seconds to send some bytes to each device of a stage from another
-        stage.
-        """
         whole = {STAGE: self.table.num_stages, **self.chosen[stage].scored.mesh}
         return handed_seconds(nbytes, whole, self.ask.cluster) if nbytes else 0.0
 
     @property
     def layout(self) -> str:
-        """Describes the layout in words."""
         each = dict.fromkeys(mesh_words(one.scored.mesh) for one in self.chosen)
         inner = f" × ({' | '.join(each)})" if [*each] != ["one device"] else ""
         words = f"stage {self.table.num_stages}{inner}, {self.ask.count} micro-batches"
@@ -692,15 +639,6 @@ class _MpmdCandidate:
         graph: Graph,
         weighed: Sequence[_MpmdCandidate],
     ) -> Plan:
-        """Returns the plan of this candidate.
-
-        Args:
-            request: Options of the request.
-            precision: Precision, for the plan to store.
-            batch: Leaves of the global batch.
-            graph: Graph of the full model.
-            weighed: All evaluated candidates, for the plan to store.
-        """
         plans = [
             replace(
                 self._stage_plan(stage, request, precision, batch),
@@ -751,9 +689,7 @@ class _MpmdCandidate:
         )
 
     def _lying(self) -> dict[str, Any]:
-        """Returns the devices of stages on mixed kinds, in the form that
-        plans store.
-        """
+        """Returns the devices of stages on mixed kinds, as plans store them."""
         lying = self.found.grounds
         if self.heterogeneous_placement is None:
             return {}

@@ -92,8 +92,7 @@ def decide_stages(
         graph, cluster, request, precision, batch, again: Arguments of
             ``spmd_plan.decide``; the mesh that the request fixes is that of one stage.
         piped: Requested pipeline settings.
-        known_seconds: Step time of a known plan; plans that cannot be faster are not
-            tried.
+        known_seconds: Step time of a known plan; no slower plan is tried.
 
     Raises:
         PlanError: The pipeline is impossible, nothing fits, or nothing is faster.
@@ -149,13 +148,6 @@ def _least_steps(
     stages: int,
     counts: Sequence[int],
 ) -> dict[int, float]:
-    """Returns lower bounds on the step seconds, by number of micro-batches.
-
-    Args:
-        graph, shared, cluster, request, stages: The full model, its layers and the
-            request.
-        counts: Numbers of micro-batches.
-    """
     if len(counts) < 2 or shared.length % stages:
         return dict.fromkeys(counts, 0.0)
     analysed = analyse_graph(shared.of_stage(graph, shared.length // stages))
@@ -174,15 +166,9 @@ def _least_steps(
 def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | None]]:
     """Yields the possible stashes of a micro-batch in flight, with the remat policy.
 
-    Residuals must be written to memory. So it pays to save only products and recompute
-    the operations between them; otherwise the stages' inputs are saved.
-
-    Args:
-        request: Options of the request.
-        able: Whether remat policies apply to the layers.
-
-    Yields:
-        Stash and policy, the fastest first.
+    The fastest comes first. Residuals must be written to memory. So it pays to save
+    only products and recompute the operations between them; otherwise the stages'
+    inputs are saved. ``able`` is whether remat policies apply to the layers.
     """
     if request.remat is None and able:
         for policy in request.policies:
@@ -196,12 +182,6 @@ def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | Non
 def _of_one_stage(
     graph: Graph, shared: StackedLayers, stages: int, request: Request, count: int
 ) -> Request:
-    """Returns the request for the search of one stage's model.
-
-    Args:
-        graph, shared, stages, request: The full model, its layers and the request.
-        count: Number of micro-batches of a step.
-    """
     equal, optimizer = shared.length % stages == 0, request.optimizer
     cut = {
         t.path
@@ -232,7 +212,6 @@ def _of_one_stage(
 def _search_stage(
     again: Again, layers: int, every: bool, remat: Remat, *kinds: Any
 ) -> Graph:
-    """Returns one stage's model with some layers, traced with a remat policy."""
     result = again(remat, *kinds)
     return StackedLayers.of(result, every=every).of_stage(result, layers)
 
@@ -248,7 +227,6 @@ def _check(shared: StackedLayers, stages: int, request: Request) -> None:
 
 
 def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
-    """Yields the numbers of micro-batches to evaluate."""
     if request.num_micro_batches is not None:
         yield request.num_micro_batches
         return
@@ -259,15 +237,7 @@ def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
 class _LockstepCandidate:
     """Candidate with one number of micro-batches: one stage's plan and the joint cost.
 
-    Attributes:
-        decided: Search result for one stage's model.
-        dealt: Assignment of layers to stages.
-        stash: Stash of a micro-batch in flight; see ``Stages``.
-        table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
-        turn: Costs of a micro-batch on a stage.
-        stages: Pipeline data in the form that plans store.
-        time, memory: Predictions of a step.
-        collectives: Collectives of a stage, transfers between stages included.
+    ``stash`` is that of a micro-batch in flight; see ``Stages``.
     """
 
     def __init__(
@@ -313,7 +283,6 @@ class _LockstepCandidate:
         self.fits = self.memory.total_bytes <= cluster.memory_bytes
 
     def _stages(self) -> Stages:
-        """Returns the pipeline's data in the form that plans store."""
         table, turn = self.table, self.turn
         pace = VirtualStagePrediction(
             forward_seconds=turn.ahead.step_seconds,
@@ -336,17 +305,14 @@ class _LockstepCandidate:
 
     @property
     def search(self) -> Search:
-        """Search of one stage's model."""
         return self.decided.search
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Axis sizes, including that of the stages, outermost first."""
         return {STAGE: self.table.num_stages, **self.best.mesh}
 
     @property
     def alone(self) -> bool:
-        """Whether a stage is one device."""
         return math.prod(self.best.mesh.values()) == 1
 
     @property
@@ -359,15 +325,12 @@ class _LockstepCandidate:
         return self.search.setting(self.best.mesh, self.best.num_micro_batches)
 
     def _handed_bytes(self) -> int:
-        """Returns the bytes of activations that a device transfers per micro-batch."""
         parts = int(self._setting().num_micro_batches)
         carried = [*self.shared.carried]
         return int(handed_bytes(self.decided.analysed, self.best, carried, parts))
 
     def _between(self) -> list[Collective]:
-        """Returns the collectives between stages: activations, and gradients of shared
-        parameters.
-        """
+        """Returns collectives of activations and shared gradients between stages."""
         count = len(self.shared.carried)
         handed = Collective(
             kind="collective-permute",
@@ -400,9 +363,7 @@ class _LockstepCandidate:
         return between
 
     def _stack_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of layers that a device stores, and those of temporaries
-        for them; zeros if all stages have equally many layers.
-        """
+        """Returns bytes of stored layers and temporaries; zeros for equal stages."""
         if self.dealt.equal:
             return 0, 0
 
@@ -418,14 +379,10 @@ class _LockstepCandidate:
         return math.prod(leaf.shape) * itemsize // parts
 
     def _turn(self) -> MicroBatchCost:
-        """Returns the costs of a micro-batch on the slowest stage."""
         turn = turn_of(self.search, self.best, self._ahead_rows())
         return turn.spared(self.dealt.spared_seconds)
 
     def _between_seconds(self, what: str) -> float:
-        """Returns the seconds of one kind of collective between stages, per step or
-        turn.
-        """
         s = self._setting()
         whole = CostSetting(self.mesh, 1, self.cluster, s.dims, s.batch_roles)
         between = [c for c in self.collectives if STAGE in c.axes and c.what == what]
@@ -448,7 +405,6 @@ class _LockstepCandidate:
 
     @property
     def layout(self) -> str:
-        """Describes the layout in words."""
         return f"stage {self.table.num_stages} × {self.best.layout}"
 
     def plan(
@@ -459,15 +415,6 @@ class _LockstepCandidate:
         model_hash: str,
         weighed: Sequence[_LockstepCandidate],
     ) -> Plan:
-        """Returns the plan of this candidate.
-
-        Args:
-            request: Options of the request.
-            precision: Precision, for the plan to store.
-            batch: Leaves of the global batch.
-            model_hash: Hash of the full model.
-            weighed: Candidates of all numbers of micro-batches, for the plan to store.
-        """
         decided = self.decided
         plan = build_plan(
             decided.analysed,
@@ -502,12 +449,10 @@ class _LockstepCandidate:
 
     @property
     def kept_words(self) -> str:
-        """Describes what stages save of a micro-batch in flight."""
         given = self.stash == "inputs"
         return "what they were given" if given else "what their derivative reads"
 
     def _layer_roles(self) -> set[str]:
-        """Returns the names of the layers' dimension."""
         leaves = (x for x in self.best.leaves if x.path in self.shared.every_path)
         return {name for leaf in leaves for name in leaf.roles[0]}
 
@@ -547,15 +492,13 @@ class _LockstepCandidate:
     def _ahead_rows(self) -> tuple[Row, ...]:
         """Returns the rows of a stage's forward pass, up to the end of its layers.
 
-        If only the stage's input is saved, the backward pass recomputes these rows with
-        all operations after the layers.
+        If only the stage's input is saved, the backward pass recomputes these rows.
         """
         graph, (_, end) = self.decided.analysed.graph, self._span()
         part = replace(graph, ops=graph.ops[:end])
         return build_rows(part, self.decided.analysed.dims).ops
 
     def _span(self) -> tuple[int, int]:
-        """Returns the half-open range of indices of the layers' operations."""
         graph = self.decided.analysed.graph
         inside = [self.shared.holds(op.position) for op in graph.ops]
         return inside.index(True), len(inside) - inside[::-1].index(True)
@@ -582,9 +525,7 @@ class _LockstepCandidate:
 
 
 def _nothing(problems: Sequence[PlanError], stages: int) -> PlanError:
-    """Returns the error to raise without a plan; if all candidates lack memory, that of
-    the nearest.
-    """
+    """Returns the error without a plan: the nearest one's, if all lack memory."""
     lacking = [error for error in problems if isinstance(error, NothingFits)]
     if len(lacking) < len(problems):
         return next(error for error in problems if error not in lacking)

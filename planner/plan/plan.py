@@ -111,8 +111,7 @@ class Plan(PlanDisplay):
         time, memory: Predictions by term.
         candidates: Other evaluated plans, best first.
         notes: Notes for the user.
-        product_flops: FLOPs of matrix products on one device in one step; 0 in
-            estimates.
+        product_flops: FLOPs of matrix products per device and step; 0 in estimates.
         optimizer_bytes: Unsharded bytes of the planned optimizer's state for all
             parameters; None if unknown.
         work: Size of the model and FLOPs of a step, before sharding; None in files of
@@ -135,8 +134,7 @@ class Plan(PlanDisplay):
         tables: Placement of embedding tables, if the model has some; all other fields
             then describe the rest of the loss, whose batch has the looked-up vectors.
         source: Name of the model on the command line, then its options, or empty.
-        question: Request that the plan answers, to be repeated with changes; not in
-            files.
+        question: Request that the plan answers, for repeats with changes; not in files.
     """
 
     stages: Stages | None = None
@@ -271,8 +269,7 @@ class Plan(PlanDisplay):
         return headline.throughput(self, step_seconds)
 
     def explain(self) -> str:
-        """Explains the plan: the terms that decide, alternatives, and unsharded
-        dimensions.
+        """Explains the plan: deciding terms, alternatives, and unsharded dimensions.
 
         Returns:
             Lines of text, with numbers.
@@ -306,7 +303,7 @@ class Plan(PlanDisplay):
             (dimension, axes) pairs; None for a dimension that stays unsharded.
 
         Raises:
-            PlanError: One table cannot express the plan; lists every dimension with two
+            PlanError: One table cannot express the plan; lists dimensions with two
                 meanings.
         """
         return export.flax_rules(self)
@@ -320,9 +317,7 @@ class Plan(PlanDisplay):
         return export.logical_axes(self)
 
     def maxtext_flags(self) -> dict[str, int]:
-        """Returns the mesh as MaxText flags, such as
-        ``{"ici_tensor_parallelism": 4}``.
-        """
+        """Returns the mesh as MaxText flags: ``{"ici_tensor_parallelism": 4}``."""
         return export.maxtext_flags(self)
 
     def axis_mappings(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -388,8 +383,8 @@ class Plan(PlanDisplay):
         """Returns the text of ``print(plan)``, optionally with all rows.
 
         Args:
-            all_rows: Whether to show all parameters, traffic and reasons, not only the
-                largest.
+            all_rows: Whether to show more than the largest parameters, traffic and
+                reasons.
 
         Returns:
             Lines as wide as the terminal or ``COLUMNS``; unbroken without either.
@@ -421,8 +416,7 @@ class Plan(PlanDisplay):
             name: Name of the document in errors.
 
         Raises:
-            PlanError: The document is no plan, is damaged, was edited, or has another
-                format.
+            PlanError: The document is no plan, damaged, edited or of another format.
         """
         problems = Arguments("Plan.from_document", PlanError)
         problems.of("document", document, dict, "what Plan.document gave")
@@ -435,8 +429,7 @@ class Plan(PlanDisplay):
         """Reads a plan; runs or imports nothing that the file names.
 
         Raises:
-            PlanError: The file is no plan, is damaged, was edited, or has another
-                format.
+            PlanError: The file is no plan, damaged, edited or of another format.
         """
         _check_path("Plan.load", path)
         return plan_file.read(cls, path)

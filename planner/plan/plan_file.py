@@ -110,8 +110,7 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
         name: Name of the document in errors.
 
     Raises:
-        PlanError: The document is no plan, is damaged, was edited, or has another
-            format.
+        PlanError: The document is no plan, damaged, edited or of another format.
     """
     if not isinstance(document, dict) or _VERSION not in document:
         raise PlanError(
@@ -143,7 +142,6 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
 
 
 def _upgraded(data: Any) -> Any:
-    """Converts an older document to this version."""
     if isinstance(data, list):
         return [_upgraded(one) for one in data]
     if not isinstance(data, dict):

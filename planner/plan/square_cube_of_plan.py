@@ -51,8 +51,7 @@ class SquareCube(SquareCubeDisplay):
     rows: tuple[StageOverLink, ...]
 
     def utilization(self, bytes_per_second: float, *, overlap: bool = True) -> float:
-        """Returns the utilisation of the stage that waits most, over a link of the
-        table.
+        """Returns the utilisation of the stage that waits most, over a table's link.
 
         Args:
             bytes_per_second: Bandwidth of the link.
@@ -116,8 +115,8 @@ def square_cube(
 
     Args:
         plan: A pipeline plan with stage programs.
-        bandwidths: Bandwidths of links, such as ``"200Mb/s"`` or ``"1GB/s"``, or bytes
-            per second.
+        bandwidths: Bandwidths of links, as ``"200Mb/s"``, ``"1GB/s"`` or bytes per
+            second.
         wire: ``"f32"``, ``"bf16"`` or ``"int8"``.
 
     Returns:
@@ -204,8 +203,7 @@ def stage_works(plan: Plan, wire: str) -> tuple[StageWork, ...]:
 def border_bytes(
     plan: Plan, number: int, wire: str
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the bytes that a peer of a stage receives and sends, forward and
-    backward.
+    """Returns the bytes that a stage's peer receives and sends in both passes.
 
     The last stage has one call for both, counted as the backward.
 
@@ -232,8 +230,7 @@ def bytes_per_second(rate: object, name: str = "bandwidth") -> float:
     """Parses a bandwidth.
 
     Args:
-        rate: Bandwidth such as ``"200Mb/s"`` (bits), ``"25MB/s"`` (bytes), or bytes per
-            second.
+        rate: Bandwidth as ``"200Mb/s"`` (bits), ``"25MB/s"`` or bytes per second.
         name: Name of the argument, for the error.
 
     Raises:

@@ -51,8 +51,7 @@ def check_stages(
         request: Options of the request.
         stages: Number of stages.
         most: Largest number of stages.
-        estimated: Options that no executor runs in stages; only estimates may have
-            them.
+        estimated: Options that no executor runs in stages, only for estimates.
 
     Raises:
         PlanError: Names the option and the remedy.
@@ -93,8 +92,7 @@ def merged_pipelines_note(graph: Graph) -> str:
 
 
 def uncut(graph: Graph, plan: Plan) -> str:
-    """Returns the note on a stage that takes most of the time because of a loop; else
-    an empty text.
+    """Returns the note on a stage that a loop makes slowest; else an empty text.
 
     Args:
         graph: The captured loss.
@@ -126,9 +124,7 @@ def lopsided(plan: Plan, *, marked: bool) -> str:
 
 
 def _lopsided(plan: Plan) -> str:
-    """Describes the stage with far more than an even part of the time; else an empty
-    text.
-    """
+    """Describes a stage with far more than an even part of the time, or nothing."""
     stages = plan.stages
     if stages is None or not stages.paces:
         return ""
@@ -154,8 +150,7 @@ def evened(remedy: str) -> str:
     """Returns the remedy for the uneven stages that ``uncut`` reports.
 
     Args:
-        remedy: Option that lets one program divide the loop among stages, if there is
-            one.
+        remedy: Option that lets one program divide the loop among stages, if any.
     """
     if not remedy:
         return "Write the layers out (of the reference models: scan_layers=False)"

@@ -55,16 +55,14 @@ MOST_REPLICAS = 16
 """Largest number of parallel pipelines that the planner chooses."""
 
 FAR, LESS = 0.2, 0.05
-"""Fractions of a step time. More pipelines are not tried if these are slower than the
-known plan by the first, and not faster than fewer pipelines by the second."""
+"""Fractions of a step time. A larger number of pipelines is not tried if the last
+number was slower than the known plan by the first, and not faster than fewer pipelines
+by the second.
+"""
 
 
 class _Pipeline:
-    """One pipeline, and its schedule's times for other numbers of micro-batches.
-
-    Attributes:
-        plan: Plan in which this pipeline runs all micro-batches.
-    """
+    """One pipeline, and its schedule's times for other numbers of micro-batches."""
 
     def __init__(self, plan: Plan) -> None:
         assert plan.stages is not None
@@ -72,7 +70,6 @@ class _Pipeline:
         self._known = {0: 0.0}
 
     def seconds(self, count: int) -> float:
-        """Returns the seconds until some number of micro-batches is done."""
         if count not in self._known:
             stages = self._stages
             table = schedule(stages.schedule, len(stages.plans), count)
@@ -102,20 +99,13 @@ class _Pipeline:
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of devices along the pipeline."""
         names = [plan.cluster.kinds[0].display_name() for plan in self.plan.stage_plans]
         return [*dict.fromkeys(names)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ParallelPipelines:
-    """Candidate of parallel pipelines.
-
-    Attributes:
-        plans: Each pipeline.
-        shares: Number of micro-batches of each pipeline.
-        exchange: All-reduce over all pipelines, with its seconds.
-    """
+    """Parallel pipelines, with their all-reduce and its seconds."""
 
     plans: tuple[_Pipeline, ...]
     shares: tuple[int, ...]
@@ -123,17 +113,14 @@ class _ParallelPipelines:
 
     @property
     def pace(self) -> float:
-        """Seconds until the last pipeline ends its micro-batches."""
         return _pace(self.plans, self.shares)
 
     @property
     def rest(self) -> float:
-        """Seconds after the micro-batches: the exchange and the update."""
         return self.exchange[1] + max(plan.once for plan in self.plans)
 
     @property
     def step_seconds(self) -> float:
-        """Predicted step time."""
         return self.pace + self.rest
 
     @property
@@ -149,7 +136,6 @@ class _ParallelPipelines:
 
     @property
     def lacks_bytes(self) -> int:
-        """Bytes that the fullest device lacks; 0 or less if all have enough."""
         return max(
             stage.memory.with_exchange_buffer.total_bytes - stage.cluster.memory_bytes
             for stage in self._stages()
@@ -157,7 +143,6 @@ class _ParallelPipelines:
 
     @property
     def layout(self) -> str:
-        """Describes the layout in words."""
         stages = self.plans[0].plan.axis_sizes[STAGE]
         each = " and ".join(map(str, self.shares))
         return (
@@ -243,11 +228,6 @@ def _while_faster(
     """Evaluates numbers of micro-batches, the fewest first, while more of them help.
 
     If the fewest do not fit, it goes on from the most, which need the least memory.
-
-    Args:
-        weigh: Evaluates one number of micro-batches.
-        several: Numbers of micro-batches, the fewest first.
-        problems: List that receives the errors.
     """
     best, lacking = math.inf, False
     left = [*several]
@@ -297,7 +277,6 @@ def _check(
 def _replicas(
     request: Request, stages: int, asked: Sequence[int] | None
 ) -> Iterator[int]:
-    """Yields the numbers of pipelines to evaluate."""
     if asked is not None:
         yield len(asked)
         return
@@ -385,8 +364,7 @@ def _weigh(
 ) -> _ParallelPipelines:
     """Evaluates pipelines with a total number of micro-batches.
 
-    Raises:
-        NotFaster: No shares take less than ``limit`` seconds a step.
+    Shares must take less than ``limit`` seconds a step.
     """
     one = parts.request_of_one(request, count)
     alike, most = parts.alike, parts.most_within(limit, count)
@@ -421,7 +399,6 @@ def _weigh(
 
 
 def _kinds_of(part: Cluster) -> tuple[str, ...]:
-    """Returns the kind of each device, in node order."""
     return tuple(n.kind.name for n in part.nodes for _ in range(n.count))
 
 
@@ -451,8 +428,7 @@ def _pace(plans: Sequence[_Pipeline], shares: Sequence[int]) -> float:
 
 
 def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
-    """Returns shares by speed, with micro-batches moved from the last pipeline while
-    that helps.
+    """Returns shares by speed, changed while the last pipeline then ends earlier.
 
     Better shares give the pipeline that ends last fewer micro-batches, and another one
     more.
@@ -472,9 +448,7 @@ def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
 def _exchange(
     plans: Sequence[Plan], cluster: Cluster, stages: int
 ) -> tuple[Collective, float]:
-    """Returns the all-reduce of summed gradients over pipelines, on the
-    fullest stage.
-    """
+    """Returns the all-reduce of gradients over pipelines, on the fullest stage."""
     payload = max(
         one.memory.gradients_bytes for plan in plans for one in plan.stage_plans
     )
@@ -510,7 +484,6 @@ def _build_plan(
     best: _ParallelPipelines,
     found: Sequence[_ParallelPipelines],
 ) -> Plan:
-    """Returns the plan of the best candidate; ``found`` has all evaluated ones."""
     first = best.plans[0].plan
     others = sorted(
         (one for one in found if one is not best), key=lambda one: one.step_seconds

@@ -153,7 +153,6 @@ def decide_shares(
 def _check(
     graph: Graph, cluster: Cluster, request: Request, asked: Sequence[int] | None
 ) -> None:
-    """Refuses requests that no shares satisfy, and impossible shares."""
     check_zero(request)
     if request.num_devices < cluster.num_devices:
         raise DeviceCountError(
@@ -168,13 +167,6 @@ def _check(
 
 
 class _Tries:
-    """Evaluated replicas, and the errors of others.
-
-    Attributes:
-        found: Evaluated replicas.
-        problems: Errors of the others.
-    """
-
     def __init__(
         self,
         request: Request,
@@ -187,11 +179,10 @@ class _Tries:
 
     @property
     def best_seconds(self) -> float:
-        """Step time of the fastest replicas that fit; infinite if none fit."""
         return min((o.step_seconds for o in self.found if o.fits), default=math.inf)
 
     def leaves_idle(self) -> bool:
-        """Returns whether a replica takes no micro-batch in the fastest that fit.
+        """Returns whether some of the fastest replicas that fit take no micro-batch.
 
         Then fewer micro-batches, which leave more of them idle, may be faster.
         """
@@ -199,15 +190,11 @@ class _Tries:
         return best is not None and best.fits and min(best.shares) == 0
 
     def fastest_size(self) -> int:
-        """Returns the number of devices of a replica in the fastest that fit."""
         return min(self.found, key=_slow).case.size
 
     def add(self, size: int, several: Sequence[int]) -> None:
-        """Evaluates replicas of some size.
-
-        Args:
-            size: Devices of a replica.
-            several: Numbers of micro-batches, in descending order.
+        """Evaluates replicas of some size; ``several`` has numbers of micro-batches,
+        descending.
         """
         request = self.request
         for zero in (0, 1) if request.zero is None else (request.zero,):
@@ -221,9 +208,7 @@ class _Tries:
     def add_fewest(self, size: int, several: Sequence[int]) -> None:
         """Finds by bisection the fewest micro-batches with which replicas fit.
 
-        Args:
-            size: Devices of a replica.
-            several: Numbers of micro-batches, in ascending order.
+        ``several`` has numbers of micro-batches in ascending order.
         """
         if not several:
             return
@@ -260,7 +245,6 @@ class _Tries:
                 ratio = min(ratio, shared.step_seconds / one.seconds)
 
     def _lacks(self, case: SharesCase) -> bool:
-        """Evaluates a case; returns whether no plan of it fits the memory."""
         try:
             self.found.append(self.weigh(case))
         except NothingFits as error:
@@ -272,7 +256,6 @@ class _Tries:
 
 
 def _slow(one: Replicas) -> tuple[bool, float]:
-    """Returns the sort key of replicas: whether they lack memory, then their time."""
     return not one.fits, one.step_seconds
 
 
@@ -309,7 +292,6 @@ def _roomy(found: Sequence[Replicas], case: SharesCase, request: Request) -> boo
 
 
 def _within(cluster: Cluster) -> int:
-    """Returns the largest replica size that divides the devices of every node."""
     return math.gcd(*(node.count for node in cluster.nodes))
 
 
@@ -353,7 +335,6 @@ def _sizes(
 
 
 def _served(graph: Graph, sizes: Sequence[int]) -> list[int]:
-    """Returns the replica sizes on which the marks can be obeyed."""
     result = []
     problem: PlanError | None = None
     for size in sizes:
@@ -406,7 +387,6 @@ def _weigh(
     decide: Decide,
     options: Mapping[str, Any],
 ) -> Replicas:
-    """Evaluates replicas of one size with a total number of micro-batches."""
     size, count, replicas = case.size, case.count, cluster.num_devices // case.size
     mesh = {**(request.mesh or {}), DATA: 1}
     alone = dataclasses.replace(
@@ -464,12 +444,10 @@ def _pinned(request: Request, plan: Plan) -> Request:
 
 
 def _pace(plan: Plan, count: int) -> float:
-    """Returns the seconds of a micro-batch."""
     return (plan.time.step_seconds - plan.time.update_seconds) / count
 
 
 def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, float]:
-    """Returns the all-reduce of gradients over replicas, and its seconds."""
     summed = Collective(
         kind="all-reduce",
         axes=(DATA,),
@@ -486,10 +464,7 @@ def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, 
 def _build_plan(
     cluster: Cluster, found: Sequence[Replicas], asked: Sequence[int] | None
 ) -> Plan:
-    """Returns the plan of the fastest replicas that fit.
-
-    ``found`` is sorted by step time.
-    """
+    """Returns the plan of the fastest fitting replicas; ``found`` is sorted by time."""
     best = next((one for one in found if one.fits), None)
     if best is None:
         raise nothing_fits(found, asked)
@@ -534,7 +509,6 @@ def _verdict(one: Replicas, best: Replicas) -> str:
 
 
 def _time(one: Replicas) -> TimeTerms:
-    """Returns the terms of the step, from the plan of one replica."""
     return replicas_step(
         one.plan.time,
         one.pace,

@@ -86,9 +86,7 @@ def _check(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields numbers of a dataclass tree that are negative, infinite or above any
-    memory.
-    """
+    """Yields numbers that are negative, infinite or above any memory."""
     if isinstance(value, tuple):
         for place, item in enumerate(value):
             yield from _unfit(item, f"{path}[{place}]")
@@ -108,7 +106,6 @@ def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
-    """Checks fields that allow only a few texts, and the ranges of counts."""
     chosen: list[tuple[str, str, tuple[str, ...]]] = [
         ("precision", plan.precision, PRECISIONS),
         *((f"precisions.{n}", kind, PRECISIONS) for n, kind in plan.precisions),
@@ -286,7 +283,6 @@ class _OtherContainersError(Exception):
 
 
 def _check_batch(plan: PlanData, where: str, problems: Problems) -> None:
-    """Checks the batch: its containers, names and element types."""
     paths = [leaf.path for leaf in plan.batch]
     for place, leaf in enumerate(plan.batch):
         if not _is_dtype(leaf.dtype):
@@ -319,7 +315,6 @@ def _check_batch(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _paths(node: Any, path: str) -> Iterator[str]:
-    """Yields the paths of a description's leaves, as JAX writes them."""
     if node is None:
         return
     if node == "leaf":
@@ -375,9 +370,6 @@ def _check_memory(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _check_kinds(plan: PlanData, where: str, problems: Problems) -> None:
-    """Checks that stages agree on the kinds of devices, which have room for the
-    parameters.
-    """
     parts = [*plan.pipelines, *(() if plan.stages is None else plan.stages.plans)]
     given = {kind.name: kind.memory_bytes for kind in plan.cluster.kinds}
     for kind in (kind for part in parts for kind in part.cluster.kinds):

@@ -68,8 +68,7 @@ class AnalysedProgram:
 
         Args:
             apart: Whether activations are in host memory.
-            regathers: Whether products gather their weights again for their backward
-                pass.
+            regathers: Whether products gather their weights again backward.
         """
         key = apart, regathers and self.regathered
         if key not in self._courses:

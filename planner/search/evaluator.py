@@ -185,7 +185,6 @@ class Evaluator:
         return np.arange(len(cases)), self.times(cases)
 
     def _combine_cost(self, cases: LayoutCases, index: int) -> GradientCombineCost:
-        """Returns the costs of combining all ranks' gradients in one case."""
         mesh = cases.mesh_at(index)
         tables, zero = cases.tables_at(index), int(cases.zero[index])
         layouts = lay_out(self.facts, tables, mesh, zero)

@@ -54,8 +54,8 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def streamed(self) -> OffloadableState:
-        """State that the optimizer can update in chunks; in estimates, all state if it
-        can update none so.
+        """State that the optimizer can update in chunks. In estimates, all state if the
+        optimizer can update none in chunks.
         """
         request = self.request
         result = OffloadableState() if request.hosted is None else request.hosted()
@@ -90,9 +90,7 @@ class HostMemoryLimits:
 
     @property
     def nothing(self) -> str:
-        """Reason why the model lacks state that the user asked to offload; empty if
-        it has all.
-        """
+        """Why the model lacks state to offload as requested; empty if it has all."""
         asked = self.request.offload or ()
         if "activations" in asked and not self.program.waiting:
             return NOTHING_WAITS
@@ -163,7 +161,6 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def _state_counts(self) -> Counter[tuple[int, int]]:
-        """Parameter count by offloadable state bytes and parameter group."""
         return Counter(zip(self.state, self.facts.group_of, strict=True))
 
     def params_on_host(
@@ -236,8 +233,7 @@ class HostMemoryLimits:
             state: Bytes of optimizer state on one device.
             params: Bytes of parameters on one device, which each pass reads.
             waiting: Bytes of activations of one micro-batch on one device.
-            passes: Seconds that a forward and a backward pass of one micro-batch
-                compute.
+            passes: Compute seconds of one micro-batch, forward and backward.
             count: Number of micro-batches in a step.
         """
         link = min(k.host_link_bytes_per_second or 0.0 for k in self.cluster.kinds)

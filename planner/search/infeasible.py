@@ -142,7 +142,6 @@ def _padding(search: Search) -> str:
 
 
 def _no_space(search: Search) -> str:
-    """Returns the spatial axes that have nothing to shard, with the reasons."""
     result = []
     for axis in fixed_space(search.request.mesh):
         if search.options.space[axis]:
@@ -187,7 +186,6 @@ def _extents(search: Search) -> str:
 
 
 def _wide_halos(search: Search) -> str:
-    """Returns the operations whose halos are too wide, with feasible axis sizes."""
     wide_halos = []
     mesh = fixed_space(search.request.mesh)
     for wide in search.wide_halos(mesh):
@@ -226,7 +224,6 @@ def _nothing_is_sliced() -> str:
 
 
 def _lacks(search: Search) -> float:
-    """Returns the missing bytes of the plan that is nearest to fitting."""
     lacks = (sum(search.lacks(one.memory)) for one in search.scored)
     return min(lacks, default=math.inf)
 
@@ -294,9 +291,7 @@ def _batch(search: Search) -> str:
 
 
 def _least_share(search: Search) -> int:
-    """Returns the fewest devices that share a micro-batch, over meshes that obey all
-    marks.
-    """
+    """Returns the fewest devices that share a micro-batch if all marks are obeyed."""
     options, request = search.options, search.request
     shares = []
     for mesh in search.meshes():
@@ -369,9 +364,6 @@ def _region(search: Search, choice: Choice) -> Iterator[str]:
 
 
 def _dimension(search: Search, tensor: Tensor, dim: int, axis: int) -> str:
-    """Returns the text for a dimension, or its first factor, that an axis does not
-    divide.
-    """
     parts, size = search.dims.sizes[tensor.id][dim], tensor.shape[dim]
     first, what, remedies = parts[0], f"is {size}; ", list[str]()
     if len(parts) > 1:

@@ -221,8 +221,7 @@ class LayoutMemory:
 
         Args:
             apart: Whether activations are in host memory.
-            regathers: Whether products gather their weights again for their backward
-                pass.
+            regathers: Whether products gather their weights again backward.
         """
         course = self.program.course(apart=apart, regathers=regathers)
         if course not in self._found:
@@ -238,11 +237,8 @@ class LayoutMemory:
     ) -> Any:
         """Returns the bytes of a device's part of the batch.
 
-        Args:
-            tables: Layout of each TaskGraph.
-            s: Mesh and number of micro-batches.
-            only_gradients: Whether to count only leaves whose gradients a step returns;
-                with several micro-batches these are as large.
+        With ``only_gradients``, only leaves count whose gradients a step returns; with
+        several micro-batches these are as large.
         """
         given = self.hosting.request.batch_bytes
         if not given:

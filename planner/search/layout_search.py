@@ -1,10 +1,10 @@
 """Search over every mesh, table and ZeRO level for the fastest layout that fits.
 
 The search enumerates the factorisations of the devices into ``data``, ``fsdp``,
-``expert``, ``context`` and ``tensor``, the logical dimensions that each model axis may
-shard in each TaskGraph, and the sharding of stored state. It evaluates all layouts as
-arrays, with the evaluator of single plans. With very many meshes, it predicts only the
-time of layouts that are clearly slower than the best.
+``expert``, ``context`` and ``tensor``. For each, it enumerates the logical dimensions
+that each model axis may shard in each TaskGraph, and the sharding of stored state. It
+evaluates all layouts as arrays, with the evaluator of single plans. With very many
+meshes, it predicts only the time of layouts that are clearly slower than the best.
 
 Among plans within half a percent of the fastest, it chooses the one with the least
 memory, and among equals the least communication: predictions are not more precise.
@@ -85,8 +85,9 @@ MANY_SPACES = 1000
 """Number of meshes with spatial axes above which the search skips some of them."""
 
 SPACE_SLACK = 1.1
-"""Largest step time, as a multiple of the best, at which plans that shard space are
-evaluated; larger than the margins for ties and for listed alternatives."""
+"""Largest multiple of the best step time at which plans that shard space are evaluated.
+It exceeds the margins for ties and for listed alternatives.
+"""
 
 LISTED = 40
 """Largest number of meshes that are all evaluated; above it, only those near the best.
@@ -173,10 +174,8 @@ class WideHalo:
 class _Layouts:
     """Layouts that a search evaluates.
 
-    Attributes:
-        cases: Layouts with their smallest possible number of micro-batches.
-        counts: Possible numbers of micro-batches of each layout in the grid, ascending.
-        meshes: Axis sizes of each layout in the grid.
+    ``cases`` have their smallest number of micro-batches; ``counts`` has all possible
+    ones.
     """
 
     cases: LayoutCases
@@ -189,17 +188,14 @@ class _Layouts:
         return dataclasses.replace(self, cases=cases)
 
     def take(self, rows: np.ndarray) -> _Layouts:
-        """Selects some of the layouts."""
         if len(rows) == len(self.cases):
             return self
         return dataclasses.replace(self, cases=self.cases.take(rows))
 
     def counts_of(self, rows: np.ndarray) -> list[tuple[int, ...]]:
-        """Returns the possible numbers of micro-batches of some layouts."""
         return [self.counts[place] for place in self.cases.row[rows].tolist()]
 
     def at(self, rows: np.ndarray, place: int) -> LayoutCases:
-        """Returns some layouts at one of their possible numbers of micro-batches."""
         count = np.array([counts[place] for counts in self.counts_of(rows)])
         return self.cases.take(rows).with_count(count)
 
@@ -259,16 +255,16 @@ class Search:
         graph, dims, rows: Graph of the loss, its logical dimensions and its rows.
         program: Analysed operations of the loss.
         hosting: Offloadable state, its bytes and its transfer times.
-        split: Division of TaskGraphs for sequence parallelism, or None; the options are
-            then those of the search ``beside``, which has none.
+        split: Division of TaskGraphs for sequence parallelism, or None. With a
+            division, the options are those of the search ``beside``, which has no
+            division.
         grids: Layouts shared with the searches of other programs.
         sizes: Axis sizes of the meshes to evaluate; None for all meshes.
         named_axes: Mesh axes that metadata names.
         scored: Evaluated plans; with very many meshes, only those that fit, or
             those nearest to fitting.
         weighed: Number of evaluated layouts.
-        follows: Whether there are very many meshes, so that ``bound`` follows the best
-            plan so far.
+        follows: Whether there are very many meshes: ``bound`` follows the best plan.
         least_lacking: Step time of the fastest layout that lacks memory with the fewest
             micro-batches.
         least_skipped: Lower bound on the step times of skipped layouts.
@@ -341,7 +337,6 @@ class Search:
         self._begin(beside)
 
     def _begin(self, beside: Search | None) -> None:
-        """Initialises the results, without evaluated layouts."""
         self._combined: dict[object, tuple[list[dict[int, Table]], bool]] = {}
         self._divided: dict[object, dict[int, Table] | None] = {}
         self._distinct: dict[object, dict[int, Table]] = {}
@@ -389,11 +384,7 @@ class Search:
             self._share_space()
 
     def _every_mesh(self, devices: int | None = None) -> list[dict[str, int]]:
-        """Returns every mesh without spatial axes except those that the user fixed.
-
-        Args:
-            devices: Number of devices of a mesh; all if left out.
-        """
+        """Returns every mesh without spatial axes except those that the user fixed."""
         fixed = (self.request.mesh or {}).get("context")
         sizes = [fixed or 1]
         devices = devices or self.request.num_devices
@@ -459,13 +450,12 @@ class Search:
         return float(compute[0]) / self.request.num_devices
 
     def _wants_space(self) -> bool:
-        """Returns whether sharding the space of samples may pay off: the user leaves it
-        open, and samples do not divide by the devices, memory is short, or weights
-        have the dimension.
+        """Returns whether sharding the space of samples may pay off.
 
-        If every device has samples of its own and enough memory, sharding a sample adds
-        communication. It then gains only shards of weights over space, as of a dense
-        layer after convolutions.
+        The user must leave it open, and samples do not divide by the devices, memory is
+        short, or weights have the dimension. If every device has samples of its own and
+        enough memory, sharding a sample adds communication. It then gains only shards
+        of weights over space, as of a dense layer after convolutions.
         """
         request = self.request
         if not any(self.options.space.values()) or self.split is not None:
@@ -559,9 +549,7 @@ class Search:
     def _shared_tables(
         self, tables: dict[int, Table] | None
     ) -> dict[int, Table] | None:
-        """Returns one shared object for equal tables, so that their cases are evaluated
-        together.
-        """
+        """Returns one object for equal tables, so that cases are evaluated together."""
         if tables is None:
             return None
         key = tuple((home, tuple(sorted(t.items()))) for home, t in tables.items())
@@ -579,7 +567,6 @@ class Search:
         tensor: int,
         space: tuple[int, ...],
     ) -> list[dict[int, Table]]:
-        """Returns the combinations of TaskGraphs' tables that use the model axes."""
         key = expert, tensor, space
         if key not in self._combined:
             lists = [self.options.tables(g, mesh) for g in self.options.order]
@@ -597,9 +584,7 @@ class Search:
     def _serves(
         self, split: SequenceSplit, mesh: Mapping[str, int], tables: Mapping[int, Table]
     ) -> bool:
-        """Returns whether the products have the split's sharding and the sequence
-        divides.
-        """
+        """Whether products have the split's sharding and the sequence divides."""
         parts = mesh["context"] * mesh["tensor"]
         sizes = [self.options.sizes[r] for r in self.options.sequence]
         return (
@@ -609,9 +594,7 @@ class Search:
         )
 
     def _no_context(self, mesh: Mapping[str, int]) -> str:
-        """Returns the reason why a mesh's context axis shards no sequence, or an empty
-        text.
-        """
+        """Returns why a mesh's context axis shards no sequence, or an empty text."""
         if mesh["context"] == 1:
             return ""
         if not self.options.sequence:
@@ -621,9 +604,7 @@ class Search:
         return "" if divides else SEQUENCE_DOES_NOT_DIVIDE
 
     def _no_space(self, mesh: Mapping[str, int]) -> str:
-        """Returns the reason why a mesh's spatial axes shard no space, or an empty
-        text.
-        """
+        """Returns why a mesh's spatial axes shard no space, or an empty text."""
         for axis in SPATIAL_AXES:
             size = mesh.get(axis, 1)
             if size == 1:
@@ -667,11 +648,7 @@ class Search:
     def _shared_windows(
         self, mesh: Mapping[str, int]
     ) -> Iterator[tuple[Row, Window, str, tuple[int, int]]]:
-        """Finds windows along dimensions that spatial axes shard.
-
-        Yields:
-            The operation, the window, the axis and the extents of operand and result.
-        """
+        """Yields operations and windows along sharded space, with axis and extents."""
         axes = {
             role: axis
             for axis in SPATIAL_AXES
@@ -951,9 +928,8 @@ class Search:
     ) -> np.ndarray:
         """Evaluates layouts with each of several offloads, the fastest first.
 
-        Returns:
-            Indices of layouts that do not fit with the fewest micro-batches, and of
-            those too slow to be evaluated.
+        Returns the layouts that do not fit with the fewest micro-batches or are too
+        slow.
         """
         step, left = times.step, rows
         size = FIRST_BLOCK if self.bound == math.inf else BLOCK
@@ -1020,7 +996,6 @@ class Search:
     def _on_grid(
         self, pairs: Sequence[tuple[dict[str, int], dict[int, Table]]]
     ) -> _Layouts:
-        """Returns the layouts of meshes with their tables, at every ZeRO level."""
         distinct: dict[int, int] = {}
         table, levels, counts = [], [], []
         for mesh, tables in pairs:
@@ -1047,9 +1022,7 @@ class Search:
         return _Layouts(cases=cases, counts=counts, meshes=meshes_of)
 
     def _allowed(self, cases: LayoutCases) -> np.ndarray:
-        """Returns the indices of the cases whose storage obeys metadata and shards
-        enough.
-        """
+        """Returns the cases whose storage obeys metadata and shards enough."""
         number = len(cases)
         ignores = np.zeros(number, dtype=bool)
         shares = {axis: np.ones(number) for axis in ("fsdp", "data")}
@@ -1118,8 +1091,8 @@ class Search:
     ) -> tuple[list[LayoutCandidate], np.ndarray]:
         """Makes plans of some cases with each of several offloads.
 
-        Returns:
-            The plans, and whether any fits with the fewest micro-batches, by case.
+        The second result is whether any plan fits with the fewest micro-batches, by
+        case.
         """
         result: list[LayoutCandidate] = []
         enough = np.zeros(len(rows), dtype=bool)
@@ -1152,9 +1125,7 @@ class Search:
         """Makes plans with the fewest micro-batches that fit, or the most possible.
 
         With very many meshes, it makes only plans that fit, and the nearest to fitting.
-
-        Returns:
-            The plans, and whether they fit with the fewest micro-batches, by case.
+        The second result is whether they fit with the fewest micro-batches, by case.
         """
         cases, memory = self._smallest_counts(layouts, times, rows, offload)
         fits = self.evaluator.fits(memory)
@@ -1193,7 +1164,6 @@ class Search:
         memory: MemoryColumns,
         offload: Offload,
     ) -> list[LayoutCandidate]:
-        """Makes plans of some cases with chosen numbers of micro-batches."""
         if not len(places):
             return []
         rows, cases, memory = rows[places], cases.take(places), memory.take(places)
@@ -1271,7 +1241,6 @@ class Search:
         cases: LayoutCases,
         offload: Offload,
     ) -> MemoryColumns:
-        """Returns the memory of some layouts, each with its number of micro-batches."""
         here = None
         if self.cluster.compiler.reduces_at_end:
             here = self._times_at(layouts, times, rows, cases)
@@ -1284,8 +1253,9 @@ class Search:
         rows: np.ndarray,
         offload: Offload,
     ) -> tuple[LayoutCases, MemoryColumns]:
-        """Returns cases with the fewest micro-batches that fit, or the most possible,
-        and their memory.
+        """Returns cases with the fewest micro-batches that fit, and their memory.
+
+        A case that never fits has the most micro-batches possible.
         """
         cases = layouts.at(rows, 0)
         memory = self._memory(layouts, times, rows, cases, offload)
@@ -1383,7 +1353,6 @@ class Search:
     def _micro_batches(
         self, mesh: Mapping[str, int], tables: Mapping[int, Table]
     ) -> tuple[int, ...]:
-        """Returns the possible numbers of micro-batches, ascending."""
         fixed = self.request.num_micro_batches
         if fixed is not None:
             return (fixed,)
@@ -1404,7 +1373,6 @@ class Search:
 
 
 def _ends(row: Row, window: Window) -> tuple[int, int]:
-    """Returns the extents of operand and result along a window's dimension."""
     size = math.prod(row.operands[0].sizes[window.dim])
     return size, math.prod(row.results[0].sizes[window.out])
 

@@ -35,10 +35,11 @@ from whalejax.planner.step_options import options_off
 
 STAGES_SHARE = 0.82
 """Least ratio of the seconds of the passes of all stages to those of the full model on
-the devices of one stage, without sequence parallelism. Stages with the fastest layout
-each took 0.95 to 1.02 of the time of the full model, and sequence parallelism saved at
-most 8 % of it (T5-large, BERT-large and four encoder layers, 2 to 16 stages); of tiny
-models with little work beside kernel launches, 0.84 was left."""
+the devices of one stage, without sequence parallelism. Stages, each with its fastest
+layout, took 0.95 to 1.02 of the full model's time. Sequence parallelism saved at most 8
+% of it (T5-large, BERT-large and four encoder layers, 2 to 16 stages). Tiny models with
+little work beside kernel launches took 0.84.
+"""
 
 MOST_ROUNDS = 16
 """Largest evaluated number of micro-batches per stage."""
@@ -137,8 +138,8 @@ def least_paces(
         counts: Numbers of micro-batches.
 
     Returns:
-        Seconds of a micro-batch and of its forward pass, by number of micro-batches; 0
-        if no layout has that number, for which the search itself reports the reason.
+        Seconds of a micro-batch and of its forward pass, by number of micro-batches. 0
+        if no layout has that number; the search itself reports the reason.
     """
     paces = dict.fromkeys(counts, (0.0, 0.0))
     cases = search.at_every_count({search.request.num_devices: counts})
@@ -153,7 +154,6 @@ def least_paces(
 
 
 def _paces(search: Search, cases: LayoutCases) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the seconds of a micro-batch and of its forward pass, by case."""
     times = search.evaluator.times(cases)
     tensor = cases.mesh["tensor"]
     _, step = times.sequence_parallel(tensor)
@@ -175,9 +175,9 @@ def least_steps(
     """Returns lower bounds on the step seconds of stages with programs of their own.
 
     Stages together take at least the time of the full model on the devices of one
-    stage; of several kinds, each kind at least its part of the work. Layouts count
-    whether they fit or not. With ``largest_part``, the result is an estimate: one stage
-    computes the largest indivisible part.
+    stage. With several kinds, each kind takes at least its part of the work. Layouts
+    count whether they fit or not. With ``largest_part``, the result is an estimate: one
+    stage computes the largest indivisible part.
 
     Args:
         graph: Captured loss.
@@ -191,8 +191,8 @@ def least_steps(
             compute seconds.
 
     Returns:
-        Seconds of a step by number of micro-batches; 0 if no layout has that number,
-        for which the search itself reports the reason.
+        Seconds of a step by number of micro-batches. 0 if no layout has that number;
+        the search itself reports the reason.
 
     Raises:
         PlanError: A stage would have devices of several kinds.

@@ -58,10 +58,7 @@ class LikelyReplicas:
 class _Layout:
     """Fastest layout of one case that fits the device kind with the least memory.
 
-    Attributes:
-        program: Program of the loss.
-        place: Index of the layout among those of the program.
-        gradients: Bytes of gradients on a device.
+    ``place`` is its index in the program; ``gradients`` are bytes on a device.
     """
 
     program: ProgramOptions
@@ -108,14 +105,7 @@ def likely_replicas(
 
 
 class _Estimates:
-    """Layouts of replicas of all sizes, evaluated on each kind of device.
-
-    Args:
-        analyses: Programs of the loss.
-        cluster: Devices of several kinds.
-        request: Options of the search, over all replicas.
-        allowed: Numbers of micro-batches of all replicas, by the devices of a replica.
-    """
+    """Layouts of replicas of all sizes, evaluated on each kind of device."""
 
     def __init__(
         self,
@@ -132,7 +122,6 @@ class _Estimates:
         self._evaluated: dict[ProgramOptions, tuple[Evaluator, LayoutCases]] = {}
 
     def step_seconds(self) -> dict[SharesCase, float]:
-        """Returns the step seconds of the replicas that fit every kind of device."""
         layouts = self._layouts()
         paces: dict[tuple[SharesCase, DeviceKind], tuple[float, float]] = {}
         for program, (evaluator, cases) in self._evaluated.items():
@@ -156,7 +145,6 @@ class _Estimates:
         return result
 
     def _exchange_seconds(self, case: SharesCase, nbytes: int) -> float:
-        """Returns the seconds to reduce gradients and, with ZeRO, gather parameters."""
         mesh = {DATA: len(self.devices) // case.size, "replica": case.size}
         parts = axis_parts((DATA,), mesh, self.cluster)
         kinds: tuple[CollectiveKind, ...] = ("all-reduce", "all-gather")
@@ -194,13 +182,10 @@ class _Estimates:
         return {case: layout for case, layout in layouts.items() if case in wanted}
 
     def _replica_devices(self, kind: DeviceKind) -> Cluster:
-        """Returns as many devices of one kind as the largest replica has."""
         return devices_of_kind(self.cluster, kind, max(self.allowed))
 
     def _search(self, program: ProgramOptions) -> Search | None:
-        """Returns a search of one replica on the device kind with the least memory;
-        None if the program cannot be made.
-        """
+        """Returns a search on the device kind with the least memory, or None."""
         analysed = self.analyses.of(*program)
         if analysed is None:
             return None
@@ -221,9 +206,7 @@ class _Estimates:
     def _fastest(
         self, program: ProgramOptions, levels: Sequence[int]
     ) -> dict[SharesCase, tuple[float, _Layout]]:
-        """Returns the fastest layouts that fit the device kind with the least memory,
-        with the seconds of a micro-batch there.
-        """
+        """Returns the fastest fitting layouts, for the kind with the least memory."""
         search = self._search(program)
         cases = None if search is None else search.at_every_count(self.allowed)
         if search is None or cases is None or not len(cases):

@@ -1,9 +1,9 @@
 """Samples that a device processes at a time, and a note if plans differ in them.
 
 ``num_micro_batches`` divides the global batch. The samples that a device then processes
-at a time depend on the plan: with shares, each replica takes complete micro-batches;
-without, all replicas share each micro-batch. So plans for several clusters with one
-fixed number may differ in the work per device, and in its efficiency.
+at a time depend on the plan. With shares, each replica takes complete micro-batches;
+without shares, all replicas divide each micro-batch. So plans with one fixed number for
+several clusters may differ in the work per device, and in its efficiency.
 """
 
 from __future__ import annotations

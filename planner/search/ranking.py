@@ -14,7 +14,8 @@ TIE = 0.005
 
 SURE = 0.1
 """Least relative speedup at which a plan of another kind is chosen or reported without
-a request: predictions of different kinds are not more precise than that."""
+a request. Predictions of different kinds are no more precise.
+"""
 
 
 def best_first(

@@ -34,8 +34,8 @@ class OffloadableState:
         """Returns a copy for a part of a model, which has less of the state.
 
         Args:
-            nbytes: Function from a path and the bytes of its full state to the bytes in
-                the part.
+            nbytes: Function from a path and its full state's bytes to those in the
+                part.
         """
         state = {path: nbytes(path, whole) for path, whole in self.state.items()}
         return replace(self, state=state)
@@ -59,17 +59,14 @@ class Request(FixedOptions):
         mesh: Axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
         policies: Remat policies to choose from, the one that saves most first.
-        hosted: Function that returns the state that the optimizer can update in chunks,
-            so that it may be in host memory; called only if needed.
-        sliced: Function that returns the paths of parameters whose optimizer state is
-            updated element by element, so that each replica can keep a slice; called
-            only if needed.
-        in_flight: Micro-batches whose activations are saved at once, as in a pipeline
-            stage.
+        hosted: Function that returns the state that may be in host memory, as the
+            optimizer can update it in chunks; called only if needed.
+        sliced: Function that returns the paths of parameters with elementwise updates;
+            each replica can keep a slice of their state. Called only if needed.
+        in_flight: Micro-batches whose activations are saved at once, as in a stage.
         copies: Least number of copies of the model, by the marks: ``data`` × ``fsdp`` ×
             ``context`` is a multiple of it.
-        estimate: Whether the plan may use features that no executor of this version
-            runs.
+        estimate: Whether the plan may use features that no executor runs.
         one_part: Whether a stage has only one part of the model, without interleaving.
         is_part: Whether the devices are those of one stage or replica; they then store
             more than this search knows.

@@ -214,8 +214,8 @@ class Segments:
         ]
 
     def _static_bytes(self) -> list[float]:
-        """Returns each segment's bytes of parameters, gradients and optimizer state; a
-        parameter counts for its first reader.
+        """Returns each segment's static bytes; parameters count for the first
+        reader.
         """
         facts, mesh = self.scored.facts, self.scored.mesh
         static_bytes, seen = [0.0] * self.folded.count, set[int]()
@@ -237,9 +237,7 @@ class Segments:
         return static_bytes
 
     def _handed_seconds(self) -> list[float]:
-        """Returns the seconds to transfer each segment's result to another stage, and
-        its gradient back.
-        """
+        """Returns the seconds to send each segment's result, and its gradient back."""
         crossing = self.folded.units.border_bytes
         s, mesh = self.setting, self.scored.mesh
         shared = mesh["data"] * mesh["fsdp"] * s.num_micro_batches

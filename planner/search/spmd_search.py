@@ -103,7 +103,7 @@ class SpmdDecision:
     Attributes:
         analysed: Analysed graph of the chosen plan.
         search: Search that found the plan.
-        weighed: Evaluated plans, of which the first is chosen.
+        weighed: Evaluated plans; the first is chosen.
         gap: Fraction of the step by which another plan of one program may be faster;
             None for a stage or a replica.
         on_paper: Clearly faster plan of one program that no executor runs, or None.
@@ -190,9 +190,8 @@ def searches(
     """Returns the finished searches of the programs that may have the best plan.
 
     For each attention and number of chunks, the least remat comes first. Remat costs
-    time and saves memory. It cannot help if every layout fits with the
-    fewest micro-batches, or if the layouts that do not fit are slower anyway than one
-    that does.
+    time and saves memory. It cannot help if every layout fits with the fewest
+    micro-batches, or if a layout that fits is faster than all that do not.
     """
     known = ProgramCache() if known is None else known
     result = ProgramSearches(graph, cluster, request, again, known)
@@ -201,7 +200,6 @@ def searches(
 
 
 def _normalised_mesh(mesh: Mapping[str, int] | None) -> dict[str, int]:
-    """Returns the mesh that the user fixed, without spatial axes of size 1."""
     every = (mesh or {}).items()
     return {a: n for a, n in every if n > 1 or a not in SPATIAL_AXES}
 
@@ -237,7 +235,6 @@ class ProgramAnalyses:
         return result, AnalysedProgram(result.graph, result.dims, self.cluster.compiler)
 
     def _graph(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
-        """Traces the graph of a program; returns None if there is no such program."""
         if self.again is None or not (remat or attention or chunks > 1):
             return self.graph
         graph = self.graph
@@ -323,9 +320,7 @@ class ProgramSearches:
                     apart.use_host_memory(self.best_seconds())
 
     def best_attention(self) -> Chosen:
-        """Returns the attention of the fastest plan that fits, or of the last one
-        tried.
-        """
+        """Returns the attention of the fastest plan that fits, or of the last tried."""
         plans = [s for _, one in self.found for s in one.scored if s.fits]
         best = min(plans, key=lambda s: s.time.step_seconds, default=None)
         last = self.found[-1][1].request.attention or ()
@@ -335,8 +330,8 @@ class ProgramSearches:
         """Returns whether a plan would be the fastest if it did not lack memory.
 
         Saving memory costs time: without such a plan, no other program can be faster.
-        Nor do other programs allow more layouts, unless this one lacks state that the
-        user asked to offload.
+        Other programs do not allow more layouts either, unless this one lacks state
+        that the user asked to offload.
         """
         best = self.best_seconds() * (1 + TIE)
         lacks = search.least_lacking < math.inf and search.least_lacking <= best
@@ -448,8 +443,7 @@ class ProgramSearches:
 
         Args:
             analysed, plain: Program and its search without sequence parallelism.
-            every: Whether to search all that may have the best plan, not only the most
-                likely ones.
+            every: Whether to search all possible candidates, not only the likeliest.
         """
         options, asked = plain.options, self.request.sequence_parallel
         if asked is False or not options.sequence or plain.has_one_sample:
@@ -495,8 +489,7 @@ class ProgramSearches:
         return result
 
     def on_paper(self, best: float) -> LayoutCandidate | None:
-        """Returns the fastest plan that offloads more than the executors support, or
-        None.
+        """Returns the fastest plan that offloads more than executors support, or None.
 
         Args:
             best: Largest seconds of a step.
@@ -533,7 +526,6 @@ tried: before the best plan of each program is known, and in a stage or replica.
 
 
 def _no_sequence(search: Search) -> str:
-    """Returns the reason why no plan is sequence parallel."""
     options, mesh = search.options, search.request.mesh or {}
     sizes = ", ".join(str(options.sizes[r]) for r in options.sequence)
     used = math.prod(mesh.values()) == search.request.num_devices

@@ -101,9 +101,7 @@ class DivisibleProgram:
     def ops_by_segment(
         self, analysed: GraphAnalysis, cluster: Cluster
     ) -> SegmentOperations:
-        """Returns the operations by segment, with the TaskGraphs that a search gave
-        them.
-        """
+        """Returns the operations by segment, with the TaskGraphs of a search."""
         copies = cluster.compiler.copies_kernels
         key = id(analysed.graph), copies  # the result keeps the graph alive
         if key not in self._folded:
@@ -175,8 +173,7 @@ class ModelCuts:
         Args:
             table: Pipeline schedule.
             request: Options for the full model on the devices of one stage.
-            reserved: Bytes of a device that belong to no layer, by the name of its
-                kind.
+            reserved: Bytes of a device that belong to no layer, by its kind's name.
             hidden: Whether transfers between stages overlap with computation; otherwise
                 they take time of both stages.
 
@@ -274,7 +271,6 @@ class ModelCuts:
         reserved: Mapping[str, float],
         hidden: bool,
     ) -> tuple[Division, HeterogeneousPlacement]:
-        """Cuts the model into one part for each stage, on devices of several kinds."""
         first = next(iter(segments.values()))
         division = self.whole.by_marks() if self.marked else None
         chains = {
@@ -295,7 +291,6 @@ class ModelCuts:
     def _division(
         self, segments: Segments, table: Schedule, part: Cluster, hidden: bool
     ) -> tuple[Division, tuple[float, ...]]:
-        """Cuts the model; returns the parts and the estimated seconds of each."""
         if self.marked:
             division = self.whole.by_marks()
             return division, segments.seconds_of(division)

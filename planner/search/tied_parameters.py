@@ -37,7 +37,6 @@ def copied_bytes(division: Division, chosen: Sequence[StageLayout]) -> list[int]
 
 
 def _device_bytes(laid: StageLayout, path: str) -> float:
-    """Returns the bytes of a parameter on one device of a stage."""
     facts = laid.scored.facts
     paths = [tensor.path for tensor in laid.analysed.graph.params]
     place = facts.group_of[paths.index(path)]

@@ -64,7 +64,6 @@ class Replicas:
         return self._memory_of(max(self.shares))
 
     def _memory_of(self, share: int) -> MemoryTerms:
-        """Returns the memory for a share, with the buffer of the gradient exchange."""
         alone = self.plan.memory
         if self.slices is not None:
             kept = self.slices.state_bytes
@@ -152,8 +151,7 @@ class Replicas:
 
 
 def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> PlanError:
-    """Returns the error if no evaluated replicas fit; it describes those nearest to
-    fitting.
+    """Returns the error if no evaluated replicas fit; it describes the nearest.
 
     Args:
         found: Evaluated replicas.

@@ -1,7 +1,7 @@
 """ZeRO-1 for replicas with unequal shares: each keeps a slice of the optimizer state.
 
-Each replica keeps and updates an equal slice of the state of every parameter that has
-a divisible dimension, whatever its share of the micro-batches; then all gather the
+If a parameter has a divisible dimension, each replica keeps and updates an equal slice
+of its state, whatever the replica's share of the micro-batches. Then all gather the
 parameters. State that an optimizer needs unsharded is replicated.
 """
 
@@ -151,9 +151,7 @@ def sliced(plan: PlanData, cluster: Cluster, replicas: int, request: Request) ->
 
 
 def _cut(leaf: LeafPlan, mesh: Mapping[str, int], paths: Collection[str]) -> LeafPlan:
-    """Returns a parameter with its state sharded along the longest dimension that
-    divides.
-    """
+    """Returns a leaf with its state sharded along the longest divisible dimension."""
     if leaf.path not in paths:
         return leaf
     dims = sorted(range(len(leaf.shape)), key=lambda dim: -leaf.shape[dim])
@@ -164,7 +162,6 @@ def _cut(leaf: LeafPlan, mesh: Mapping[str, int], paths: Collection[str]) -> Lea
 def _state_bytes(
     leaves: Collection[LeafPlan], mesh: Mapping[str, int], request: Request
 ) -> int:
-    """Returns the bytes of the optimizer state on a device."""
     state = request.optimizer
     held: int = state.other_bytes
     for leaf in leaves:

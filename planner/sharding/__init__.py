@@ -1,3 +1,1 @@
-"""Finds the dimensions that each part of a model may shard, and the layouts that
-follow.
-"""
+"""Finds the dimensions that each part of a model may shard, and the layouts."""

@@ -1,7 +1,7 @@
 """Finds attention that can run blockwise (ring), and checks requests for it.
 
-Without it, keys and values of a sharded sequence are gathered, and all scores of a
-device's rows are in memory at once. With it, keys and values go round a ring of
+Otherwise keys and values of a sharded sequence are gathered, and all scores of a
+device's rows are in memory at once. Blockwise, keys and values go round a ring of
 devices, and one block of scores is in memory at a time; the backward pass recomputes
 the scores.
 """

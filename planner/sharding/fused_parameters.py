@@ -158,7 +158,7 @@ def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
 def computed_whole(
     graph: Graph, dims: Dimensions, sharded: Set[int]
 ) -> dict[int, tuple[Op, int]]:
-    """Finds operations for which a sharded dimension is only a minor part.
+    """Finds operations in which a sharded dimension is only a minor part of another.
 
     Args:
         graph: Captured loss.
@@ -189,7 +189,6 @@ def _minor_only_roles(dims: Dimensions, weight: Sequence[bool]) -> list[frozense
 def _hiding(
     graph: Graph, hidden: Sequence[frozenset[int]]
 ) -> Iterator[tuple[Op, frozenset[int]]]:
-    """Yields the operations that compute with hidden roles, and these roles."""
     for op in graph.ops:
         roles = frozenset[int]().union(*(hidden[t] for t in op.results))
         if roles and not op.reshape and op.kind not in LOOPS:
@@ -222,9 +221,7 @@ def _picked(graph: Graph, dims: Dimensions) -> frozenset[int]:
 
 
 def _forms(graph: Graph, weight: Sequence[bool]) -> tuple[dict[int, int], set[int]]:
-    """Returns the parameter that each form comes from, and the forms that operations
-    on other values read.
-    """
+    """Returns the parameter of each form, and the forms that other values read."""
     source = {t.id: t.id for t in graph.params}
     read: set[int] = set()
     for op in graph.ops:
@@ -258,7 +255,6 @@ def _others(layout: Layout, storage: Sequence[int]) -> tuple[int, ...]:
 
 
 def _storage_order(tensors: Sequence[Tensor], dims: Dimensions) -> tuple[int, ...]:
-    """Returns the parameters' shardable roles, those that cover most bytes first."""
     covered: Counter[int] = Counter()
     for t in tensors:
         for role in roles_of(dims.layouts[t.id]):

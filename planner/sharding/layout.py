@@ -103,7 +103,7 @@ def axis_roles(
 
 @functools.lru_cache(maxsize=2**12)
 def major_dims(layout: Layout) -> Mapping[int, int]:
-    """Returns, by role, the first dimension of which it is the major atom.
+    """Returns, by role, the first dimension whose major atom it is.
 
     Args:
         layout: Roles of each dimension, major atom first.
@@ -117,8 +117,8 @@ def spec_of(
 ) -> Spec:
     """Returns the layout of a tensor under a table.
 
-    An axis shards the first of its roles that is the major atom of a dimension of the
-    tensor (a PartitionSpec cannot name a minor one) and that its size divides.
+    An axis shards the first of its roles that is divisible and the major atom of one of
+    the tensor's dimensions: a PartitionSpec cannot name a minor atom.
 
     Args:
         layout: Roles of each dimension, major atom first.
@@ -174,8 +174,7 @@ def extend_spec(
         dims: Dimensions to try, best first.
 
     Returns:
-        Layout with the axis after those of the first dimension that it divides, or the
-        same layout.
+        Layout with the axis last on the first dimension that it divides, if any.
     """
     if mesh.get(axis, 1) == 1 or any(axis in axes for axes in spec):
         return spec

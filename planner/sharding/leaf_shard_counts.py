@@ -96,7 +96,7 @@ def _group_shard_counts(
 
 
 def ignores_pins(facts: LeafFacts, cuts: Sequence[LeafShardCounts]) -> Any:
-    """Returns whether ``fsdp`` shards another dimension than some leaf's metadata asks.
+    """Returns whether ``fsdp`` shards another dimension than some leaf's metadata.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
@@ -114,8 +114,7 @@ def ignores_pins(facts: LeafFacts, cuts: Sequence[LeafShardCounts]) -> Any:
 
 
 def sharded_shares(facts: LeafFacts, cuts: Sequence[LeafShardCounts], axis: str) -> Any:
-    """Returns the fraction of the parameters' bytes that a storage axis shards, by
-    mesh.
+    """Returns the fraction of parameter bytes that a storage axis shards, by mesh.
 
     ``data`` shards only trained parameters; others do not count for it.
 

@@ -167,9 +167,7 @@ def role_names(role: Role) -> list[str]:
 
 
 def _of_leaf(name: str, graph: Graph, dims: Dimensions, limits: Limits) -> int | None:
-    """Returns the role of a leaf's dimension, written as its full path and index; None
-    if there is no such dimension.
-    """
+    """Returns the role of a leaf's dimension, given as full path and index, or None."""
     path, _, number = name.rpartition(".")
     for tensor in graph.params:
         if tensor.path == path and number.isdecimal():
@@ -180,13 +178,11 @@ def _of_leaf(name: str, graph: Graph, dims: Dimensions, limits: Limits) -> int |
 
 
 def _role_to_shard(atoms: tuple[int, ...], dims: Dimensions, limits: Limits) -> Role:
-    """Returns the role of a dimension to shard: the first that can be sharded."""
     roles = [dims.roles[role] for role in atoms]
     return next((r for r in roles if not limits.obstacle(r)), roles[0])
 
 
 def _ends_in(role: Role, name: str) -> bool:
-    """Returns whether a name is the end of a leaf's path and index for the role."""
     asked = name.split(".")
     for alias in role.aliases:
         parts = alias.replace("[", ".").rstrip("]").split(".")
@@ -197,7 +193,6 @@ def _ends_in(role: Role, name: str) -> bool:
 
 
 def _matches_component(pattern: str, component: str) -> bool:
-    """Returns whether a path component matches a pattern with ``*`` for a number."""
     return (
         re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), component) is not None
     )
@@ -283,14 +278,10 @@ def _kept_pins(
     meet: Mapping[int, set[int]],
     stored: dict[int, list[tuple[int, str]]],
 ) -> tuple[AxisConstraint, ...]:
-    """Returns the constraints of a TaskGraph that one layout obeys; the others only
-    apply to storage.
+    """Returns the constraints of a TaskGraph that one layout obeys.
 
-    Args:
-        graph: Captured loss.
-        places_of: (tensor id, dimension, place of the request) of each pin.
-        meet: Roles that meet in one operation.
-        stored: Dictionary that receives the others.
+    The others apply only to storage; ``stored`` receives them. ``places_of`` has the
+    (tensor id, dimension, place of the request) of each pin.
     """
 
     def nbytes(pin: AxisConstraint) -> int:
@@ -316,7 +307,6 @@ def pins_of(tensor: Tensor) -> Iterator[tuple[int, str]]:
 
 
 def _called(tensor: Tensor, dim: int, axis: str) -> str:
-    """Returns the model's own name of a mesh axis that its metadata fixes."""
     axes = (tensor.pinned[dim] or "").split("+")
     names = (tensor.called[dim] or "").split("+") if tensor.called else axes
     return dict(zip(axes, names, strict=False)).get(axis, axis)
@@ -395,7 +385,6 @@ def unplanned_pins(
 
 
 def _naming(paths: Sequence[str], axis: str) -> str:
-    """Returns the number of leaves that name a mesh axis, as text with one example."""
     if len(paths) == 1:
         return f"1 leaf names the mesh axis {axis} ({paths[0]})"
     return f"{len(paths)} leaves name the mesh axis {axis} ({paths[0]} first)"

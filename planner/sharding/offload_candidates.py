@@ -138,8 +138,7 @@ def _reads_again(graph: Graph) -> set[tuple[int | None, int]]:
 
 
 def _movable(graph: Graph) -> list[bool]:
-    """Returns whether each tensor is computed from data, is differentiable and no
-    vector.
+    """Whether each tensor is computed from data, differentiable and no vector.
 
     Vectors need separate transfers and save little.
     """

@@ -75,9 +75,7 @@ class Product:
     groups: int = 1
 
     def times(self, compiler: CompilerProfile) -> tuple[int, int, int]:
-        """Returns the number of products that a compiler runs: forward, and for each
-        operand's gradient.
-        """
+        """Returns the number of products: forward, and per operand's gradient."""
         rows = 1 if compiler.groups_rows else self.groups
         left, right = self.left_gradient, self.right_gradient
         return rows, left * rows, right * self.groups
@@ -101,8 +99,7 @@ class Row:
         fused: Whether it is part of a kernel that recomputes it in the backward pass.
         scope: Example of its place in the model, for reports.
         windows: Windows along spatial dimensions; see ``Op.windows``.
-        repeats: Loops and checkpointed regions around an operation with windows, or
-            None.
+        repeats: Loops and checkpointed regions around windows, or None.
         rereads: Number of consecutive executions that read the same weights, as in a
             loop over time.
     """
@@ -161,15 +158,13 @@ class Flow:
     """Equal values between their producer and all their readers.
 
     Attributes:
-        source: Value in the form of its producer; of a leaf, in that of its first
-            reader.
+        source: Value in its producer's form; a leaf has its first reader's.
         task_graph: TaskGraph of the value's producer.
         present: All roles of the operation that produces it; empty for a leaf.
         reduced: Roles that this operation sums over.
         parameter: Whether the operation reads parameters alone.
         uses: Readers of the value, in program order.
-        fused: Sharding of a fused value before it is read, if that is another layout;
-            or None.
+        fused: Sharding of a fused value before it is read, if different; or None.
         count: Number of such values in one forward pass.
         remat: Whether the producer runs again in the backward pass.
         read_remat: Whether a reader runs again, so that the reshard is repeated.

@@ -2,8 +2,8 @@
 
 Storage has its own rule besides the compute tables: ZeRO and FSDP shard parameters,
 gradients and optimizer state over axes on which the computation splits the batch. All
-parameters try logical dimensions in one order, those that cover most bytes first, so
-that the result reads like a table of rules.
+parameters try logical dimensions in one order, most bytes first. So the result reads
+like a table of rules.
 
 The module is long because all facts about a parameter that layouts need come from the
 operations that read it.
@@ -79,9 +79,9 @@ class LeafGroup:
         gathers: Number of gathers in a micro-batch if they are stored in shards: one
             for each form that the forward pass reads, and one more if the backward pass
             needs it.
-        turns: Number of gathers after which XLA's CPU compiler transposes the result,
-            if it is sharded along the last dimension; 1 for convolutions, which
-            transpose their operands themselves, and 0 for looked-up tables.
+        turns: Number of gathers whose result XLA's CPU compiler transposes, if the last
+            dimension is sharded. It is 1 for convolutions, which transpose their
+            operands themselves, and 0 for looked-up tables.
         uses: Number of operations that read a parameter, each of which computes a
             gradient of it; a reader of a slice counts as the slice's fraction.
         multiplied: Whether they are float32 and only products read them.
@@ -95,8 +95,7 @@ class LeafGroup:
         slices: Number of slices along the first dimension, if a loop reads and gathers
             one at a time; otherwise 1.
         looked_up: Whether only lookups of rows read them.
-        chunked: Whether their gradient is summed over chunks of tokens, in the stored
-            type.
+        chunked: Whether their gradient is summed over token chunks, in the stored type.
         optimizer_bytes: Bytes of optimizer state of one parameter.
         operations: Roots and the like in its update; see ``OptimizerBytes``.
     """
@@ -176,8 +175,7 @@ class LeafFacts:
         group_of: Index of each parameter's group.
         role_names: Names of the roles of each parameter's dimensions.
         storage: Roles in the order in which storage tries them.
-        common: Roles that values have and parameters lack: those of the batch and of
-            sequences.
+        common: Roles that values have and parameters lack: batch and sequences.
         optimizer_other_bytes: Bytes of optimizer state that belong to no parameter.
     """
 
@@ -213,8 +211,8 @@ class LeafFacts:
             reading: Forms in which the parameters are read.
             optimizer: Bytes of the optimizer state.
             narrowed: Whether only some TaskGraphs compute in 16 bits.
-            cast_bytes: Bytes of a float32 parameter in the compute type, over its
-                stored bytes.
+            cast_bytes: Bytes of a float32 parameter when computing, over its stored
+                bytes.
         """
         tensors = graph.params
         homes = weight_homes(graph, reading.weight)
@@ -364,15 +362,13 @@ def summed_over(
 def _count_equal_groups(
     groups: Sequence[LeafGroup],
 ) -> tuple[tuple[tuple[LeafGroup, int], ...], tuple[int, ...]]:
-    """Returns the distinct groups with their counts, and the index of each input."""
     counts = Counter(groups)
     places = {group: place for place, group in enumerate(counts)}
     return tuple(counts.items()), tuple(places[group] for group in groups)
 
 
 def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
-    """Returns the gathers of each parameter in a micro-batch, if it is stored in
-    shards.
+    """Returns a micro-batch's gathers of each parameter, if stored in shards.
 
     Every product gathers its own copy, and again for its backward pass if the other
     operand needs a gradient. Other readers share one saved copy. A checkpointed region
@@ -419,8 +415,7 @@ def _readers(
 ) -> dict[int, list[tuple[str, float]]]:
     """Returns the readers of each parameter, through casts, slices and the like.
 
-    Returns:
-        Kind of every reading operation and the fraction that it reads, by tensor.
+    A reader is the kind of its operation and the fraction that it reads.
     """
     readers: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
     for op in reversed(graph.ops):
@@ -454,12 +449,10 @@ def _read(
 
 
 def _uses(readers: Sequence[tuple[str, float]]) -> float:
-    """Returns ``LeafGroup.uses``."""
     return max(1.0, round(sum(part for _, part in readers), 3))
 
 
 def _turns(readers: Sequence[tuple[str, float]], gathers: int) -> int:
-    """Returns ``LeafGroup.turns``."""
     kinds = {kind for kind, _ in readers}
     if CONVOLUTION in kinds:
         return 1
@@ -478,7 +471,8 @@ NARROW = 512
 
 A shard of the columns would not fill the lanes of a TPU. To add a gradient, compilers
 write the table and its optimizer state with 128 columns, as each row is contiguous in
-memory (libtpu 0.0.42, v5e: 16 of 128 columns take 8 times their bytes)."""
+memory. So 16 columns take 8 times their bytes (libtpu 0.0.42, v5e).
+"""
 
 
 Readers = Mapping[int, Sequence[tuple[str, float]]]
@@ -515,7 +509,6 @@ def are_most(some: Collection[int], params: Sequence[Tensor]) -> bool:
 
 
 def _narrow(tables: Collection[int], params: Sequence[Tensor]) -> set[int]:
-    """Returns the tables with fewer than ``NARROW`` columns, if tables dominate."""
     if not are_most(tables, params):
         return set()
     return {t.id for t in params if t.id in tables and t.shape[-1] < NARROW}
@@ -524,8 +517,7 @@ def _narrow(tables: Collection[int], params: Sequence[Tensor]) -> set[int]:
 def _order(
     pinned: int | None, layout: Layout, rank: Mapping[int, int], narrow: bool
 ) -> tuple[int, ...]:
-    """Returns the dimensions that storage may shard: first the pinned one, then by
-    role.
+    """Returns the dimensions that storage may shard: the pinned one, then by role.
 
     For a narrow table, the columns (its last dimension) are the last choice.
     """

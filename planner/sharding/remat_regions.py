@@ -2,9 +2,9 @@
 
 A region is a run of equations inside one ``jax.checkpoint``: those of one TaskGraph in
 one repeated layer. Equations with the policy ``none`` and those that the user already
-wrapped are outside regions. Policies are ``none``; ``dots``, which saves results of
-products with weights; ``named`` or ``named:a,b``, which saves values that the model
-names; and ``full``, which saves only the inputs of a region.
+wrapped are outside regions. The policy ``none`` recomputes nothing. ``dots`` saves
+results of products with weights. ``named`` or ``named:a,b`` saves values that the model
+names. ``full`` saves only the inputs of a region.
 """
 
 from __future__ import annotations
@@ -130,12 +130,9 @@ def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
 class _Level:
     """Jaxpr that contains the layers in sequence, or whose iterations are the layers.
 
-    Attributes:
-        graph: Captured loss.
-        prefix: Position of the jaxpr.
-        ops: Operations inside each equation that computes values.
-        starts: First equation of each layer, and the end of the last.
-        parts: Whether the layers are parts of a model without repeated layers.
+    ``ops`` has the operations inside each equation that computes values. ``starts`` has
+    the first equation of each layer, and the end of the last. ``parts`` is whether the
+    layers are parts of a model without repeated layers.
     """
 
     graph: Graph
@@ -211,8 +208,8 @@ class _Level:
     def pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Yields a run of equations, in parts if a mark would cross one of its ends.
 
-        A mark may be inside a region or around it; one that crosses the end of a region
-        would become two.
+        A mark may be inside a region or around it. A mark that crosses the end of a
+        region would become two marks.
         """
         before, *marks, behind = self._marked(first - 1, end + 1)
         opens = marks[0] and marks[0] == before
@@ -243,7 +240,6 @@ class _Level:
         return result[first - end :]
 
     def saves(self, region: Region) -> bool:
-        """Returns whether the backward pass reads values of a region."""
         inside = range(region.first, region.end)
         return any(op.saves for index in inside for op in self.ops.get(index, ()))
 
@@ -281,7 +277,6 @@ class _Level:
         return (*dict.fromkeys(parts), max(self.ops, default=0) + 1)
 
     def _kept_bytes(self, ops: Sequence[Op]) -> int:
-        """Returns the bytes of operands and results that the backward pass reads."""
         slots = {(op.operands + op.results)[s] for op in ops for s in op.saves}
         return sum(self.graph.tensors[t].nbytes for t in slots)
 
@@ -313,7 +308,6 @@ def _by_equation(ops: Sequence[Op], prefix: Position) -> dict[int, tuple[Op, ...
 
 
 def _common(positions: Sequence[Position]) -> Position:
-    """Returns the position of the jaxpr that contains all: a prefix of even length."""
     least, most = min(positions), max(positions)
     equal = itertools.takewhile(lambda p: p[0] == p[1], zip(least, most, strict=False))
     depth = len(list(equal))
@@ -321,6 +315,5 @@ def _common(positions: Sequence[Position]) -> Position:
 
 
 def _next_position(graph: Graph, at: int, prefix: Position) -> Position:
-    """Returns the position of the first operation below a prefix, from ``at`` on."""
     depth = len(prefix)
     return next(op.position for op in graph.ops[at:] if op.position[:depth] == prefix)

@@ -2,11 +2,11 @@
 
 Queries stay on their device; keys and values move to the next device in each round.
 Rows and columns are cut into blocks. In each round, a device computes the pairs of
-blocks that no mask hides. With a causal mask, the sequence is split in zig-zag order
-(device ``d`` of ``n`` holds parts ``d`` and ``2n - 1 - d`` of ``2n``), which gives all
-devices the same number of pairs in every round (Brandon et al., "Striped Attention",
-2023, on why; the order is that of Llama 3's context parallelism). The lowering runs
-these tables and the cost model counts them.
+blocks that no mask hides. With a causal mask, the sequence is split in zig-zag order:
+device ``d`` of ``n`` holds parts ``d`` and ``2n - 1 - d`` of ``2n``. So all devices
+have the same number of pairs in every round. Brandon et al., "Striped Attention", 2023,
+say why; Llama 3's context parallelism uses this order. The lowering runs these tables
+and the cost model counts them.
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ def _later(rows: int, columns: int) -> np.ndarray:
 
 
 def _off(count: int) -> int:
-    """Returns the number of blocks that are not on the diagonal."""
     return count * (count - 1)
 
 

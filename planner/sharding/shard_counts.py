@@ -197,8 +197,6 @@ def with_storage_axis(
 
 
 class _ShardCountsBuilder:
-    """Shard counts to which axes are added."""
-
     def __init__(self, dims: Sequence[Any], axes: Mapping[str, Any]) -> None:
         self.per_dim, self.axes = [*dims], {**axes}
 

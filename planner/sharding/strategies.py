@@ -94,8 +94,7 @@ class Options:
             PartitionSpec can name them there.
         sizes: Sizes of all roles, by index.
         homes: The TaskGraph that computes with each parameter, by tensor id.
-        stored: (dimension, mesh axis) pairs that shard only the storage of a tensor, by
-            tensor id.
+        stored: (dimension, mesh axis) pairs that shard only a tensor's storage, by id.
     """
 
     choices: Mapping[int, Choice]
@@ -130,15 +129,15 @@ class Options:
     def batch_parts(self, table: Table, mesh: Mapping[str, int]) -> int:
         """Returns the number of devices that divide the batch under a table.
 
-        ``context`` and spatial axes never do. An axis that the table lacks shards
-        nothing. The number also holds for a batch of one sample, which is no dimension.
+        ``context`` and spatial axes never divide the batch. An axis that the table
+        lacks shards nothing. The number also holds for a batch of one sample, which has
+        no batch dimension.
         """
         never = ("context", *SPATIAL_AXES)
         lent = (a for a in mesh if a not in never and self._lends(table, a))
         return math.prod(mesh[axis] for axis in lent)
 
     def _lends(self, table: Table, axis: str) -> bool:
-        """Returns whether an axis shards the batch, or would if it had a dimension."""
         return axis in table and set(table[axis]) <= set(self.batch)
 
     def that_divide(
@@ -316,9 +315,7 @@ def _may_hold_experts(task_graph: TaskGraph) -> bool:
 
 
 def _split_devices(task_graph: TaskGraph) -> int | None:
-    """Returns the number of devices of the innermost ``split`` that gives one; None
-    without such a mark.
-    """
+    """Returns the devices of the innermost ``split`` that gives some, or None."""
     splits: list[Mark] = [m for m in task_graph.marks if m.kind == "split"]
     return next((m.devices for m in reversed(splits) if m.devices is not None), None)
 
@@ -342,9 +339,7 @@ def _check_widths(
 def _meetings(
     rows: OperationRows, task_graph: int
 ) -> tuple[set[int], dict[int, set[int]], set[int]]:
-    """Returns a TaskGraph's roles, those that meet each role in an operation, and those
-    of weights.
-    """
+    """Returns a TaskGraph's roles, those that meet each one, and those of weights."""
     present: set[int] = set()
     weighed: set[int] = set()
     meet: dict[int, set[int]] = {}
@@ -371,11 +366,10 @@ def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
 
 
 def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int, ...]:
-    """Returns the roles of values that occur twice in an operation, as attention's
-    sequence.
+    """Returns the roles that occur twice in an operation, as attention's sequence.
 
-    Roles of weights that products read are excluded. Of two roles that meet, as those
-    of an encoder and a decoder, the longer one is returned.
+    Roles of weights that products read are excluded. If two roles meet, as the
+    sequences of an encoder and a decoder do, the longer one is returned.
     """
     batch = {r.index for r in dims.batch}
     meeting = meeting_in_values(graph, dims, rows.weight)
@@ -398,7 +392,6 @@ def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int,
 
 
 def _weight_bytes(graph: Graph, dims: Dimensions) -> Counter[int]:
-    """Returns the bytes of the parameters that have each role."""
     weight_bytes: Counter[int] = Counter()
     for t in graph.params:
         for role in roles_of(dims.layouts[t.id]):

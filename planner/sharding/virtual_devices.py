@@ -2,9 +2,9 @@
 
 Devices are assigned in sequence. Each stage has its own devices, one stage after the
 other. TaskGraphs outside stages share theirs, so that a replicated backbone and a split
-head are on the same devices. The number of devices over those of one model replica is
-the degree of the surrounding data parallelism (Jia et al., Whale, USENIX ATC 2022,
-section 3.2.1).
+head are on the same devices. All devices over the devices of one model replica give the
+degree of the surrounding data parallelism (Jia et al., Whale, USENIX ATC 2022, section
+3.2.1).
 """
 
 from __future__ import annotations
@@ -148,8 +148,9 @@ def _stage_devices(graph: TaskGraph) -> int | None:
 
 
 def _devices(graph: TaskGraph) -> int | None:
-    """Returns the device count of the innermost mark that gives one, inside the
-    innermost pipeline; None if none does.
+    """Returns the device count of the innermost mark that gives one, or None.
+
+    Marks around the innermost pipeline do not count.
     """
     for mark in reversed(graph.marks):
         if mark.kind == "pipeline":
@@ -160,7 +161,6 @@ def _devices(graph: TaskGraph) -> int | None:
 
 
 def _around(task_graphs: Sequence[TaskGraph]) -> int | None:
-    """Returns the device count of the innermost mark around a pipeline, or None."""
     for graph in task_graphs:
         kinds = [mark.kind for mark in graph.marks]
         outer = graph.marks[: kinds.index("pipeline")] if "pipeline" in kinds else ()

@@ -1,8 +1,8 @@
 """Chooses which tables are in CPU processes, and which on the dense part's devices.
 
-A table in a process takes time there and on the wire; on the devices of the dense part
-it takes their time, and its updates are never late. With S tables in n processes and
-lookups that lack at most s updates, a step takes
+A table in a process takes time there and on the wire. A table on the devices of the
+dense part takes their time, and its updates are never late. With S tables in n
+processes and lookups that lack at most s updates, a step takes
 
     max(a(S) / n, w(S), d(S), (a(S) / n + w(S) + d(S)) / (s + 1)),
 
@@ -151,8 +151,8 @@ def times_of(
 def with_measured(
     costs: Sequence[TableCost], times: SectionTimes
 ) -> tuple[tuple[TableCost, ...], float]:
-    """Returns the costs, scaled to add up to the measured times, and the seconds of the
-    dense part without tables.
+    """Scales the costs to the measured times; returns also the dense part's seconds
+    without tables.
 
     Args:
         costs: Predicted costs of all tables.
@@ -187,7 +187,7 @@ def choose_cut(
 ) -> tuple[TableCost, ...]:
     """Chooses the section of each table for the shortest step.
 
-    Of equally short ones, it takes the one with the fewest processes.
+    Among equally short steps, it takes the one with the fewest processes.
 
     Args:
         costs: Costs of all tables; fixed ones keep their section.

@@ -1,9 +1,9 @@
 """Assigns tables to ranks greedily: the largest shard first, to the emptiest rank.
 
-Each rank takes at most ⌈shards / ranks⌉, since an exchange is padded to the fullest; if
-only rows counted, one rank would get nearly all small tables. The largest allowed load
-of a shard determines how finely tables are divided; several are tried. Then shards move
-or swap while the most loaded rank gains.
+Each rank takes at most ⌈shards / ranks⌉ shards, since an exchange is padded to the
+fullest rank. If only rows counted, one rank would get nearly all small tables. The
+largest allowed load of a shard determines how finely tables are divided; several are
+tried. Then shards move or swap while the most loaded rank gains.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class Assignment:
 
 
 class Scale:
-    """Converts loads to units of an even share, so that several measures are
-    comparable.
+    """Converts loads to units of an even share, so that measures are comparable.
 
     Attributes:
         mean: Least possible mean load of a rank, by measure.
@@ -68,9 +67,7 @@ class Scale:
         self.bound = max(1.0, *smallest)
 
     def largest(self, way: StorageOption) -> float:
-        """Returns the largest load of one shard over the measures, in units of the
-        mean.
-        """
+        """Returns a shard's largest load over the measures, in units of the mean."""
         return float(np.max(np.divide(way.loads, self.mean)))
 
 
@@ -124,8 +121,6 @@ def assign(
 
 
 class _Search:
-    """Keeps the best assignment that was tried."""
-
     def __init__(
         self, items: Sequence[Item], ranks: Ranks, scale: Scale, most_shards: int
     ) -> None:
@@ -173,9 +168,7 @@ class _Search:
                 return
 
     def _finer(self, best: Assignment) -> list[tuple[int, int]]:
-        """Returns (item, next finer way) of the largest shards on the most
-        loaded rank.
-        """
+        """Returns (item, next finer way) for the most loaded rank's largest shards."""
         loads = rank_loads(self.items, best, self.ranks, self.scale)
         rank, measure = np.unravel_index(np.argmax(loads), loads.shape)
         finer = []
@@ -213,8 +206,6 @@ def _way_below(item: Item, largest: float, ranks: Ranks, scale: Scale) -> int:
 
 
 class _Filling:
-    """State of the ranks while shards are assigned to them."""
-
     def __init__(
         self,
         items: Sequence[Item],
@@ -232,9 +223,7 @@ class _Filling:
         self.held: list[list[int]] = [[] for _ in items]
 
     def run(self, by_memory: bool) -> tuple[tuple[int, ...], ...] | None:
-        """Assigns every shard, and returns the ranks of each item's shards; None if
-        they do not fit.
-        """
+        """Assigns every shard; returns the ranks of each item's shards, or None."""
         room = self.ranks.memory_bytes or 1.0
 
         def rank(number: int) -> tuple[bool, float, int]:

@@ -58,9 +58,7 @@ class _Column:
 def _totals(
     items: Sequence[Item], ranks: Ranks, scale: Scale, columns: Sequence[_Column]
 ) -> list[float]:
-    """Returns the contribution of each choice to the objective's mean load, which
-    breaks ties.
-    """
+    """Returns each choice's part of the mean load, which breaks ties."""
     loads = [
         float(np.sum(items[c.item].ways[c.way].loads / scale.mean)) for c in columns
     ]
@@ -71,8 +69,6 @@ def _totals(
 
 
 class _Rows:
-    """Collects constraints."""
-
     def __init__(self) -> None:
         self.entries: list[tuple[int, int, float]] = []
         self.lower: list[float] = []

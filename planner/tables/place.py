@@ -49,13 +49,14 @@ _EXACT_VARIABLES: Final = 400
 _NODES: Final = 400
 _LEAST_GAP: Final = 1e-6
 _ENOUGH_GAP: Final = 0.02
-"""Relative gaps to the bound at which a small and a larger program end."""
+"""Relative gap to the bound at which a small program ends, and a larger one."""
 
 _NEAR: Final = 0.02
 _NEARLY_EXACT_VARIABLES: Final = 750
 """Above ``_EXACT_VARIABLES``, a greedy placement is kept if its gap is at most the
-first, or if the program has more variables than the second: solving that takes seconds,
-and gains little."""
+first number, or if the program has more variables than the second. Solving such a
+program takes seconds and gains little.
+"""
 
 _LONGEST_SECONDS: Final = 60.0
 """Only a safeguard: programs end by their nodes and gaps, so that a placement does not
@@ -104,8 +105,7 @@ def place_tables(
         most_shards: Largest total number of shards; None takes 2.5 per table or four
             per rank, whichever is more, and twice that if the greedy placement fails or
             is far from the bound.
-        seconds: Seconds after which the integer program returns the best placement so
-            far.
+        seconds: Seconds until the integer program returns the best placement so far.
 
     Raises:
         PlanError: Nothing fits, or no allowed split can store a table.
@@ -162,7 +162,6 @@ def place_tables(
 def _is_poor(
     items: Sequence[Item], found: Assignment | None, ranks: Ranks, scale: Scale
 ) -> bool:
-    """Returns whether more shards may gain much."""
     if found is None:
         return True
     load = largest_load(items, found, ranks, scale)
@@ -177,13 +176,9 @@ def _proven(
     limit: int,
     seconds: float,
 ) -> tuple[Assignment | None, float, bool]:
-    """Returns (best assignment, bound of the largest load, whether it is optimal).
+    """Returns the best assignment, the largest load's bound, and if it is optimal.
 
-    Args:
-        found: Greedy assignment, or None.
-        items, ranks, scale: Items to place, ranks, and units of loads.
-        limit: Largest number of shards.
-        seconds: Time limit of the integer program.
+    ``limit`` is the largest number of shards; ``seconds`` limits the integer program.
     """
     load = None if found is None else largest_load(items, found, ranks, scale)
     if load is not None and gap_over(load, scale.bound) <= _REACHED:
@@ -258,9 +253,7 @@ def _groups(
     pins: Mapping[str, int | str],
     ranks: Ranks,
 ) -> list[tuple[int, ...]]:
-    """Returns groups of table numbers that share a rank; refuses pins that contradict
-    each other.
-    """
+    """Returns groups of tables that share a rank; refuses contradictory pins."""
     number = {table.name: i for i, table in enumerate(tables)}
     group = list(range(len(tables)))
     for names in together:
@@ -335,7 +328,6 @@ def _items(
 def _no_way(
     table: Table, allowed: Collection[str], ranks: Ranks, batch_size: int
 ) -> PlanError:
-    """Returns the error for a table that no allowed split can store."""
     words = ", ".join(allowed)
     text = (
         f"table {table.name!r} ({table.rows:,} rows × {table.width}) cannot be stored"

@@ -78,8 +78,7 @@ class TablePlacement:
         exchange_bytes: Bytes that each rank sends in all-to-alls per step.
         bound: Lower bound on the largest load of any placement, in units of ``mean``.
         gap: Largest load over that bound, minus 1.
-        is_optimal: Whether no placement is better; otherwise ``gap`` bounds the
-            possible gain.
+        is_optimal: Whether no placement is better; else ``gap`` bounds the gain.
         items: Items with all their ways, for ``why``.
         chosen: Index of the chosen way of each item.
         mean: Least possible mean load, by measure.
@@ -236,7 +235,6 @@ class TablePlacement:
 
 
 def _request_text(way: StorageOption) -> str:
-    """Returns text on the bytes of requested rows and of vectors by sample."""
     return (
         "a rank asks a shard for each distinct row once, at most "
         f"{way.distinct_rows:,}; a shard exchanges {gigabytes(way.exchange_bytes)}, "

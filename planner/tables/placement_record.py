@@ -120,11 +120,7 @@ def _rows_text(rows: np.ndarray) -> str:
 
 
 def _rows_of(text: str) -> np.ndarray:
-    """Returns the rows of a text of ``_rows_text``.
-
-    Raises:
-        ValueError: The text has no rows.
-    """
+    """Returns the rows of ``_rows_text``; raises ``ValueError`` without rows."""
     try:
         inflating = zlib.decompressobj()
         data = inflating.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)

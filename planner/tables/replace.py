@@ -1,7 +1,7 @@
 """Computes the gain of a new placement, from read counts of rows.
 
-Popularity changes: ranges of rows that were read equally often no longer are, and
-tables whose bags fill up are read more. The present placement and the best one are both
+Popularity changes: ranges of rows that were read equally often are so no longer, and
+tables with fuller bags are read more. The present placement and the best one are both
 evaluated by the counts, so the gain is known before anything moves.
 """
 
@@ -106,7 +106,6 @@ def place_again(
 
 
 def _pin(ways: Sequence[StorageOption], table: Table) -> str:
-    """Returns the pin that gave these ways of one table."""
     if ways[0].cached_rows and len(ways) == 1:
         return f"cached:{ways[0].cached_rows / table.rows!r}"
     return ways[0].split

@@ -146,8 +146,7 @@ def choose_sections(
     is_measured: bool,
     least_processes: int = 1,
 ) -> Sections:
-    """Chooses the fewest processes that are about as fast as all, and the depth of the
-    queue.
+    """Chooses the fewest processes about as fast as all, and the queue's depth.
 
     Args:
         times: Times of each section.

@@ -1,14 +1,14 @@
 """The ways to store a table, and the cost of each for the ranks that store it.
 
-With N samples in a global batch, R ranks, q bytes an element, L lookups a sample and E
-columns, the owner of an undivided table reads N·L·E·q bytes, exchanges N·L ids and,
-forward and backward, N·E·q bytes (times L if lookups are not pooled), and reads and
-writes the rows that occur, with their optimizer state (Naumov et al., arXiv:1906.00091,
-for the exchange). Each of c column shards has E/c columns and all ids. Each of c row
-shards has 1/c of the lookups and sends a partial sum of full size. A replicated table
-exchanges nothing and all-reduces a gradient of its own size. For rows within a node,
+Let a global batch have N samples, with R ranks, q bytes an element, L lookups a sample
+and E columns. The owner of an undivided table reads N·L·E·q bytes. It exchanges N·L ids
+and, forward and backward, N·E·q bytes, times L if lookups are not pooled (Naumov et
+al., arXiv:1906.00091). It reads and writes the rows that occur, with their optimizer
+state. Each of c column shards has E/c columns and all ids. Each of c row shards has 1/c
+of the lookups and sends a partial sum of full size. A replicated table exchanges
+nothing and all-reduces a gradient of its own size. If rows are divided within a node,
 sums are made there, and 1/ranks of a node goes to other nodes. Rows of a table in host
-memory pass over the host's link; of a cached table some rows are on the device.
+memory pass over the host's link; a cached table has some rows on the device.
 """
 
 from __future__ import annotations
@@ -351,7 +351,6 @@ def _seconds(
     batch_size: int,
     exchange: _Exchange,
 ) -> float:
-    """Returns the seconds of one shard in a step."""
     element = table.width * table.element_bytes
     lookups = batch_size * table.lookups_per_sample
     distinct = table.distinct_rows(lookups)

@@ -140,9 +140,7 @@ class Table:
         return float(own.sum() / counts.sum())
 
     def range_imbalance(self, parts: int) -> float:
-        """Returns the lookups of the busiest equal row range over the mean; inf if
-        unknown.
-        """
+        """Returns the busiest row range's lookups over the mean; inf if unknown."""
         if self.counts is None or not np.sum(self.counts):
             return float("inf")
         edges = range_edges(self.rows, parts)
@@ -152,7 +150,7 @@ class Table:
 
 
 def range_edges(rows: int, parts: int) -> tuple[int, ...]:
-    """Returns the edges of row ranges, of which the first are longer by one.
+    """Returns the edges of row ranges; the first ranges are longer by one row.
 
     >>> range_edges(10, 3)
     (0, 4, 7, 10)

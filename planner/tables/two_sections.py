@@ -110,7 +110,7 @@ def place_in_sections(
 
     Args:
         tables: All tables.
-        processes: CPU processes, of which some may stay unused.
+        processes: CPU processes; some may stay unused.
         devices: Devices of the dense part with the memory that it leaves; None if they
             can store no table.
         batch_size: Samples of a global batch.
@@ -252,8 +252,9 @@ def _fixed(
 def _with_fixed_ranks(
     costs: Sequence[TableCost], wanted: SectionsWanted
 ) -> tuple[TableCost, ...]:
-    """Fixes tables with a pinned rank in processes, and those with a split that
-    processes lack on devices, unless the user fixed the sections.
+    """Fixes tables with pins to sections, unless the user fixed the sections.
+
+    A pinned rank means processes; a split that processes lack means devices.
     """
     if wanted.in_processes is not None:
         return tuple(costs)
@@ -271,7 +272,6 @@ def _with_fixed_ranks(
 def _groups(
     tables: Sequence[Table], together: Sequence[Sequence[str]]
 ) -> list[list[int]]:
-    """Returns groups of numbers of the tables that share a section."""
     number = {table.name: n for n, table in enumerate(tables)}
     group = list(range(len(tables)))
     for names in together:

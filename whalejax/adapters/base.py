@@ -215,8 +215,7 @@ class Adapter:
         """Splits another instance of the same model into (params, rest).
 
         Args:
-            model: Model in the user's own type, such as a freshly initialised
-                module.
+            model: Model in the user's own type, such as a new module.
 
         Raises:
             WhaleError: It is another model; names the first leaf that differs.
@@ -230,9 +229,9 @@ class Adapter:
     def fold_rest(self, rest: Any, number: Any) -> Any:
         """Folds an integer into every random key of the rest.
 
-        Executors fold in the step and the index of the micro-batch, always starting
-        from the rest at the start of the step: each micro-batch draws its own dropout
-        masks, the same under every plan. ``restore_keys`` undoes it.
+        Executors fold the step and the index of the micro-batch into the rest at the
+        start of the step. So each micro-batch draws its own dropout masks, the same
+        under every plan. ``restore_keys`` undoes it.
 
         Args:
             rest: Non-trainable state, in the structure of ``rest``.
@@ -317,7 +316,6 @@ def adapt(
 
 
 def _checked_axis_names(axis_names: Any, problems: Problems) -> Mapping[str, str]:
-    """Returns the user's mesh axis names mapped to ours; records invalid ones."""
     if axis_names is None:
         return {}
     if not isinstance(axis_names, Mapping):
@@ -373,7 +371,6 @@ def _form_of(
 
 
 def _holds_nnx(model: Any) -> bool:
-    """Whether a model is an NNX module or variable, or contains some."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
@@ -437,7 +434,6 @@ def _named_key(make_model: Callable[..., Any]) -> str:
 
 
 def _takes_rngs(make_model: Callable[..., Any]) -> bool:
-    """Whether it is an NNX class whose constructor takes ``rngs``."""
     nnx = sys.modules.get("flax.nnx")
     partial = make_model if isinstance(make_model, functools.partial) else None
     maker = make_model if partial is None else partial.func

@@ -1,4 +1,4 @@
-"""Refuses what ``jax.value_and_grad`` makes of a loss, in place of the loss.
+"""Refuses a loss that is already differentiated, such as ``jax.value_and_grad(loss)``.
 
 Its gradients would be reported as metrics, and all products computed twice. It is known
 by its result: a tree with the paths and shapes of the trained parameters.
@@ -60,5 +60,4 @@ def _holds_all(tree: Any, shapes: dict[str, tuple[int, ...]]) -> bool:
 
 
 def _bare(path: str) -> str:
-    """Returns a path without NNX's ``value`` and Linen's ``params``."""
     return path.removesuffix(".value").removeprefix("params.")

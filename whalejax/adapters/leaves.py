@@ -228,5 +228,4 @@ def _form_text(leaf: Any) -> str:
 
 
 def _kind_text(leaf: Any) -> str:
-    """Describes a leaf that is no array."""
     return short_repr(leaf) if isinstance(leaf, int) else f"a {type(leaf).__name__}"

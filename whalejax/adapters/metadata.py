@@ -83,8 +83,7 @@ def read_metadata(
 def short_ones(
     leaves: Mapping[str, Any], metadata: Callable[[str], Any]
 ) -> dict[str, int]:
-    """Returns the number of missing names in the metadata of NNX variables, by path, if
-    it is not 0.
+    """Returns the number of missing names in NNX metadata, by path, if not 0.
 
     Linen itself refuses to add a dimension without a name.
 
@@ -106,7 +105,7 @@ def short_ones(
 def _check_met(
     axis_names: Mapping[str, str], met: Collection[str], problems: Problems
 ) -> None:
-    """Reports names in ``axis_names`` that no metadata has."""
+    """Reports names in ``axis_names`` that occur in no metadata."""
     for theirs, ours in axis_names.items():
         if theirs in met:
             continue
@@ -141,7 +140,6 @@ def _names_in(box: Any) -> set[str]:
 
 
 def _known_axes(axis_names: Mapping[str, str]) -> dict[str, str]:
-    """Returns every name of one of our mesh axes, mapped to it."""
     return {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **axis_names}
 
 

@@ -153,9 +153,7 @@ def set_modes(model: Any, modes: Modes) -> None:
 
 
 def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[Path]:
-    """Returns the paths of trained variables: by filter, or among the params
-    by path.
-    """
+    """Returns the paths of trained variables, chosen by an NNX filter or by path."""
     if _is_filter(trainable):
         chosen = nnx.filterlib.to_predicate(trainable)
         trained_paths = frozenset(
@@ -182,7 +180,6 @@ def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[P
 
 
 def _is_filter(trainable: Any) -> bool:
-    """Whether it is an NNX filter, not patterns or a predicate on paths."""
     if trainable is None or isinstance(trainable, str):
         return False
     if isinstance(trainable, (type, bool)) or trainable is Ellipsis:

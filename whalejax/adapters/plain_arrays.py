@@ -40,9 +40,7 @@ def refuse_arrays_without_values(model: Any, variables: Mapping[Any, Any]) -> No
 
 
 def _arrays(value: Any) -> Iterator[Any]:
-    """Yields arrays without values in an attribute, its containers and its
-    functions.
-    """
+    """Yields arrays without values in an attribute, its containers and functions."""
     if isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct):
         yield value
     elif isinstance(value, Mapping):

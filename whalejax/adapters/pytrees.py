@@ -209,9 +209,7 @@ class Boxes:
         return self._by_path.get(path)
 
     def bare(self, tree: Any) -> Any:
-        """Returns a tree without boxes; Flax's own unboxing would constrain
-        the values.
-        """
+        """Returns a tree without boxes; Flax's unboxing would constrain the values."""
         is_box = self._meta.is_axis_metadata
 
         def value(node: Any) -> Any:
@@ -312,7 +310,6 @@ class LinenForm:
 
 
 def _refuse_other_tree(paths: Sequence[str], model: Any) -> None:
-    """Raises for a tree of another structure, naming the first leaf that differs."""
     result = paths_of(model)
     gone = [f"{path} is gone" for path in paths if path not in result]
     fresh = [f"{path} is new" for path in result if path not in paths]

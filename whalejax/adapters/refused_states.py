@@ -37,9 +37,7 @@ def refuse_training_states(model: Any) -> None:
 
 
 def _suspects(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yields parts that are training states, after the beginning of a sentence about
-    each, such as ``"a.b: it "``.
-    """
+    """Yields parts that are training states, each with the start of a sentence."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=_stops)
     for path, node in pairs:
         where = f"{dotted(path)}: it " if path else "it "
@@ -61,7 +59,6 @@ def _is_module(node: Any) -> bool:
 
 
 def _fields(node: Any) -> frozenset[str]:
-    """Returns the names of an object's fields, without calling its own code."""
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return frozenset(field.name for field in dataclasses.fields(node))
     named = getattr(type(node), "_fields", ()) if isinstance(node, tuple) else ()
@@ -85,7 +82,6 @@ def _is_state(node: Any) -> bool:
 
 
 def _is_optax(node: Any) -> bool:
-    """Whether it is a named tuple of an optax transformation."""
     made_by = type(node).__module__.partition(".")[0]
     return made_by == "optax" and isinstance(node, tuple)
 

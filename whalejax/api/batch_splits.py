@@ -103,11 +103,7 @@ class SplitRules:
         return self.loss().independence(part, self.whole, self.group_size).proven
 
     def _proven(self, split: SplitBatch) -> int:
-        """Returns the number of samples that stay together in a proven split.
-
-        Raises:
-            DependentSamplesError: The split is not proven.
-        """
+        """Returns the number of samples that stay together in a proven split."""
         proven = self.loss().independence(split.part, self.whole, self.group_size)
         if not proven.proven:
             raise refusal(proven, split, weighted=self.loss().graph.weighted)
@@ -188,9 +184,7 @@ class SplitRules:
     def _nearest(
         self, plan: Plan, unit: int, search: Search
     ) -> tuple[Plan, Plan] | None:
-        """Returns the faster of the results of ``_first`` for the next lower and higher
-        counts, or None.
-        """
+        """Returns the faster ``_first`` of the next lower and higher count, or None."""
         counts = divisors(self.whole // unit)
         fewer = [n for n in counts if n <= plan.num_micro_batches][::-1]
         more = [n for n in counts if n > plan.num_micro_batches]
@@ -199,9 +193,7 @@ class SplitRules:
         return min(nearest, key=lambda p: p[0].time.step_seconds, default=None)
 
     def _first(self, counts: Sequence[int], search: Search) -> tuple[Plan, Plan] | None:
-        """Returns the plan of the first number of micro-batches with a proven split,
-        with its group size and without; None if there is none.
-        """
+        """Returns the first proven plan, with its group size and without; or None."""
         for count in counts:
             try:
                 plan = search(count)

@@ -85,8 +85,8 @@ def decider(
         The search and its request; with stages, it is for one stage's devices.
 
     Raises:
-        PlanError: The requested pipeline is contradictory or cannot run, or the marks
-            or the mesh do not suit it or the devices.
+        PlanError: The requested pipeline is contradictory or cannot run; or marks or
+            mesh do not suit the pipeline or the devices.
     """
     known = programs.known
     if not runnable:
@@ -166,8 +166,6 @@ def _any(
     request: Request,
     **options: Any,
 ) -> Plan:
-    """Returns the best plan, runnable or not."""
-
     def runs() -> Plan:
         # Only estimates may offload more than executors support.
         check_runs(request.offload, request.hosted or OffloadableState)
@@ -209,12 +207,7 @@ def _estimates(
     best: Plan | None,
     **options: Any,
 ) -> Iterator[Callable[[], Plan]]:
-    """Yields searches for plans that an executor need not support.
-
-    Args:
-        programs, graph, cluster, request, options: Arguments of every search.
-        best: Best plan that can run, or None.
-    """
+    """Yields searches for plans that an executor need not support."""
     asked, requested_pipeline = _requested_pipeline(graph, request)
     mesh = dict(asked.mesh)
     stages = mesh.pop(STAGE, None)
@@ -252,12 +245,7 @@ def _estimates(
 def _with_host_memory(
     search: Callable[..., Plan], request: Request, **options: Any
 ) -> Plan:
-    """Returns the plan of stages; offloads optimizer state only if nothing else fits.
-
-    Args:
-        search: Function that returns the plan.
-        request, options: Arguments of every search.
-    """
+    """Returns the plan of stages; offloads optimizer state only if no other fits."""
     if request.offload is not None:
         return search(request, **options)
     try:
@@ -267,7 +255,6 @@ def _with_host_memory(
 
 
 def _busy_seconds(plan: Plan) -> float:
-    """Returns the least compute and launch seconds of the same work in stages."""
     time = plan.time
     return (time.compute_seconds + time.launch_seconds) * _first_time(plan)
 
@@ -286,7 +273,6 @@ def _has_many_launches(plan: Plan) -> bool:
 def _without_stages(
     staging: _Staging, request: Request, known: ProgramCache
 ) -> Callable[..., Plan]:
-    """Returns the search if no stages are requested."""
     uneven = staging.uneven
     if not uneven:
         one_program = functools.partial(decide, known=known)
@@ -318,12 +304,7 @@ products are one third of all products, and other operations are less."""
 class _Staging:
     """Plans in stages, by the executor that can run them.
 
-    Attributes:
-        programs: Programs of the loss.
-        asked: Requested pipeline.
-        uneven: Whether parallel pipelines may have uneven shares, or the requested
-            shares.
-        known_seconds: Step time of an already known plan.
+    ``uneven`` is whether parallel pipelines may have uneven shares, or these shares.
     """
 
     def __init__(
@@ -337,16 +318,11 @@ class _Staging:
 
     @property
     def captured(self) -> Captured:
-        """The captured loss; traced at first use."""
         return self.programs.captured
 
     def __call__(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """Returns the fastest plan with the requested number of stages.
-
-        On mixed devices it tries one pipeline and parallel pipelines.
-        """
         alone = functools.partial(self.alone, graph, cluster, request, **options)
         if not self.uneven or self.uneven == EVEN:
             return alone()
@@ -372,11 +348,7 @@ class _Staging:
         return _fastest([*call, *more], problem or other)
 
     def or_one_program(self, one_program: Callable[..., Plan]) -> Callable[..., Plan]:
-        """Returns a search for one program, or for stages if these are clearly faster.
-
-        Args:
-            one_program: Search for the plan without stages.
-        """
+        """Returns a search for one program, or for stages if clearly faster."""
 
         def plan_with_fewer_idle(
             graph: Graph, cluster: Cluster, request: Request, **options: Any
@@ -420,13 +392,7 @@ class _Staging:
         request: Request,
         **options: Any,
     ) -> Plan:
-        """Adds a note on the gain of stages that no executor supports.
-
-        Args:
-            plan: Plan that can run.
-            stages: Numbers of stages that may be faster.
-            graph, cluster, request, options: Arguments of every search.
-        """
+        """Adds a note on the gain of stages that no executor supports."""
         known = _seconds(plan) / (1 + SURE)
         wanted = dataclasses.replace(request, estimate=True)
         given = graph, cluster
@@ -451,10 +417,8 @@ class _Staging:
         return dataclasses.replace(plan, notes=(*plan.notes, note))
 
     def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
-        """Returns a search for replicas; for pipelines if faster, or if only they fit.
-
-        Args:
-            shares: Search for the plan of replicas.
+        """Returns a search for replicas; for pipelines if faster, or if only they
+        fit.
         """
 
         def search_again(
@@ -494,7 +458,6 @@ class _Staging:
         cluster: Cluster,
         request: Request,
     ) -> bool:
-        """Returns whether a number of stages may take less than some seconds a step."""
         # The bound on one micro-batch is the least of all numbers.
         count = request.num_micro_batches or 1
         part = _largest_part(self.traced(()))
@@ -507,7 +470,6 @@ class _Staging:
         return bound[count] < known_seconds
 
     def of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
-        """Returns a copy for a number of stages."""
         asked = dataclasses.replace(self.asked, mesh={**self.asked.mesh, STAGE: stages})
         result = _Staging(self.programs, asked, self.uneven)
         result.traced = self.traced
@@ -517,7 +479,6 @@ class _Staging:
     def alone(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """Returns the plan of one pipeline over all devices."""
         asked, marked = self.asked, bool(_marked(self.captured.graph))
         why = _why_apart(self.captured, asked, marked, cluster)
         if why is None:
@@ -531,7 +492,6 @@ class _Staging:
     def plan_parallel_pipelines(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """Returns the plan of one of several parallel pipelines."""
         asked = dataclasses.replace(self.asked, schedule=self.asked.schedule or "1f1b")
         if asked.schedule == "interleaved":
             raise PlanError(
@@ -551,9 +511,8 @@ class _Staging:
         known_seconds: float = math.inf,
         **options: Any,
     ) -> Plan:
-        """Returns the plan of stage programs.
-
-        ``why`` is the reason for them, and the remedy that allows one program, or "".
+        """Returns the plan of stage programs; ``why`` has the reason, and a remedy or
+        "".
         """
         reason, remedy = why
         marked = bool(_marked(self.captured.graph))
@@ -581,7 +540,6 @@ class _Staging:
     def of_any_number(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """Returns the fastest plan over all numbers of stages."""
         result, problem = self._each_number(graph, cluster, request, **options)
         if not result:
             raise PlanError(
@@ -598,12 +556,7 @@ class _Staging:
         request: Request,
         **options: Any,
     ) -> Plan:
-        """Returns the fastest of the plans that use the most axes of the metadata.
-
-        Args:
-            search: Search for the plan without stages.
-            graph, cluster, request, options: Arguments of every search.
-        """
+        """Returns the fastest of the plans that use the most axes of the metadata."""
         named = pinned_axes(graph)
         layers = {t.path for t in graph.params if (0, STAGE) in pins_of(t)}
         made, _ = self._each_number(graph, cluster, request, **options)
@@ -630,7 +583,6 @@ class _Staging:
     def _each_number(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> tuple[list[Plan], PlanError | None]:
-        """Returns the plans of all numbers of stages, and the first error, if any."""
         counts = [n for n in divisors(request.num_devices) if n > 1]
         each = [
             functools.partial(self.of(n), graph, cluster, request, **options)
@@ -644,7 +596,6 @@ class _Staging:
 
 
 def _feasible_plans(*each: Callable[[], Plan]) -> tuple[list[Plan], PlanError | None]:
-    """Returns the feasible plans, and the first error of the others, if any."""
     feasible_plans: list[Plan] = []
     problem: PlanError | None = None
     for make in each:
@@ -660,12 +611,10 @@ def _seconds(plan: Plan) -> float:
 
 
 def _first_time(plan: Plan) -> float:
-    """Returns the least fraction of a plan's work that is not recomputation."""
     return min((FIRST_TIME.get(p, 0.75) for _, p in plan.remat), default=1.0)
 
 
 def _largest_part(program: DivisibleProgram) -> float:
-    """Returns the fraction of all products' work in the largest indivisible part."""
     starts = sorted(program.units.borders.values())
     work = [0] * (len(starts) + 1)
     for op in program.graph.ops:
@@ -678,13 +627,7 @@ def _largest_part(program: DivisibleProgram) -> float:
 def _fastest(
     found: Sequence[Plan], problem: PlanError | None, best: Plan | None = None
 ) -> Plan:
-    """Returns the fastest plan, with the others among its candidates.
-
-    Args:
-        found: Plans to choose from.
-        problem: Error to raise if there is no plan.
-        best: Plan to choose; default: the fastest.
-    """
+    """Returns ``best`` or the fastest plan, with the others among its candidates."""
     if not found:
         assert problem is not None
         raise problem
@@ -719,7 +662,6 @@ def _whole_stages(cluster: Cluster, devices: int) -> list[int]:
 
 
 def _marked(graph: Graph) -> set[int]:
-    """Returns the numbers of the stages that the user marked."""
     return {
         int(mark.get("i") or 0)
         for task_graph in graph.task_graphs
@@ -731,7 +673,6 @@ def _marked(graph: Graph) -> set[int]:
 def _requested_pipeline(
     graph: Graph, request: Request
 ) -> tuple[PipelineConstraints, bool]:
-    """Returns the requested pipeline, and whether its number of stages is open."""
     marked = _marked(graph)
     asked = PipelineConstraints.of(graph, request, SCHEDULES)
     count = asked.mesh.get(STAGE)
@@ -756,7 +697,6 @@ def _requested_pipeline(
 
 
 def _check_widths(graph: Graph) -> None:
-    """Refuses stages of different numbers of devices."""
     widths = {
         str(mark): mark.devices
         for task_graph in graph.task_graphs
@@ -773,10 +713,9 @@ def _check_widths(graph: Graph) -> None:
 def _why_apart(
     captured: Captured, asked: PipelineConstraints, marked: bool, cluster: Cluster
 ) -> tuple[str, str] | None:
-    """Returns why stages have programs of their own; None if one program runs them all.
+    """Returns why stages have programs of their own, and what allows one program.
 
-    Returns:
-        The reason, and the remedy that allows one program, or "".
+    The result is None if one program runs them all; the remedy may be "".
     """
     if marked:
         return "marks say where the model is cut", ""
@@ -804,10 +743,6 @@ def _why_apart(
 
 
 def _neither(apart: str, reason: str, remedy: str) -> str:
-    """Returns the message if no kind of stages is possible.
-
-    A reason with a remedy is first.
-    """
     if remedy:
         return f"{reason}. {remedy}. With programs of each stage's own: {apart}"
     return f"{apart.rstrip('.')}. One program for all stages: {reason}"

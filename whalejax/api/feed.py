@@ -62,11 +62,11 @@ class Feed:
     shares change, and a resumed run continues at the next sample, also with another
     batch size: ``Feed(..., first_sample=state.samples)``.
 
-    A source without a length, such as a generator or one of grain's iterable datasets,
-    is read from its beginning by every process, which keeps its own samples; it must
-    yield the same samples in the same order to all. To continue in the middle without
-    reading the earlier samples again, save ``get_state()`` with the checkpoint. This
-    needs an iterator with ``get_state`` and ``set_state``, such as grain's.
+    Every process reads a source without a length (a generator, or an iterable dataset
+    of grain) from its beginning, and keeps its own samples. Such a source must yield
+    the same samples in the same order to all. To continue in the middle without reading
+    the earlier samples again, save ``get_state()`` with the checkpoint. This needs an
+    iterator with ``get_state`` and ``set_state``, such as grain's.
 
     Attributes:
         step: Number of the next step.
@@ -218,11 +218,7 @@ class Feed:
             self._epoch, self._read = numbers["epoch"], numbers["read"]
 
     def _beginning(self, samples: int) -> tuple[int, int, int]:
-        """Returns a step, and the epoch and index of its first sample.
-
-        Args:
-            samples: Number of samples before the step, in batches of any size.
-        """
+        """Returns a step, and the epoch and index of its first sample."""
         if not samples or not _numbered(self._source):
             return 0, 0, 0
         whole = len(self._source) // self._size * self._size
@@ -296,23 +292,19 @@ class Feed:
                 return
 
     def _shift_samples(self, found: list[Any]) -> list[Any] | None:
-        """Drops samples already yielded, and appends as many of the next batch; returns
-        None if it has too few.
-        """
+        """Replaces yielded samples by as many of the next batch; None if too few."""
         assert self._iterator is not None
         shift, self._shift = self._shift, 0
         more = [*itertools.islice(self._iterator, shift)]
         return [*found[shift:], *more] if len(more) == shift else None
 
     def _global(self) -> list[Any] | None:
-        """Returns the next global batch, or None if the source has no full one."""
         assert self._iterator is not None
         result = [*itertools.islice(self._iterator, self._size)]
         return result if len(result) == self._size else None
 
 
 def _check_source(problems: Arguments, source: Any, seed: Any) -> None:
-    """Refuses a source without samples, or with too many to shuffle."""
     if isinstance(source, Mapping):
         problems.add(
             "source is a dictionary; expected samples in a list, or an iterable of "
@@ -331,7 +323,6 @@ def _check_source(problems: Arguments, source: Any, seed: Any) -> None:
 
 
 def _check_beginning(problems: Arguments, first: Any, first_sample: Any) -> None:
-    """Refuses a first sample that is not a number, or given together with a step."""
     problems.whole(
         "first_sample", first_sample, none=True, what="the number of a sample"
     )
@@ -358,7 +349,6 @@ def _numbered(source: Any) -> TypeGuard[DataSource]:
 
 
 def _sample(source: DataSource, number: int) -> Any:
-    """Returns a sample, and refuses one that a filter left out."""
     sample = source[number]
     if sample is None:
         raise WhaleError(
@@ -370,18 +360,12 @@ def _sample(source: DataSource, number: int) -> Any:
 
 
 def _as_text(state: Any) -> Any:
-    """Converts the state of a source's iterator to JSON data: bytes become text."""
     if not isinstance(state, bytes):
         return state
     return {_BYTES: base64.b64encode(state).decode("ascii")}
 
 
 def _from_text(state: Any) -> Any:
-    """Converts the text of ``_as_text`` back.
-
-    Raises:
-        WhaleError: The text is not valid base64.
-    """
     if not (isinstance(state, Mapping) and set(state) == {_BYTES}):
         return state
     try:
@@ -395,12 +379,10 @@ def _from_text(state: Any) -> Any:
 
 
 def _is_step(step: Any) -> TypeGuard[TrainStep]:
-    """Whether it has the attributes that a feed reads."""
     return all(hasattr(step, name) for name in ("batch_rows", "batch_axes", "plan"))
 
 
 def _in_a_row(source: Any) -> bool:
-    """Whether samples can be iterated over."""
     single = getattr(source, "ndim", 1) == 0  # a 0-d array
     known = isinstance(source, Iterable) or hasattr(source, "__getitem__")
     return known and not single
@@ -416,7 +398,6 @@ def _has_length(source: Any) -> bool:
 
 
 def _batch_mismatches(step: TrainStep, batch_size: int) -> Iterator[str]:
-    """Yields the reasons why a step cannot take such batches."""
     if {*step.batch_axes} - {0}:
         yield (
             "samples are put together along dimension 0, and this step has batch "

@@ -183,7 +183,6 @@ def uneven_shares(
 
 
 def _products(number: int, parts: int) -> str:
-    """Returns the first four factorizations of a number, for a message."""
     from whalejax.meshes.jax_mesh import factorizations
 
     ways = factorizations(number, max(2, parts))[:4]

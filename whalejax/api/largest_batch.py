@@ -1,11 +1,10 @@
 """The largest batch that fits on each of several clusters: ``wh.largest_batch``.
 
 A batch that is computed in parts may have any size, so the search is for the largest
-part: the samples that all devices process at a time. It needs few plans: sizes grow
-sixteenfold until one does not fit. The memory that this size needs gives an estimate of
-the limit, near which further sizes are tried. Between the largest that fits and the
-smallest that does not, the layout of the former is kept, which plans in a fraction of a
-second; a search over all layouts then confirms both ends.
+part: the samples that all devices process at a time. Sizes grow sixteenfold until one
+does not fit; its memory gives an estimate of the limit. Sizes near the limit keep the
+layout of the largest that fits, which takes a fraction of a second each. A search over
+all layouts confirms both ends.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ GROWTH: Final = 16
 """Ratio of the next batch size to the last, while batches fit."""
 
 CLOSENESS: Final = 1.125
-"""The search ends at this ratio of a size that does not fit to one that fits, if no
-layout can be kept: replicas that differ, and stages with programs of their own.
+"""If no layout can be kept (unequal replicas, stage programs), the search ends at this
+ratio of a size that does not fit to one that fits.
 """
 
 _PARTS: Final = 256
-"""The smallest size that does not fit exceeds the largest that fits by at most one in
-so many of its samples, or by a sample of each device and part.
+"""Number of equal parts of a size. The smallest size that does not fit exceeds the
+largest that fits by at most one of them, or by a sample of each device and part.
 """
 
 _COARSE: Final = 1.25
@@ -65,10 +64,8 @@ class LargestBatch:
 
     Attributes:
         name: Name of the cluster, as given.
-        samples: Number of samples of the largest global batch that fits; 0 if none
-            does.
-        micro_batch: Number of samples that one replica of the model processes at a
-            time.
+        samples: Samples of the largest global batch that fits; 0 if none does.
+        micro_batch: Samples that one replica of the model processes at a time.
         plan: Plan of this batch; None if none fits.
         next_samples: Number of samples of the smallest tried batch that does not fit;
             None if all do, up to ``MOST_SAMPLES``: larger ones may fit too.
@@ -217,8 +214,7 @@ def largest_batch(
 
     Raises:
         WhaleError: Arguments are invalid; the message lists all problems.
-        PlanError: No batch can be planned on any of the clusters, for a reason other
-            than memory.
+        PlanError: No batch can be planned on any cluster, for a reason besides memory.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -263,7 +259,6 @@ def _largest_of(
 def _largest(
     question: PlanQuestion, name: str, cluster: Cluster, micro_batches: int
 ) -> LargestBatch:
-    """Returns the largest batch on a cluster in ``micro_batches`` parts."""
     parts = cluster.num_devices * micro_batches
     tried: dict[int, Plan | PlanError] = {}
 
@@ -330,12 +325,7 @@ def _bisected(
 ) -> int:
     """Returns the largest size that fits, by bisection with a layout that fits.
 
-    Args:
-        low, high: A size that fits, and one that does not.
-        unit: Difference of sizes that are considered.
-        tried: Result of each size that was searched.
-        fits: Function that searches all layouts for a size.
-        again: Function that plans a size with given options.
+    ``low`` fits and ``high`` does not; tried sizes differ by ``unit``.
     """
 
     def fits_alike(samples: int, layout: Mapping[str, Any]) -> bool:

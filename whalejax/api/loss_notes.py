@@ -33,7 +33,6 @@ def loss_notes(captured: Captured, found: Plan) -> list[str]:
 
 
 def _forgotten_note(graph: Graph) -> list[str]:
-    """Returns the note on collections of a Linen module that are of no use."""
     names = [tensor.path for tensor in graph.unused_state()]
     if not names:
         return []
@@ -83,7 +82,6 @@ def with_unread_noted(leaves: Sequence[LeafPlan], graph: Graph) -> tuple[LeafPla
 
 
 def _changing_note(paths: Sequence[str], count: int) -> list[str]:
-    """Returns the note on state that samples change, with several micro-batches."""
     if not paths or count == 1:
         return []
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
@@ -95,7 +93,6 @@ def _changing_note(paths: Sequence[str], count: int) -> list[str]:
 
 
 def _axes_note(names: Sequence[str]) -> list[str]:
-    """Returns the notes on axes that the loss names."""
     return [
         f'the loss names the axis "{name}": it stands for all samples of a '
         "micro-batch, so that pmean and psum over it change nothing"
@@ -104,7 +101,6 @@ def _axes_note(names: Sequence[str]) -> list[str]:
 
 
 def _averaged_note(captured: Captured, found: Plan) -> list[str]:
-    """Returns the note on values reported as means over micro-batches."""
     count = found.num_micro_batches
     if not found.runnable or count == 1 or not (averaged := captured.apart().averaged):
         return []

@@ -109,8 +109,8 @@ def with_fixed_settings(
 
 
 def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
-    """Returns the note on the error of predicted memory, for a plan that nearly fills
-    its devices or whose kind of program is hardly measured.
+    """Returns the note on the error of predicted memory, for a nearly full plan or a
+    hardly measured kind of program.
 
     Args:
         plan: Plan on its devices with their full memory.

@@ -196,7 +196,6 @@ def _load(path: Path) -> ModuleType:
 
 
 def _of_the_user(path: Path, call: Callable[[], Any]) -> Any:
-    """Runs code of the user's file; errors name their file and line."""
     try:
         return call()
     except WhaleError:

@@ -74,10 +74,8 @@ def plan(
     """Chooses how to run a training step on a cluster.
 
     Args:
-        loss_fn: Loss function, ``loss_fn(model, batch)`` or ``loss_fn(model, batch,
-            rng)``.
-        model: NNX module, variables of a Linen module, or any pytree. Abstract leaves
-            are enough.
+        loss_fn: Loss: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+        model: NNX module, Linen variables, or any pytree. Abstract leaves suffice.
         batch: GLOBAL batch, abstract or real.
         optimizer: Optax transformation. Its state counts as memory. None plans a
             step without that state, which can only evaluate once it is compiled.
@@ -150,12 +148,12 @@ def plan(
             tokens and their loss, so that all logits never exist at once. 1 computes
             them at once. None lets the planner choose, if memory is short.
         combine: Combination of the ranks of the axis ``data``. ``"mean"`` averages
-            their gradients. ``"adasum"`` is adaptive summation: by parameter and
-            layer, orthogonal gradients add up and parallel ones are averaged.
+            their gradients. ``"adasum"`` is adaptive summation: by parameter and layer,
+            orthogonal gradients add up and parallel ones are averaged.
             ``"adasum_nodes"`` is Adasum across nodes of the means within each node.
-            ``"adasum_updates"`` is Adasum of the updates that each rank's optimizer
-            would make, for optimizers whose step is not linear in the gradient, such
-            as Adam and LAMB.
+            ``"adasum_updates"`` is Adasum of the updates of each rank's optimizer. It
+            suits optimizers with steps that are not linear in the gradient, such as
+            Adam and LAMB.
         shares: Micro-batches of each data-parallel replica, in node order. A run may
             change the given numbers by its measurements (``TrainStep.shares``).
             ``"even"`` gives all replicas the same number, and on devices of one kind
@@ -200,8 +198,7 @@ def plan(
             sections work at once; with 0 every row has all updates. Only on a cluster
             such as ``"cpu:2+h100:1"``, whose first part may hold tables in processes of
             its own.
-        times: Measured times of the two sections, ``step.report().times``. None
-            predicts them.
+        times: Measured times of both sections, ``step.report().times``; or None.
         in_processes: Fixed paths of the tables in these processes; the others are then
             on the devices. None lets the planner choose.
 

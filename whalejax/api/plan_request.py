@@ -247,13 +247,10 @@ class PlanQuestion:
 
     @property
     def _alone(self) -> PlanQuestion:
-        """A copy without comparison to a swarm, and without verification."""
         request = dataclasses.replace(self.request, verified=False)
         return dataclasses.replace(self, beside_swarm=False, request=request)
 
     def _accepted(self, plan: Plan) -> Plan:
-        """Returns the best plan that the compiler accepts."""
-
         def verify(plan: Plan) -> Any:
             return self.verify(
                 plan, None, timeout_seconds=COMPILE_SECONDS, better=False
@@ -302,11 +299,8 @@ class PlanQuestion:
         return asked._plan_for_length(int(length), self._sample_tokens)
 
     def _plan_for_length(self, length: int, tokens: int) -> Plan:
-        """Returns the plan for sequences of another length.
-
-        Args:
-            length: Number of tokens of a sample.
-            tokens: Number of tokens of a sample that the model reads now.
+        """Returns the plan for sequences of another length; the model reads ``tokens``
+        now.
         """
         failed: Exception | None = None
         for batch in with_length(self.batch, self.request.batch_axes, length, tokens):
@@ -337,7 +331,6 @@ class PlanQuestion:
 
     @property
     def _sample_tokens(self) -> int:
-        """The number of tokens of a sample that the model reads."""
         question, _ = self._with_precision()
         return model_work(question.programs().graph, self._samples).sample_tokens
 
@@ -510,7 +503,6 @@ class PlanQuestion:
 
     @property
     def _samples(self) -> int:
-        """The number of samples of the global batch."""
         leaves, _ = micro_leaves(self.batch, self.request.batch_axes, 1)
         return next(x.shape[x.axis] for x in leaves if x.axis is not None)
 
@@ -567,13 +559,11 @@ class PlanQuestion:
         return with_devices(result, self.cluster) if margin else result
 
     def _margin(self, programs: Programs) -> float:
-        """Returns the fraction of the predicted memory that plans leave free."""
         given = self.request.margin
         own = self._band(programs).high - 1 if given is None else given
         return max(own, self.least_margin)
 
     def _band(self, programs: Programs) -> MemoryBand:
-        """Returns the range of the ratio of compiled to predicted memory."""
         return memory_band(self.cluster.platform, programs.graph)
 
     # Plan.

@@ -176,7 +176,6 @@ def _check_precision(precision: object, problems: Arguments) -> None:
 
 
 def _type_name(value: object) -> str:
-    """Returns the name of a dtype or class, such as ``jnp.bfloat16``; else ``""``."""
     if isinstance(value, np.dtype):
         return str(value.name)
     return value.__name__ if isinstance(value, type) else ""

@@ -130,7 +130,6 @@ def search_on(
 def _notes(
     question: PlanQuestion, first: Sequence[tuple[str, Plan]]
 ) -> tuple[str, ...]:
-    """Returns the reasons why plans of several clusters cannot be compared directly."""
     asked = question.num_micro_batches
     if asked is None:
         return ()
@@ -140,7 +139,6 @@ def _notes(
 def _evaluated_candidates(
     first: Sequence[tuple[str, Plan]], plans: Sequence[tuple[str, Plan]]
 ) -> Iterable[ClusterCandidate]:
-    """Yields all candidates of all clusters, with the index of their plan or None."""
     places = {(name, _chosen(one)): i for i, (name, one) in enumerate(plans)}
     for name, best in first:
         for candidate in best.candidates:
@@ -157,7 +155,6 @@ def _chosen(one: Plan) -> str:
 
 
 def _others(best: Plan, count: int) -> list[Plan]:
-    """Returns the plans of other evaluated meshes that fit, best first."""
     result: list[Plan] = []
     tried = [mesh_of(c) for c in best.candidates if c.verdict == "chosen"]
     for candidate in best.candidates:
@@ -199,7 +196,6 @@ def _places(
     each: int,
     options: Mapping[str, Any],
 ) -> list[tuple[str, Cluster]]:
-    """Returns the clusters with names and prices; raises if arguments are invalid."""
     problems = Arguments("wh.search")
     problems.whole("each", each, least=1)
     return named_clusters("wh.search", clusters, prices, options, problems)
@@ -288,7 +284,6 @@ def _check_prices(
 
 
 def _nowhere(refused: Sequence[InfeasibleCluster]) -> PlanError:
-    """Returns the error if no cluster has a plan."""
     texts = {str(one.problem) for one in refused}
     if len(texts) == 1:
         return refused[0].problem

@@ -47,14 +47,13 @@ def plan_tables(
 ) -> TablesPlan:
     """Finds the embedding tables of a model and decides where they are stored.
 
-    A table is a trained parameter of two dimensions that the loss only looks up, as
-    ``table[ids]``, ``jnp.take`` and ``nnx.Embed`` do, with integer ids that depend on
-    the batch alone. Everything else, the dense part, is planned as by ``wh.plan``.
+    A table is a trained parameter of two dimensions that the loss only looks up
+    (``table[ids]``, ``jnp.take``, ``nnx.Embed``). Its integer ids depend on the batch
+    alone. Everything else, the dense part, is planned as by ``wh.plan``.
 
     Args:
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
-        model: An NNX module, a Linen module's variables or any pytree; abstract leaves
-            are enough.
+        model: An NNX module, Linen variables or any pytree; abstract leaves suffice.
         batch: Global batch, abstract or real, with samples along dimension 0.
         rows: Update rule of rows: ``wh.sparse_optimizer(...)``.
         optimizer: Optimizer of all other parameters, from optax.

@@ -95,8 +95,8 @@ class TablesQuestion:
     def verify(
         self, plan: Plan, topology: str | None, *, timeout_seconds: float
     ) -> Any:
-        """Compiles a step with the real compiler; of two sections, or of stages with
-        programs of their own, only the dense part.
+        """Compiles a step with the real compiler; with two sections or stage programs,
+        only its dense part.
 
         Args:
             plan, topology, timeout_seconds: Arguments of ``Plan.verify``, unchanged.
@@ -136,7 +136,6 @@ class TablesQuestion:
 
 
 def _left_out(names: list[str], *, in_processes: bool) -> str:
-    """Describes the part of a plan that is not compiled with its dense part."""
     more = f" and {len(names) - 4} others" if len(names) > 4 else ""
     why = "whose lookups and updates are programs beside those of the stages"
     if in_processes:

@@ -180,7 +180,6 @@ class TablesRequest:
         )
 
     def _least_bytes(self, tables: Sequence[Table]) -> int:
-        """Returns bytes that tables take on all devices together, at least."""
         pins = [pin[0] for pin in map(read_pin, (self.pins or {}).values()) if pin]
         if {*self.splits, *pins} & {*HOST_SPLITS}:
             return 0
@@ -199,13 +198,6 @@ class TablesRequest:
 
         All devices have buffers of the fullest one's length, and need room for the
         vectors of an exchange; both depend on the placement.
-
-        Args:
-            tables, sparse, dense, cluster, size: Arguments of ``_place_sections``.
-            use_of: Function from a placement on devices to its memory and traffic.
-
-        Raises:
-            NothingFits: No placement was found; names the bytes that are missing.
         """
         reserved, over = 0, 0
         for _ in range(_PLACEMENTS):
@@ -239,15 +231,9 @@ class TablesRequest:
         size: int,
         reserved: int,
     ) -> TwoSections:
-        """Places tables on the devices of the dense part, or in CPU processes.
+        """Places tables on the dense part's devices, or in CPU processes.
 
-        Args:
-            tables: All tables.
-            sparse: CPUs of the processes, or None.
-            dense: Plan of the dense part.
-            cluster: Devices of the dense part.
-            size: Number of samples of a global batch.
-            reserved: Bytes per device to leave free, besides the dense part's.
+        ``reserved`` bytes per device stay free, besides those of the dense part.
         """
         used = dense.memory.total_bytes + reserved
         devices = Ranks.of(cluster, used_bytes=used)
@@ -302,7 +288,6 @@ class TablesRequest:
     def _dense_question(
         self, adapter: Adapter, program: TableProgram, batch: Any, cluster: Any
     ) -> PlanQuestion:
-        """Returns the question of the loss without its lookups."""
         own = dense_adapter(adapter, program, batch)
         precision = self.precision
         if isinstance(precision, str) and precision != "f32":
@@ -364,17 +349,10 @@ def _fit(
     least: int,
     place: Callable[[Plan], tuple[TwoSections, DeviceUse]],
 ) -> tuple[Plan, TwoSections, DeviceUse]:
-    """Returns the fastest plan of the dense part that leaves room for the tables, and
-    their placement.
+    """Returns the fastest dense plan that leaves room for the tables, and their
+    placement.
 
-    Args:
-        question: Question of the dense part's plan.
-        room: Bytes of a device that plans may fill.
-        least: Bytes that tables take on the fullest device, at least.
-        place: Function that places the tables for a plan of the dense part.
-
-    Raises:
-        NothingFits: Nothing fits.
+    Plans may fill ``room`` bytes of a device; tables take at least ``least``.
     """
     whole, room = room, room - least if least < room else room
     refused: NothingFits | None = None
@@ -400,22 +378,12 @@ def _fit(
 
 
 def _samples(question: PlanQuestion) -> int:
-    """Returns the number of samples of a global batch."""
     leaves = jax.tree.leaves(question.batch)
     return max(int(leaf.shape[0]) for leaf in leaves if leaf.shape)
 
 
 def _plan_dense(question: PlanQuestion, room: int) -> Plan:
-    """Returns the plan of the dense part.
-
-    Args:
-        question: Its question.
-        room: Bytes of a device that the plan may fill by prediction.
-
-    Raises:
-        NothingFits: No layout fits in memory; names what a user can change.
-        PlanError: Pipelines run side by side, or stages would scale the loss.
-    """
+    """Returns the dense part's plan, within ``room`` predicted bytes of a device."""
     devices, margin = question.cluster, question.margin
     short = devices.with_memory(max(1, int(room * (1 + margin)) + 1))
     request = dataclasses.replace(question.request, margin=margin)
@@ -448,7 +416,6 @@ def _plan_dense(question: PlanQuestion, room: int) -> Plan:
 
 
 def _check_beside_processes(dense: Plan) -> None:
-    """Refuses a plan of the dense part that cannot run beside processes with tables."""
     if dense.stage_plans:
         raise PlanError(
             "beside processes with tables the dense part is one program; these stages "
@@ -537,7 +504,6 @@ def _check(request: TablesRequest) -> None:
 
 
 def _check_dense(problems: Arguments, dense: Mapping[str, Any]) -> None:
-    """Refuses settings that do not exist, or that exclude tables."""
     known = {f.name: f.default for f in dataclasses.fields(PlanSettings)}
     own = {f.name for f in dataclasses.fields(TablesRequest)}
     for name, value in dense.items():
@@ -571,7 +537,6 @@ def is_given(value: Any, default: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    """Whether a value is a non-empty collection of strings."""
     listed = isinstance(value, list | tuple | set | frozenset)
     return bool(listed and value and all(isinstance(name, str) for name in value))
 
@@ -650,7 +615,6 @@ def _is_integer(leaf: Any) -> bool:
 
 
 def _check_rows(adapter: Adapter) -> None:
-    """Refuses tables with more rows than 32-bit ids can address."""
     leaves = zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
     problems = Problems("model", PlanError)
     for path, leaf in leaves:
@@ -664,7 +628,6 @@ def _check_rows(adapter: Adapter) -> None:
 
 
 def _check_lengths(batch: Any, program: TableProgram) -> None:
-    """Refuses lookups whose ids do not have one row for each sample."""
     lengths = Counter(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape)
     ((samples, _),) = lengths.most_common(1)
     problems = Problems("loss_fn", PlanError)

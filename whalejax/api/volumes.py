@@ -33,9 +33,9 @@ Region = tuple[tuple[slice, ...], ...]
 class Volumes:
     """Samples in files: a source for ``wh.Feed`` that reads slabs.
 
-    A file is ``.npy``, whose requested part is mapped into memory, or a folder with a
-    Zarr array (version 2 or 3), whose chunks with that part are read. A chunk without a
-    file has the array's fill value, as Zarr defines it.
+    A file is ``.npy`` or a folder with a Zarr array (version 2 or 3). Of the first the
+    requested part is mapped into memory; of the second the chunks with that part are
+    read. A chunk without a file has the array's fill value, as Zarr defines it.
 
     Attributes:
         bytes_read: Bytes read from files so far; for Zarr, of full chunks before
@@ -122,7 +122,6 @@ class Volumes:
         problems.raise_if_any()
 
     def _take(self, step: TrainStep, problems: Problems) -> None:
-        """Reads the layout of the leaves from a step's plan."""
         planned = {leaf.path: leaf for leaf in step.plan.batch}
         names = {f"[{name!r}]": name for name in self._leaves}
         if names.keys() != planned.keys():
@@ -177,7 +176,6 @@ class Volumes:
         return part
 
     def _check(self, array: Any, name: str, where: str, *, file: bool) -> None:
-        """Checks the shape, and for files the type, against the plan."""
         shape = tuple(array.shape)
         wanted = self._shapes.get(name, shape)
         if shape != wanted:
@@ -196,7 +194,6 @@ class Volumes:
 
 
 def _is_array(each: Any) -> bool:
-    """Whether a value is an array with at least one dimension."""
     return hasattr(each, "__array__") and getattr(each, "ndim", 0) > 0
 
 
@@ -210,7 +207,6 @@ def _path(value: Any) -> Path | None:
 
 
 def _open_array(path: Path, where: str) -> Any:
-    """Opens the array of a file without reading its values."""
     if not path.exists():
         raise WhaleError(f"{where}: there is no file {path}")
     if path.is_dir():

@@ -104,9 +104,9 @@ def _frozen_weights(
 ) -> list[int]:
     """Returns the indices of the non-trained leaves that are weights.
 
-    Those are the model's own parameters, and other leaves that products multiply values
-    with, such as quantised kernels that a module keeps in variables of another kind. A
-    step must not change them.
+    Those are the model's own parameters, and other leaves by which products multiply
+    values. An example is quantised kernels in variables of another kind. A step must
+    not change them.
     """
     first = len(adapter.param_paths)
     rest = walk.tensors[first : first + len(still)]
@@ -121,12 +121,9 @@ def _frozen_weights(
 def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]:
     """Returns the inputs that products multiply values with, through casts and scales.
 
-    Args:
-        walk: The walked program.
-        given: The inputs.
-        small: Inputs that no step changes and that are too small to be candidates:
-            scales and zero points. A value computed from them and constants alone is
-            neither a weight nor a value of the batch.
+    ``small`` has inputs that no step changes and that are too small to be candidates:
+    scales and zero points. A value computed from them and constants alone is neither a
+    weight nor a value of the batch.
     """
     if not given:
         return set()
@@ -158,10 +155,7 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
 
 
 def _reads_values(op: OpDraft, weight: set[int]) -> bool:
-    """Returns whether an operation reads the values of operands other than a weight.
-
-    Products do, and so do lookups in a table that is a weight.
-    """
+    """Returns whether an operation is a product, or a lookup in a weight."""
     return op.behaviour.matmul is not None or (
         op.kind in LOOKUPS and op.operands[0] in weight
     )
@@ -285,8 +279,8 @@ def _ops(
 
 
 def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
-    """Returns sixteen hex digits over the leaves, the global batch, the marks and the
-    counts of products, and after a dash eight over the operations of the loss.
+    """Returns a hash of sixteen hex digits over leaves, global batch, marks and counts
+    of products; after a dash, eight digits over the operations of the loss.
 
     Args:
         graph: Graph of the loss as the user wrote it.

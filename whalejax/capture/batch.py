@@ -160,7 +160,6 @@ def list_problem(path: tuple[Any, ...], value: Any) -> str:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Returns whether JAX can give the leaf a shape and a dtype."""
     if isinstance(leaf, int):
         return is_whole(int(leaf))
     return isinstance(leaf, float | complex | np.generic) or is_array(leaf)
@@ -252,7 +251,6 @@ def with_length(batch: Any, batch_axes: Any, size: int, tokens: int) -> list[Any
 
 
 def _longer(batch: Any, changed: Sequence[tuple[Any, int]], more: int) -> Any:
-    """Returns the shapes of a batch, some leaves with more elements of a sample."""
     axes = {id(leaf): axis + 1 for leaf, axis in changed}
     leaves, tree = jax.tree.flatten(batch)
     found = []
@@ -266,8 +264,10 @@ def _longer(batch: Any, changed: Sequence[tuple[Any, int]], more: int) -> Any:
 
 
 def _sequences(batch: Any, batch_axes: Any) -> list[tuple[Any, int]]:
-    """Returns leaves of integers with one dimension after the samples, and other such
-    leaves of these lengths (masks), each with the axis of its samples.
+    """Returns the sequences of a batch, each with the axis of its samples.
+
+    These are leaves of integers with one dimension after the samples, and other such
+    leaves of the same lengths (masks).
     """
     leaves, tree = jax.tree.flatten(batch)
     axes = _axes_of(batch_axes, batch, tree)

@@ -58,7 +58,7 @@ class BatchIndependentState:
 
         Args:
             params: Flat parameters at the beginning of the step.
-            before, rest: Non-trainable state at the beginning of the step and after its
+            before, rest: Non-trainable state before the step and after its
                 micro-batches.
         """
         if self.advance is None:
@@ -86,8 +86,8 @@ def held_back(
         resized: Traces the loss with twice as many samples.
 
     Returns:
-        The loss, the state that it leaves alone, and the indices of the other leaves
-        that change: with every micro-batch.
+        The loss, the state that it leaves alone, and the indices of the leaves that
+        change with every micro-batch.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
     leaves = jax.tree.leaves(rest)
@@ -173,12 +173,10 @@ def _of_any_size(
 
 
 def _may_hold(jaxpr: Any, size: int) -> bool:
-    """Returns whether a program may contain the number of samples as a constant."""
     return any(number and number % size == 0 for number in _numbers(jaxpr))
 
 
 def _numbers(jaxpr: Any) -> Iterator[float]:
-    """Yields lengths of dimensions, and scalars."""
     body, _ = _compat.open_jaxpr(jaxpr)
     for equation in body.eqns:
         for inner in _compat.inner_jaxprs(equation):
@@ -192,7 +190,6 @@ def _numbers(jaxpr: Any) -> Iterator[float]:
 
 
 def _nothing(aval: Any) -> Any:
-    """Returns a placeholder for an input that is not read."""
     if _compat.is_key_dtype(aval.dtype):
         return jnp.broadcast_to(jax.random.key(0), aval.shape)
     return jnp.zeros(aval.shape, aval.dtype)

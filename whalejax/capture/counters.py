@@ -45,12 +45,7 @@ def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
 
 
 def _added(jaxpr: Any, atom: Any) -> tuple[int, int] | None:
-    """Returns the input and the increment whose sum a value is, or None.
-
-    Args:
-        jaxpr: Open or closed jaxpr.
-        atom: A variable of it.
-    """
+    """Returns the input and the increment whose sum a value is, or None."""
     body, _ = _compat.open_jaxpr(jaxpr)
     made = {v: (e, slot) for e in body.eqns for slot, v in enumerate(e.outvars)}
     inputs = {v: place for place, v in enumerate(body.invars)}

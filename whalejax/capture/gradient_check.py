@@ -1,8 +1,8 @@
 """Refuses losses without a gradient when they are planned, not at their first step.
 
-JAX differentiates no loop of an unknown number of iterations and no callback without a
-rule of its own, and says so only where a gradient is taken. Tracing the gradient takes
-as long as tracing the loss, so only losses with such operations are tried.
+JAX cannot differentiate a loop with an unknown number of iterations, or a callback
+without its own rule. It says so only when a gradient is taken. Tracing the gradient
+takes as long as tracing the loss, so only losses with such operations are tried.
 """
 
 from __future__ import annotations

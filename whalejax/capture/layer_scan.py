@@ -105,9 +105,7 @@ def stack_of(captured: Captured) -> Stack:
 
 
 def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] | None:
-    """Returns the reason why stages cannot divide a scan, and the remedy; None if they
-    can.
-    """
+    """Returns why stages cannot divide a scan, and the remedy; else None."""
     parts = _compat.scan_parts(equation)
     carried = equation.outvars[: parts.num_carries]
     if equation.params["reverse"]:
@@ -156,7 +154,7 @@ def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] 
 
 
 def _source(atom: Any, made: Any) -> Any:
-    """Returns the variable of which a value is a cast or a reshape within layers."""
+    """Returns the variable before casts and reshapes within layers."""
     while atom in made and made[atom].primitive.name in FORMS:
         (before,) = made[atom].invars
         if before.aval.shape[:1] != atom.aval.shape[:1]:
@@ -168,7 +166,6 @@ def _source(atom: Any, made: Any) -> Any:
 def _read_elsewhere(
     jaxpr: Any, scan: Any, weights: set[Any], made: Mapping[Any, Any]
 ) -> bool:
-    """Whether other equations read a parameter that the scan slices."""
     parts = _compat.scan_parts(scan)
     first = parts.num_consts + parts.num_carries
     sliced = {v for v in scan.invars[first:] if v in weights}
@@ -190,7 +187,6 @@ def _read_elsewhere(
 
 
 def _weights(captured: Captured, jaxpr: Any) -> set[Any]:
-    """Returns the variables that depend on parameters alone."""
     weights = set(jaxpr.invars[: len(captured.adapter.param_paths)])
     for equation in jaxpr.eqns:
         inputs = [v for v in equation.invars if not _compat.is_literal(v)]
@@ -214,7 +210,6 @@ def _advances(captured: Captured, jaxpr: Any) -> tuple[int | None, ...]:
 
 
 def _read_by_loss(captured: Captured, jaxpr: Any) -> set[Any]:
-    """Returns the variables that the loss, its weight and its metrics depend on."""
     count = len(jaxpr.outvars) - len(captured.adapter.rest_paths)
     wanted = {v for v in jaxpr.outvars[:count] if not _compat.is_literal(v)}
     for equation in reversed(jaxpr.eqns):

@@ -65,7 +65,6 @@ def as_planned(captured: Captured, plan: PlanData) -> Captured:
 
 
 def _attention(options: UserOptions, programs: Programs) -> Chosen | None:
-    """Returns the variant of attention that the user asked for, if it can run."""
     chosen = checked_attention(options.attention, programs.graph)
     if chosen:
         check_rings(
@@ -78,7 +77,6 @@ def _attention(options: UserOptions, programs: Programs) -> Chosen | None:
 
 
 def _loss_chunks(count: int | None, programs: Programs) -> int | None:
-    """Returns the number of chunks of logits that the user asked for, if possible."""
     if count is None or count == 1:
         return count
     cut = programs.cut((), count)
@@ -122,8 +120,8 @@ def _offload(
     has_optimizer: bool,
     hosts: Callable[[], OffloadableState],
 ) -> tuple[str, ...] | None:
-    """Returns the state to keep in host memory, in the usual order; None if the planner
-    chooses. Raises all problems at once.
+    """Returns the state to keep in host memory, in order; None lets the planner
+    choose.
     """
     if offload is None:
         return None

@@ -145,7 +145,6 @@ class ResizedPrograms(Programs):
         return result or super()._trace_again(remat, attention, chunks)
 
     def _resize_graph(self, graph: Graph) -> Graph | None:
-        """Returns a graph of ``like`` for this batch; None if it must be traced."""
         if id(graph) not in self._known:
             result = rebatch_graph(graph, self._size)
             if result is not None:
@@ -222,8 +221,7 @@ def check_reports(programs: Programs, plan: Plan) -> None:
     """Refuses a plan whose micro-batches report values that cannot be combined.
 
     Args:
-        programs: Programs of the loss, perhaps traced with another number of
-            micro-batches.
+        programs: Programs of the loss, perhaps for another number of micro-batches.
         plan: Plan; only a runnable one is checked.
     """
     count = plan.num_micro_batches
@@ -242,9 +240,7 @@ def check_reports(programs: Programs, plan: Plan) -> None:
 
 
 def attention_note(found: Plan, programs: Programs) -> list[str]:
-    """Returns a note for each reason why attention cannot run as a ring over
-    ``context``.
-    """
+    """Returns notes on why attention cannot run as a ring over ``context``."""
     if not found.runnable or found.axis_sizes.get("context", 1) == 1:
         return []
     reasons = programs.traced.blocks(found.attention or ((ALL, "ring"),)).whole

@@ -2,7 +2,7 @@
 
 Code written for ``jax.pmap`` runs on one device's samples and names the axis over all
 devices. Here a loss is traced for all samples of a micro-batch at once, whichever
-device holds them, so such an axis has size 1: a mean over it is the value itself, which
+device holds them. So such an axis has size 1. A mean over it is the value itself, which
 is already the mean over all samples.
 """
 

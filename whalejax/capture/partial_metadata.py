@@ -1,9 +1,8 @@
 """Metadata with fewer names than a weight has dimensions: finds the unnamed dimension.
 
-Flax NNX adds a dimension to all variables that ``nnx.vmap`` makes, but to their
-metadata only where it is given the name. The metadata alone would assign the first
-names to the first dimensions; the program shows which dimension is that of the layers,
-where it reads them one by one.
+``nnx.vmap`` adds a dimension to all variables that it makes, but to their metadata only
+if it is given the name. Metadata alone would assign the first names to the first
+dimensions. The program shows the dimension of the layers: it reads them one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _INDEXING = ("slice", "dynamic_slice", "split")
 
 
 def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
-    """Returns the graph with such names moved to the dimensions that they describe.
+    """Returns the graph with the names moved to the dimensions that they describe.
 
     Args:
         graph: The captured loss, whose names are at the first dimensions.
@@ -76,7 +75,6 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
 
 
 def _align_to_unstacked_dims(stacks: Collection[int], texts: Texts) -> Texts:
-    """Moves names from the first dimensions to those that are not stacked."""
     own = iter(texts)
     return tuple(None if d in stacks else next(own) for d in range(len(texts)))
 
@@ -123,9 +121,7 @@ def _indexed(before: Shape, after: Shape) -> list[int]:
 
 
 def _through(op: Op, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the positions of dimensions after an operation that only
-    permutes them.
-    """
+    """Returns the positions of dimensions after an operation that only permutes."""
     result = [-1] * len(dims)
     for factor in op.factors:
         ends = dict(factor.members)

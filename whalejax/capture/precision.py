@@ -1,9 +1,9 @@
 """Mixed precision: compute in 16 bits, keep parameters and gradients in float32.
 
-The cast is inside the traced loss, so that everything after it (gathers of
-parameters, products, activations) is counted and moved at 16 bits, and the
-gradient arrives at the master weights in float32 through the cast's own transpose. In
-float16 the loss is scaled too; see ``lowering.loss_scale``.
+The cast is inside the traced loss. So everything after it (gathers of parameters,
+products, activations) is counted and moved at 16 bits. The gradient arrives at the
+master weights in float32 through the cast's own transpose. In float16 the loss is
+scaled too; see ``lowering.loss_scale``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}
 """Ratio of a parameter's bytes in computation to its stored bytes."""
 
 SMALL_PART: Final = 0.05
-"""Fraction of the work of all products: if float32 products, such as a router's, have
-no more than this, the rest of the model is cast."""
+"""Largest fraction of the products' work in float32 products, such as a router's, at
+which the rest of the model is still cast.
+"""
 
 
 def at_precision(adapter: Adapter, precision: str) -> Adapter:

@@ -112,7 +112,6 @@ def _walk(
 
 
 def _cheap(equation: Any) -> bool:
-    """Returns whether an equation, its inner jaxprs included, does nothing costly."""
     if _compat.recursion(equation) not in (None, "opaque", "inline"):
         return False
     inner = (_compat.open_jaxpr(x)[0] for x in _compat.inner_jaxprs(equation))

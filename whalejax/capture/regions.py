@@ -1,11 +1,10 @@
 """Turns the marks around each operation into TaskGraphs.
 
-An entry of an annotation is a *mark instance*; the operations directly inside one are
-a region. Equal layers enter equal marks repeatedly: instances with the same mark,
-inside the same region, that hold the same operations fold into one TaskGraph. Only
-pipelines never fold, as their stages have devices of their own. The instance is taken
-from the position of the call, because JAX traces a jitted block once and calls it
-often.
+An entry of an annotation is a *mark instance*; the operations directly inside one are a
+region. Equal layers enter equal marks repeatedly. Instances with the same mark,
+surrounding region and operations become one TaskGraph. Only pipelines stay separate, as
+their stages have devices of their own. The position of a call decides its instance,
+because JAX traces a jitted block once and calls it often.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ _DERIVED_STAGE = re.compile(r"transpose\(.*wh\.stage\[")
 
 @dataclass(slots=True, kw_only=True)
 class _Instance:
-    """One entry of an annotation; the root covers operations without a mark."""
-
     parent: int
     mark: Mark | None
     label: Label | None
@@ -93,8 +90,6 @@ def _check_nesting(ops: Sequence[OpDraft]) -> None:
 
 
 class _Tree:
-    """The mark instances of a program, found by following its operations."""
-
     def __init__(self) -> None:
         self.instances = [_Instance(parent=-1, mark=None, label=None)]
         self._open: list[int] = []
@@ -204,5 +199,4 @@ class _Tree:
 
 
 def _starred(scope: str) -> str:
-    """Returns a scope that is equal for numbered or transformed copies of a module."""
     return _COPY.sub("", scope)

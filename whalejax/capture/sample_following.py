@@ -52,7 +52,6 @@ class _Follow:
             self._batch.setdefault(tensor, set()).add(dim)
 
     def run(self) -> None:
-        """Follows the batch through the program, once."""
         for index, op in enumerate(self.graph.ops):
             mixes, across = self._spread(op)
             if not any(t in self._matters for t in op.results):
@@ -67,11 +66,10 @@ class _Follow:
                 self.statistics |= sources
 
     def _spread(self, op: Op) -> tuple[bool, bool]:
-        """Passes the batch dimension on.
+        """Passes the batch dimension on; returns whether samples are mixed, and kept.
 
-        Returns:
-            Whether the operation mixes samples, and whether it does so along a batch
-            dimension that it needs unsharded and keeps, as a running sum does.
+        They are kept if the operation mixes them along a batch dimension that it needs
+        unsharded, as a running sum does.
         """
         slots = op.operands + op.results
         count = len(op.operands)
@@ -108,7 +106,6 @@ class _Follow:
 
 
 def _reaching(graph: Graph, roots: Iterable[int]) -> set[int]:
-    """Returns every tensor that one of the roots depends on."""
     wanted = set(roots)
     for _ in range(2):  # The need of a loop's carry is found only after its body.
         for op in reversed(graph.ops):

@@ -79,8 +79,7 @@ _OF_EXPLICIT: Final = (
 
 
 def mesh_error_text(error: Exception) -> str:
-    """Returns the message for an error about a mesh that a loss needs; empty for other
-    errors.
+    """Returns the message for an error about a loss's mesh; empty for others.
 
     Args:
         error: Error that was raised while the loss was traced.

@@ -91,7 +91,7 @@ def rows_after(
 
     Args:
         rows: Positions of the rows in each call, by its name.
-        before, after: The program, before and after.
+        before, after: Program before and after the new trace.
 
     Returns:
         The positions, without calls for which they are no longer known.
@@ -108,7 +108,6 @@ def rows_after(
 
 
 def _called(jaxpr: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the calls of a program by name, with the called jaxprs."""
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         for inner in _compat.inner_jaxprs(equation):
             if sorts_rows(equation):
@@ -119,20 +118,13 @@ def _called(jaxpr: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(slots=True)
 class _Builder:
-    """Evaluates a program again, with groups of its equations as calls.
-
-    Attributes:
-        seen: Facts about its variables, by the position of their jaxpr.
-        samples: Number of samples of the batch.
-        found: Positions of the rows in the calls so far.
-    """
+    """Evaluates a program again, with groups of its equations as calls."""
 
     seen: Mapping[Position, Mapping[Any, Value]]
     samples: int
     found: dict[str, BatchRows] = field(default_factory=dict)
 
     def run(self, jaxpr: Any, values: Sequence[Any], at: Position) -> list[Any]:
-        """Evaluates one jaxpr, at a position."""
         body, _ = _compat.open_jaxpr(jaxpr)
         number = {id(equation): i for i, equation in enumerate(body.eqns)}
         calls = list(self._calls(body, at))
@@ -154,7 +146,6 @@ class _Builder:
         return rebuild.run(jaxpr, values, each, items=items)
 
     def sorts_inside(self, at: Position) -> bool:
-        """Returns whether a jaxpr at a position handles rows in another order."""
         return any(
             place[: len(at)] == at and any(map(_is_bound, known.values()))
             for place, known in self.seen.items()
@@ -254,17 +245,9 @@ class _Builder:
         sizes: frozenset[int],
         results: dict[Position, RowDims],
     ) -> bool:
-        """Records where rows are in the results of an equation and of its inner jaxprs.
+        """Records rows in an equation's results; returns False if they are unknown.
 
-        Args:
-            equation: The equation.
-            at, place: Its position in the program, and in the call.
-            known: Facts about its variables.
-            sizes: Possible numbers of rows, if nothing is known.
-            results: Dictionary that receives the positions.
-
-        Returns:
-            False if the positions are unknown.
+        ``sizes`` are possible numbers of rows, if nothing is known.
         """
         dims = _row_dims(equation.outvars, known)
         if dims is None:
@@ -297,12 +280,10 @@ def _is_bound(value: Value) -> bool:
 
 
 def _returns(value: Value) -> bool:
-    """Returns whether a value depends on each sample alone, in the samples' order."""
     return value.kind is Dependence.SAMPLE and not isinstance(value.fact, _BOUND)
 
 
 def _is_sample_independent(value: Value) -> bool:
-    """Returns whether a value is the same when only some samples are computed."""
     if _returns(value):
         return True
     fixed = value.kind is Dependence.FIXED and not isinstance(value.fact, _BOUND)
@@ -323,7 +304,6 @@ def _row_dims(variables: Sequence[Any], known: Mapping[Any, Value]) -> RowDims |
 
 
 def _operand_dims(equation: Any, known: Mapping[Any, Value]) -> RowDims | None:
-    """Returns the dimensions of operands that hold rows; None if they are unknown."""
     operand_dims = [
         (None,) if _compat.is_literal(a) else _row_dims((a,), known)
         for a in equation.invars
@@ -373,7 +353,6 @@ def _groups(body: Any, known: Mapping[Any, Value]) -> list[list[int]]:
 
 
 def _can_be_ordered(body: Any, calls: Sequence[rebuild.EquationReplacement]) -> bool:
-    """Returns whether the calls can run in sequence, with all other equations."""
     try:
         rebuild.arranged(body, calls)
     except ValueError:
@@ -384,11 +363,9 @@ def _can_be_ordered(body: Any, calls: Sequence[rebuild.EquationReplacement]) -> 
 def _scoped_function(
     equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], name: str
 ) -> Callable[..., list[Any]] | None:
-    """Returns a function that runs equations inside their common scopes.
+    """Returns a function of this name that runs equations inside their scopes.
 
-    Returns:
-        A function of that name; None if an annotation covers only some of the
-        equations, which then belong to several TaskGraphs.
+    None if an annotation covers only some of them: they belong to several TaskGraphs.
     """
     with _compat.scopes_context(equations) as depth:
         behind = (_compat.scope_text(e).split("/")[depth:] for e in equations)

@@ -135,7 +135,6 @@ def refusal(
 
 
 def _unit(reason: Reason) -> int:
-    """Returns the number of samples that a reshape keeps together; 0 if none does."""
     return reason.group * max(1, reason.runs) or reason.runs
 
 

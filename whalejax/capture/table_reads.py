@@ -39,13 +39,6 @@ def short_table_notes(program: Any, paths: Sequence[str]) -> list[str]:
 def _notes(
     program: Any, names: Mapping[Any, str], given: Mapping[Any, Interval]
 ) -> Iterator[str]:
-    """Yields the notes of a program and of those inside it.
-
-    Args:
-        program: Program, open or closed.
-        names: Paths of the parameters among its variables.
-        given: Known bounds of its inputs.
-    """
     body, constants = _compat.open_jaxpr(program)
     names, known = dict(names), dict(given)
     for variable, value in zip(body.constvars, constants, strict=True):
@@ -86,7 +79,6 @@ def _passes_on(equation: Any) -> bool:
 
 
 def _result_bounds(equation: Any, operands: list[Interval]) -> dict[Any, Interval]:
-    """Returns the bounds of an equation's results that are known."""
     inner = _compat.inner_jaxprs(equation)
     if inner and len(inner) == 1 and equation.primitive.name != "scan":
         body, _ = _compat.open_jaxpr(inner[0])
@@ -126,7 +118,6 @@ def _inner_notes(
     operands: Sequence[Interval],
     names: Mapping[Any, str],
 ) -> Iterator[str]:
-    """Yields the notes of the programs inside an equation."""
     if equation.primitive.name == "cond":
         return  # A branch may run only where its indices are valid.
     for program in inner:

@@ -108,8 +108,7 @@ class Captured:
         sorted_rows: Calls by position that sort rows across the batch.
         batch_axes: The batch dimension of each batch leaf; None if it has none.
         reader: Reader of other programs with the same inputs and results.
-        apart: Function that returns how values reported for parts of the batch are
-            combined.
+        apart: Function that returns how reported values of parts are combined.
         notes: Sentences on work that could not be counted.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of attention in blocks.
         precisions: (TaskGraph, precision) pairs if only some compute in 16 bits.
@@ -194,7 +193,6 @@ class Captured:
 
     @property
     def _free_float32(self) -> list[Op]:
-        """Products of float32 that could compute in 16 bits."""
         free = {at for at, why in wide_products(self.jaxpr) if not why}
         return [op for op in self.graph.ops if op.position in free]
 
@@ -229,13 +227,7 @@ class Captured:
         casts: bool = False,
         wide: Mapping[str, int] | None = None,
     ) -> Captured:
-        """Records the requested precisions, and notes products that stay in float32.
-
-        Args:
-            precisions: Precisions that the user asked for.
-            casts: Whether anything is cast.
-            wide: Number of products that stay in float32, by the reason.
-        """
+        """Records the requested precisions, and notes products that stay in float32."""
         words, notes = ", ".join(precision_words(tuple(precisions))), [*self.notes]
         for where, count in (wide or {}).items():
             some = "1 product" if count == 1 else f"{count} products"
@@ -325,8 +317,6 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Options and names that the reader needs in addition to the equations."""
-
     adapter: Adapter
     leaves: Sequence[TracedLeaf]
     marks: Sequence[Mark]
@@ -345,11 +335,7 @@ class _Reader:
     ) -> tuple[Graph, FlatProgram, tuple[Value, ...]]:
         """Returns a program as plain data.
 
-        Args:
-            program: Its jaxpr.
-            tiled: Whether to read slices that cut a value into equal parts as a split.
-            attention: (TaskGraph, ``"ring"`` or ``"gather"``) of attention in blocks.
-            chunks: Number of chunks of the tokens in calls that make logits.
+        With ``tiled``, slices that cut a value into equal parts are read as a split.
         """
         if not attention:
             walk = FlatProgram(
@@ -508,15 +494,7 @@ def _sorting_rows(
     steady: BatchIndependentState,
     inputs: Sequence[LossInput],
 ) -> tuple[Any, dict[str, BatchRows]]:
-    """Returns the program, with operations on rows sorted across the batch in calls.
-
-    Args:
-        jaxpr: Closed jaxpr, as captured.
-        traced: Returns the jaxpr of the loss with another number of samples.
-        reader: Reader with the batch and the model.
-        steady: State that the program passes on unchanged.
-        inputs: Every flat input.
-    """
+    """Returns the program, with operations on rows sorted across the batch in calls."""
     size = next(x.micro_shape[x.axis] for x in reader.leaves if x.axis is not None)
     if size == 1 or not holds_sort(jaxpr):
         return jaxpr, {}
@@ -540,7 +518,6 @@ def _loss_programs(
     axes: Sequence[str],
     changing: Sequence[int],
 ) -> LossPrograms:
-    """Returns the programs from which the independence of samples is proven."""
     adapter, leaves = flat.adapter, reader.leaves
     first = len(jax.tree.leaves(flat.out_tree.unflatten(range(flat.num_results))[:3]))
     places = [0, 1, *(first + i for i in changing)]
@@ -581,7 +558,6 @@ def _program_of(
     axes: Sequence[str],
     size: int,
 ) -> Any:
-    """Returns the jaxpr of the loss with another number of samples in a micro-batch."""
     other = [replace(leaf, micro_shape=leaf.sized(size)) for leaf in leaves]
     first = len(flat.model_avals)
     given = [*flat.model_avals, *(leaf.aval for leaf in other)]
@@ -610,10 +586,8 @@ def _reported_values(
 ) -> tuple[Any, Callable[[], Reports]]:
     """Finds how reported values are combined; refuses those that cannot be.
 
-    Returns:
-        Structure of the loss's results for this number of micro-batches, and a function
-        that returns how parts are combined. The function traces the loss once more,
-        so it is not called here if there is one micro-batch.
+    Returns the structure of the loss's results, and a function that returns how parts
+    are combined. It traces the loss once more, so it is not called for one micro-batch.
     """
     check_keys(trace, flat.out_tree)
     first, rest = len(flat.adapter.param_paths), jax.tree.leaves(flat.adapter.rest)
@@ -636,7 +610,6 @@ def _with_samples(
     axes: Sequence[str],
     size: int,
 ) -> Trace:
-    """Returns the trace with another number of samples in a micro-batch."""
     other = [replace(leaf, micro_shape=leaf.sized(size)) for leaf in reader.leaves]
     program = _program_of(flat, reader.leaves, arguments, axes, size)
     return _traced_as(program, replace(reader, leaves=other).read(program))
@@ -648,7 +621,6 @@ def _traced_as(program: Any, read: _Read) -> Trace:
 
 
 def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:
-    """Returns whether a rewritten program keeps all attention and logits."""
     inputs = len(_compat.open_jaxpr(jaxpr)[0].invars)
     trained = [t.differentiable for t in graph.tensors[:inputs]]
     before, after = (possible_calls(x, trained) for x in (jaxpr, other))
@@ -671,13 +643,7 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
 def _traced(
     flat: _FlatLoss, arguments: list[Any], part: str
 ) -> tuple[Any, tuple[str, ...]]:
-    """Returns the jaxpr of the loss as written, and the unbound axes that it names.
-
-    Args:
-        flat: The loss.
-        arguments: Shapes of its inputs.
-        part: Name of the batch's part, for errors; or empty.
-    """
+    """Returns the jaxpr of the loss as written, and the unbound axes that it names."""
     try:
         jaxpr, axes = traced_with_axes(tracing(_compat.trace), flat, arguments)
     except Exception as error:
@@ -724,15 +690,7 @@ def _value_read(error: Exception, part: str) -> str:
 def _of_a_part(
     adapter: Adapter, batch: Any, rng: Any, batch_axes: Any, num_micro_batches: int
 ) -> Iterator[None]:
-    """Replaces a micro-batch's error if the loss accepts the whole batch.
-
-    Args:
-        adapter, batch, rng, batch_axes, num_micro_batches: Arguments of ``capture``,
-            unchanged.
-
-    Raises:
-        WhaleError: The loss can be computed on the whole batch.
-    """
+    """Replaces a micro-batch's error if the loss accepts the whole batch."""
     try:
         yield
     except WhaleError:
@@ -754,7 +712,6 @@ def _of_a_part(
 
 
 def _samples_taken(adapter: Adapter, batch: Any, rng: Any, batch_axes: Any) -> int:
-    """Returns the whole batch's samples; 0 if the loss cannot be computed on it."""
     try:
         return capture(adapter, batch, rng, batch_axes=batch_axes).graph.batch_size
     except Exception:
@@ -762,7 +719,6 @@ def _samples_taken(adapter: Adapter, batch: Any, rng: Any, batch_axes: Any) -> i
 
 
 def _part(size: int, count: int) -> str:
-    """Describes a micro-batch as a part of a batch."""
     if count == 1:
         return ""
     return f" for a micro-batch of {size} of the batch's {size * count} samples"
@@ -775,7 +731,6 @@ def _traced_twice_as_large(
     arguments: list[Any],
     axes: Sequence[str],
 ) -> Any:
-    """Returns the same loss with twice as many samples in a micro-batch."""
     larger = [leaf.with_more_samples(2) for leaf in leaves]
     size = next(x.micro_shape[x.axis] for x in larger if x.axis is not None)
     first = len(adapter.param_paths) + len(adapter.rest_paths)
@@ -787,8 +742,6 @@ def _traced_twice_as_large(
 
 
 class _FlatLoss:
-    """The loss from flat leaves to flat results; records facts found while tracing."""
-
     def __init__(self, adapter: Adapter, batch_tree: Any, size: int) -> None:
         self.adapter = adapter
         self.size = size

@@ -1,12 +1,11 @@
 """Flattens a jaxpr into a list of operations, with calls inlined.
 
-Positions: an equation's position is its index in its jaxpr; inside a call-like
-equation at position ``p`` the k-th equation of the j-th inner jaxpr has position
-``(*p, j, k)``. So the third equation of a jitted function that is called by equation 5
-of the program is at ``(5, 0, 2)``. ``j`` is the index of the branch in a ``cond``, 0
-for the condition and 1 for the body of a ``while``, and 0 in every other call. An
-evaluator that recurses with ``recursion`` and ``inner_jaxprs`` visits the same
-positions.
+The position of an equation is its index in its jaxpr. Inside a call-like equation at
+position ``p``, the k-th equation of the j-th inner jaxpr has position ``(*p, j, k)``.
+So the third equation of a jitted function that is called by equation 5 of the program
+is at ``(5, 0, 2)``. ``j`` is the index of the branch in a ``cond``, 0 for the condition
+and 1 for the body of a ``while``, and 0 in every other call. An evaluator that recurses
+with ``recursion`` and ``inner_jaxprs`` visits the same positions.
 
 Added operations of kind ``scan`` and ``while`` connect a loop's carries and slices.
 They have the position of the loop, and compute nothing.
@@ -73,8 +72,6 @@ class SortedRows:
 
 @dataclass(slots=True)
 class _EquationView:
-    """An equation, and its behaviour once known."""
-
     view: Equation
     rule: Behaviour | None = None
 
@@ -147,8 +144,7 @@ class FlatProgram:
     """A flattened program, and the state of the walk that makes it.
 
     Attributes:
-        tiled: Whether slices that together cut a value into equal parts are read as a
-            split.
+        tiled: Whether slices that cut a value into equal parts are read as a split.
         rings: Function that returns whether the call at a position counts as one
             attention operation; others are flattened.
         chunks: Number of chunks of the tokens in calls that make logits; if more than
@@ -580,7 +576,6 @@ class FlatProgram:
         return tuple(one for several in kept for one in several)
 
     def _data(self) -> set[int]:
-        """Returns the tensors that depend on the batch."""
         data = {i for i, t in enumerate(self.tensors) if t.kind == "batch"}
         for op in self.ops:
             if not data.isdisjoint(op.operands):
@@ -672,7 +667,6 @@ class FlatProgram:
         results: Sequence[int],
         here: Context,
     ) -> None:
-        """Connects a loop's carries: as produced, as consumed, and as results."""
         for out, back, result in zip(produced, carried, results, strict=False):
             self._tie(kind, position, [out, back], result, here)
             if out is not None:
@@ -719,7 +713,7 @@ _FULL = "broadcast_in_dim"
 def _is_constant(equation: Any, operands: Sequence[Value], rule: Behaviour) -> bool:
     """Returns whether an operation moves, sums or multiplies only scalar literals.
 
-    Literals are no operands, and so the result is filled with one number, as in
+    Literals are no operands, so the result is filled with one number, as in
     ``jnp.zeros``. A random key made of a number does not count.
     """
     if not operands or any(t is not None for t in operands):
@@ -770,7 +764,6 @@ def holds_tiles(jaxpr: Any) -> bool:
 
 
 def _row_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of rows, given the shape with a dimension of samples."""
     samples, first, *rest = shape
     return samples * first, *rest
 

@@ -89,7 +89,6 @@ def _printed(shell: str, parse: Callable[[list[str]], Any]) -> str:
 
 
 def _choices() -> dict[str, list[str]]:
-    """Returns the possible values of each option, by its name."""
     clusters = [f"{kind}:8" for kind in entries()]
     return {
         "--cluster": [*clusters, "local"],
@@ -118,7 +117,6 @@ def _with_choices(command: dict[str, Any]) -> None:
 
 
 def _by_name(spec: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Returns every command with its name, including those of groups."""
     result = []
     for name, command in spec["subcommands"].items():
         result.append((name, command))

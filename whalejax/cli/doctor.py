@@ -63,7 +63,6 @@ def doctor(command: DoctorCommand) -> int:
 
 
 def _count(command: DoctorCommand) -> int:
-    """Returns the number of processes that should meet."""
     launch = launched()
     count = command.processes or (launch[1] if launch else None)
     tasks = os.environ.get(_SLURM_TASKS, "0")
@@ -77,7 +76,6 @@ def _count(command: DoctorCommand) -> int:
 
 
 def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
-    """Starts ``whalejax doctor`` on every host, and returns the exit status."""
     if command.coordinator is not None or command.processes is not None:
         raise WhaleError(
             "--hosts starts whalejax doctor on every host; --coordinator and "

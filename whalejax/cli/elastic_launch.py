@@ -127,7 +127,6 @@ def train_elastically(command: TrainCommand) -> int:
 def _settings(
     command: LaunchCommand | TrainCommand, processes: str
 ) -> SupervisorSettings:
-    """Returns the numbers of a run; a launch of a fixed number restarts nothing."""
     least, most = least_and_most(processes)
     restarts, fixed = command.restarts, ":" not in processes and not command.spares
     if restarts is None and fixed and isinstance(command, LaunchCommand):

@@ -74,9 +74,7 @@ def launch(command: LaunchCommand) -> int:
 
 
 def _needs_supervisor(command: LaunchCommand) -> bool:
-    """Returns whether a fixed number of processes needs a supervisor: on agents, or to
-    replace lost ones.
-    """
+    """Returns whether a fixed number of processes needs agents, spares or restarts."""
     held = command.host is not None or command.ray is not None
     return held or bool(command.spares or command.restarts)
 

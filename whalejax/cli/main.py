@@ -1,11 +1,7 @@
-"""The command line: ``whalejax train``, ``plan``, ``show``, ``export``, ``why``,
-``search``, ``batch``, ``diff``, ``verify``, ``check``, ``profile``, ``estimate``,
-``calibrate``, ``launch``, ``agent``, ``status``, ``goodput``, ``doctor``,
-``completion``, and ``whalejax swarm`` and ``whalejax jobs`` with their subcommands.
+"""The command line, ``whalejax``: reads options and calls the code of each command.
 
-It reads options, finds the named model, and calls the code of the command, which is in
-modules that scripts can import too. Nothing heavy is imported before a command needs
-it, so that help and errors appear at once.
+That code is in modules that scripts can import too. Nothing heavy is imported before a
+command needs it, so that help and errors appear at once.
 
 The module is long because it calls every command.
 """
@@ -154,7 +150,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
-    """Runs a command, or prints the program's own help or version."""
     if list(argv) == ["--version"]:
         print(f"whalejax {__version__}")
         return 0
@@ -190,7 +185,6 @@ _GROUPS = {
 
 
 def _check_command_name(argv: Sequence[str]) -> None:
-    """Refuses a word that is not a command, and names the nearest one."""
     group = argv[0] if argv and argv[0] in _GROUPS else ""
     known, words = (_GROUPS[group], argv[1:]) if group else (COMMAND_NAMES, argv)
     if words and (words[0].startswith("-") or words[0] in known):
@@ -218,17 +212,7 @@ def _parse(argv: Sequence[str]) -> Command:
 
 
 def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) -> Any:
-    """Returns the command that words describe.
-
-    Args:
-        commands: Union of the commands.
-        prog: Program and command before these words.
-        description: Beginning of the help.
-        words: Name of a command and its options.
-
-    Raises:
-        WhaleError: The command does not have one of the options.
-    """
+    """Returns the command that words describe; refuses unknown options."""
     check_words(words)
     parsed, unknown = tyro.cli(
         commands,
@@ -244,7 +228,6 @@ def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) ->
 
 
 def _description(argv: Sequence[str]) -> str:
-    """Returns the beginning of the help, with the names of the reference models."""
     if not {"-h", "--help"} & {*argv}:
         return ""
     return _DESCRIPTION.format(models=", ".join(model_names()))
@@ -685,7 +668,6 @@ MOST_STATUS = 100
 
 
 def _complete(shell: str) -> None:
-    """Prints the completion script of a shell."""
     from whalejax.cli.completion import completion_script
 
     groups: dict[str, Callable[[list[str]], object]] = {
@@ -702,7 +684,6 @@ def _check(command: CheckCommand) -> int:
 
 
 def _goodput(command: GoodputCommand) -> None:
-    """Prints the predicted cost of failures for a plan."""
     from whalejax.planner.plan.goodput import goodput
     from whalejax.planner.plan.plan import Plan
 
@@ -713,9 +694,7 @@ def _goodput(command: GoodputCommand) -> None:
 
 
 def _described(path: Path) -> Cluster | None:
-    """Returns the cluster of a file that would be overwritten; None for a missing
-    or empty file.
-    """
+    """Returns the cluster of a file that would be overwritten, or None."""
     from whalejax.meshes import Cluster
 
     if not path.is_file() or not path.stat().st_size:

@@ -122,7 +122,6 @@ def _micro_batch(steps: Mapping[int, float]) -> float:
 
 
 def _step(job: Job, model: Any, plan: Plan, samples: int) -> float:
-    """Returns the median seconds of a step of a plan for one device."""
     batch = job.batch_at(0, samples)
     step = compile_step(
         plan,

@@ -272,7 +272,6 @@ def _wrong_range(text: str) -> str:
 
 
 def _problem(name: str, value: Any) -> str:
-    """Returns the error in the value of an option; empty if none."""
     if name == "processes" and isinstance(value, str):
         return _wrong_range(value)
     if name in _WHOLE:

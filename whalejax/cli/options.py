@@ -1,8 +1,7 @@
 """The options of most commands, as data; their docstrings are the help texts.
 
 They are separate from ``main`` so that a command's code can name its options without
-importing the command line. Long help texts, and those that several commands share, are
-with the type of the option.
+importing the command line.
 
 The module is long because these commands have many options. Those of runs with several
 processes are in ``launch_options`` and ``elastic_options``.

@@ -66,8 +66,7 @@ def check_before_training(
         console: Console to write to.
 
     Returns:
-        The result; None if there was no time for it or nothing could run, which is
-        printed.
+        The result; None if time was short or nothing could run, which is printed.
 
     Raises:
         WhaleError: The plan differs from one device.

@@ -38,8 +38,7 @@ def remark(console: Console, text: str) -> None:
 
 
 class Working:
-    """Display of the current activity and its duration on a terminal, while a block
-    runs.
+    """Display of the current activity and its duration on a terminal.
 
     It goes to standard error, and is removed at the end. Activities of a second or more
     leave one line with the time of each part. Nothing is shown if standard error is no
@@ -94,7 +93,6 @@ class Working:
             self._console.print(Text(self._words(seconds)))
 
     def _words(self, seconds: float) -> str:
-        """Returns the total time, and the time of each part, in their order."""
         ends = [begun for _, begun in self._parts[1:]] + [self._started + seconds]
         spent: dict[str, float] = {}
         for (what, begun), end in zip(self._parts, ends, strict=True):

@@ -63,8 +63,7 @@ def plan_table(plan: Plan, *, all_rows: bool = False) -> RenderableType:
 
     Args:
         plan: The plan.
-        all_rows: Whether to show all parameters, traffic and reasons, not only the
-            largest.
+        all_rows: Whether to show more than the largest parameters, traffic and reasons.
 
     Returns:
         An object that ``rich`` prints.

@@ -186,7 +186,6 @@ def _step_words(
 
 
 def _unsaved(command: SwarmServeCommand, step: int) -> str:
-    """Describes the loss of ending a run after a step."""
     if command.save is None:
         return f"ended after step {step}; nothing is saved without --save"
     return (
@@ -279,11 +278,7 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
 def _terms(
     command: SwarmJoinCommand | SwarmTrainCommand,
 ) -> tuple[Address, Key, Terms]:
-    """Returns the registry's address, key and terms, once it listens.
-
-    Raises:
-        WhaleError: The key or the registry does not appear in time, or the key differs.
-    """
+    """Returns the registry's address, key and terms, once it listens."""
     address = parsed_address(command.registry)
     begun, waits = time.monotonic(), False
     most = min(command.patience, _LISTENS_SECONDS)
@@ -326,13 +321,7 @@ def _until_over(
 ) -> None:
     """Runs a process of a swarm until the run is over or it has left.
 
-    Args:
-        process: Process that was not started yet.
-        started: Returns the message about its work, once started.
-        leaving: Message when it is asked to leave.
-
-    Raises:
-        WhaleError: It cannot start, or ended unexpectedly.
+    ``leaving`` is the message when it is asked to leave.
     """
     asked = 0
 
@@ -446,11 +435,7 @@ def parsed_address(text: str) -> Address:
 
 
 class _Absent(WhaleError):
-    """No registry answers at an address.
-
-    Attributes:
-        starts: Whether something listens there, as a registry does while it starts.
-    """
+    """No registry answers at an address; ``starts`` if something listens there."""
 
     def __init__(self, text: str, *, starts: bool = False) -> None:
         super().__init__(text)
@@ -483,11 +468,7 @@ def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
 def _check(
     command: SwarmServeCommand | SwarmJoinCommand | SwarmTrainCommand,
 ) -> None:
-    """Refuses numbers that no run can have.
-
-    Raises:
-        WhaleError: A number is out of range; lists all.
-    """
+    """Refuses numbers that no run can have; lists all."""
     problems = Problems("options")
     if isinstance(command, SwarmServeCommand):
         limits = {

@@ -100,11 +100,7 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
 
 
 def _places(command: SwarmServeCommand) -> tuple[Sequence[str], list[str]]:
-    """Returns the words that run a command on a host, and the hosts' names.
-
-    Raises:
-        WhaleError: Options contradict each other, or there is no ``srun`` here.
-    """
+    """Returns the words that run a command on a host, and the hosts' names."""
     given = {
         "--hosts": None if command.hosts == HERE.hosts else command.hosts,
         "--slurm": command.slurm,
@@ -137,7 +133,6 @@ def _places(command: SwarmServeCommand) -> tuple[Sequence[str], list[str]]:
 
 
 def _engine(command: SwarmServeCommand) -> str:
-    """Returns the name of the hosts or system of the peers, for messages."""
     if command.slurm is not None:
         return "Slurm"
     return f"--hosts {command.hosts}" if command.ray is None else "Ray"
@@ -155,7 +150,6 @@ def _join(command: SwarmServeCommand, host: str) -> SwarmJoinCommand:
 
 
 def _words(verb: str, command: SwarmServeCommand | SwarmJoinCommand) -> list[str]:
-    """Returns the command line that runs ``whalejax`` with these options."""
     return [sys.executable, "-m", "whalejax", "swarm", verb, *_options(command)]
 
 

@@ -30,8 +30,7 @@ class TrainReport:
         checked_error: Largest error of a gradient or parameter of the plan at reduced
             sizes; None if it was not checked.
         parameters: Number of elements of all parameters.
-        device_flops_per_s: Measured average FLOP/s of one device, without
-            recomputation.
+        device_flops_per_s: Measured mean FLOP/s of one device, without recomputation.
         utilization: Fraction of the devices' peak that is used (MFU).
     """
 

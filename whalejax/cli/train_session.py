@@ -148,11 +148,9 @@ def check_options(options: TrainCommand) -> None:
 
 
 def _unwritable(path: Path) -> str:
-    """Returns the reason why no checkpoints can be written below a path, as text that
-    follows its name.
+    """Returns why no checkpoints can be written below a path, as text after its name.
 
-    Raises:
-        OSError: The file system cannot tell whether the path exists.
+    Raises ``OSError`` if the file system cannot tell whether the path exists.
     """
     if path.parts and path.parts[0].endswith(":"):
         return (
@@ -240,15 +238,6 @@ def _with_tables(job: Job, model: Any, options: TrainCommand) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Session:
-    """State that training and replaying share.
-
-    Attributes:
-        job, options: Job and options of the command.
-        console: Console to write to.
-        model: Abstract model.
-        plan: Plan of the training.
-    """
-
     job: Job
     options: TrainCommand
     console: Console
@@ -257,11 +246,9 @@ class _Session:
 
     @property
     def batch_size(self) -> int:
-        """Number of samples in a global batch, as planned."""
         return self.plan.batch[0].shape[0]
 
     def batch_at(self, index: int) -> Any:
-        """Returns the global batch of a step, counted from 0."""
         return self.job.batch_at(index, self.batch_size)
 
     def check(self) -> float | None:
@@ -274,13 +261,9 @@ class _Session:
         return None if result is None else result.worst.error
 
     def start(self, step: TrainStep) -> TrainState:
-        """Returns the initial state."""
         return step.init(self.job.make_model, rng=jax.random.key(self.options.seed))
 
     def batches_from(self, state: TrainState) -> Callable[[int], Any]:
-        """Returns a function from a step to its global batch, for the steps after a
-        state.
-        """
         size, done = self.batch_size, int(state.step)
         samples = done * size if state.samples is None else state.samples
         return batches_from(self.job, size, step=done, samples=samples)
@@ -340,7 +323,6 @@ class _Session:
         return done.losses, done.step_seconds, checkpoint
 
     def _tell_evaluations(self, done: loop.LoopResult) -> None:
-        """Prints the last evaluation's result, and the path of the best checkpoint."""
         if done.evaluations:
             number, metrics = done.evaluations[-1]
             words = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -378,7 +360,6 @@ class _Session:
 
     @property
     def _units(self) -> tuple[str, int]:
-        """Unit of throughput, and the number of units in a global batch."""
         work = self.plan.work
         return (work.unit, work.units) if work else ("samples", self.batch_size)
 
@@ -406,7 +387,6 @@ class _Session:
         meter.show(progress.step, words)
 
     def replay(self, count: int, checkpoint: Path | None) -> tuple[float, ...]:
-        """Repeats the session's first steps on one device; returns the losses."""
         batch = self.batch_at(0)
         step = replay.one_device_step(self.job, self.model, batch, self.plan)
         title = "replaying on one device"
@@ -423,7 +403,6 @@ class _Session:
         difference: float | None,
         started: float,
     ) -> TrainReport:
-        """Returns the report of the session."""
         work = self.plan.work
         speed = 1 / step_seconds if step_seconds else None
         measured = self.plan.throughput(step_seconds) if speed and work else None

@@ -1,7 +1,6 @@
 """Maps the shards of a parameter to devices, for any rank and any mesh.
 
-Computed from the plan alone, in the order in which its mesh numbers devices; no device
-and no array is read.
+It needs only the plan, whose mesh numbers the devices; no device and no array is read.
 """
 
 from __future__ import annotations

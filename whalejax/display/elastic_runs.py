@@ -68,8 +68,7 @@ class StepSpan:
         step: Number of the step.
         generation: Generation that committed it.
         start_seconds, end_seconds: Seconds since the run began.
-        again: Whether it had been committed before, by a generation whose state was
-            lost.
+        again: Whether it was committed before, by a generation with lost state.
         waited: Whether it took more than three times the median: a generation was
             formed, or a member was waited for.
     """
@@ -153,8 +152,7 @@ def run_timeline(
     steps whose first results were lost, and waits between them.
 
     Args:
-        folder: Folder of the checkpoints (``save``), or of the logs of ``whalejax
-            launch``.
+        folder: Folder of checkpoints (``save``), or of ``whalejax launch``'s logs.
         run: Number of the folder's run, from 1; default: the newest.
 
     Returns:
@@ -177,7 +175,6 @@ def run_timeline(
 
 
 def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
-    """Yields the periods of members, by name and time."""
     began = events[0]["time"]
     changes: dict[str, list[tuple[float, str, int | None]]] = {}
     for said in events:
@@ -205,10 +202,7 @@ def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
 def _steps(commits: Events, began: float, median: float) -> Iterable[StepSpan]:
     """Yields the steps between commits; the first one has only an end.
 
-    Args:
-        commits: Commits of the run.
-        began: Time at which the run began.
-        median: Median seconds of a step; 0 if there are too few.
+    ``median`` is the median of the step seconds; 0 if there are too few steps.
     """
     newest = 0
     for place, said in enumerate(commits):
@@ -319,7 +313,6 @@ def _cross(x: float, y: float, text: str) -> str:
 
 
 def _generation_lines(run: RunStatus, seconds: float, under: float) -> list[str]:
-    """Draws the beginning of each generation, with its number."""
     found = []
     for one in run.generations:
         x = _x(one.seconds, seconds)

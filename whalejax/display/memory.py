@@ -73,14 +73,15 @@ def _title(bars: Bars) -> str:
 
 
 def _share(bar: tuple[str, tuple[MemoryTerms, int]]) -> float:
-    """Returns the used fraction of the device's memory."""
     _, (memory, room) = bar
     return memory.total_bytes / max(1, room)
 
 
 def _whole(bars: Bars) -> int:
-    """Returns the bytes of a bar's full width: the memory of the largest device, or
-    the largest bar if that is above it or below ``_LITTLE`` of it.
+    """Returns the bytes at a bar's full width.
+
+    That is the largest device's memory. It is the largest bar instead if that exceeds
+    the memory or is below ``_LITTLE`` of it.
     """
     most = max(memory.total_bytes for memory, _ in bars.values())
     room = max(room for _, room in bars.values())
@@ -88,7 +89,6 @@ def _whole(bars: Bars) -> int:
 
 
 def _names(bars: Bars) -> list[str]:
-    """Returns the terms that at least one bar has, in the order of ``by_name``."""
     names = next(iter(bars.values()))[0].by_name()
     return [n for n in names if any(m.by_name()[n] for m, _ in bars.values())]
 

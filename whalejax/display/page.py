@@ -108,7 +108,6 @@ class Picture:
         write(path, forms[ending])
 
     def _forms(self) -> dict[str, str]:
-        """Returns the content of a file, by its extension."""
         drawn = {".svg": alone(self.svg)} if self.svg else {}
         return {".html": page(self.html, self.title), **drawn, ".txt": self.text + "\n"}
 

@@ -1,7 +1,7 @@
 """Displays plans in notebooks: one static block of HTML each.
 
-The table of parameters shows the largest rows and folds the rest; a very long one ends
-in a count, so that a plan with ten thousand parameters still is a page.
+The table of parameters shows the largest rows and folds the rest. A very long table
+ends in a count, so that ten thousand parameters fit on a page.
 """
 
 from __future__ import annotations
@@ -126,7 +126,6 @@ def _mesh(plan: PlanData) -> str:
 
 
 def _stages(plan: PlanData) -> Iterator[str]:
-    """Yields stages and shares, if there are any."""
     if plan.stages is not None:
         head, rows = stage_rows(plan)
         cells = ("".join(map(cell, row)) for row in rows)

@@ -141,7 +141,6 @@ class SearchChart:
         return chart + "".join(self._link_to_plan(i) for i in linked[:UNFOLDED_PLANS])
 
     def _link_to_plan(self, index: int) -> str:
-        """Returns a folded plan, its anchor inside so that browsers unfold it."""
         plan, name = self._found[index], self._found.names[index]
         inner = f'<div id="{_anchor(plan)}">{plan_html(plan)}</div>'
         return details_html(f"found[{index}]: {name}", inner)

@@ -1,8 +1,8 @@
 """Sliders in a notebook that call ``Plan.what_if``, with the plan below them.
 
-They keep the layout of the first plan (its mesh, enlarged or reduced along ``data`` or
-``fsdp`` with the devices, and how a step is computed), which takes a fraction of a
-second; a checkbox searches all layouts instead.
+By default they keep the layout of the first plan, which takes a fraction of a second.
+With other numbers of devices its mesh grows or shrinks along ``data`` or ``fsdp``. A
+checkbox searches all layouts instead.
 
 It needs a running kernel, and the extra ``whalejax[notebook]`` for ipywidgets; readers
 without widgets see the plan that was found last.
@@ -38,8 +38,7 @@ class Sliders:
 
     Attributes:
         plan: The plan that was found last.
-        problem: Reason why there is no plan for the controls' values; "" if there is
-            one.
+        problem: Reason why no plan has the controls' values; "" if one has.
         controls: The ipywidgets of the plan's options, among ``batch``, ``sequence``,
             ``devices``, ``remat``, ``cluster`` and ``search``; a new ``value`` of one
             makes a new plan.
@@ -130,8 +129,10 @@ class Sliders:
 
 
 def _micro_batches(plan: PlanData, asked: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the plan's number of micro-batches, and that of micro-batches with about
-    as many tokens as the plan's.
+    """Returns the fewest and most micro-batches to try.
+
+    The first is the plan's number; the second keeps about the plan's tokens per
+    micro-batch.
     """
     batch, length = _samples(plan) or 1, 1
     if plan.question is not None:
@@ -148,12 +149,9 @@ def _micro_batches(plan: PlanData, asked: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _surely_lacks(plan: PlanData, asked: Mapping[str, Any], parts: int) -> bool:
-    """Whether state and saved values alone would fill the memory of the plan's devices.
+    """Whether state and saved values alone fill the memory; False if not certain.
 
-    Args:
-        plan: The plan.
-        asked: Changes; with others than sizes of the batch nothing is sure.
-        parts: Number of micro-batches.
+    Only changes of the batch's sizes can be certain.
     """
     samples = _samples(plan)
     if not {*asked} <= {"batch", "sequence"} or not samples or plan.question is None:
@@ -166,7 +164,6 @@ def _surely_lacks(plan: PlanData, asked: Mapping[str, Any], parts: int) -> bool:
 
 
 def _samples(plan: PlanData) -> int | None:
-    """Returns the number of samples of the planned batch, if any."""
     return next((leaf.shape[0] for leaf in plan.batch if leaf.shape), None)
 
 

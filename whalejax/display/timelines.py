@@ -277,7 +277,6 @@ def _shading() -> str:
 
 
 def _place(one: Slice) -> tuple[str, float, float]:
-    """Returns fill, top and height of a slice."""
     fill, top, height, _ = _KINDS[one.kind]
     return fill, _top(one.lane) + top * _LANE, height * _LANE
 
@@ -315,7 +314,6 @@ def _gaps(
 
 
 def _bubbles(gaps: Iterable[tuple[int, float, float]], scale: float) -> str:
-    """Draws waits of lanes as shaded boxes."""
     boxes = []
     for lane, begin, end in gaps:
         width = (end - begin) * scale
@@ -391,7 +389,6 @@ def _named_blocks(slices: Sequence[Slice], scale: float) -> Iterator[str]:
 
 
 def _axis(end_seconds: float, scale: float, y: float) -> Iterator[str]:
-    """Draws the time axis below the lanes."""
     for fifth in range(6):
         seconds = end_seconds * fifth / 5
         x = _LEFT + seconds * scale

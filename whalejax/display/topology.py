@@ -139,15 +139,7 @@ def _link(
     y: float,
     chips: float,
 ) -> tuple[str, float]:
-    """Draws the line of a link: its speed, and a chip for each axis that crosses it.
-
-    Args:
-        level: Level of the link.
-        axes: Axes that cross it, with their sizes there.
-        fills: Colour of each axis.
-        y: Top of the line.
-        chips: Width of the text before the chips.
-    """
+    """Draws a link with its speed and a chip for each axis that crosses it."""
     inner = [
         f'<line x1="{_PAD:g}" y1="{y + 9:g}" x2="{_PAD + 26:g}" y2="{y + 9:g}" '
         'stroke="currentColor" stroke-width="3"/>',

@@ -63,14 +63,13 @@ def check(
     timeout_seconds: float = SECONDS,
     memory_bytes: int | None = None,
 ) -> CheckResult:
-    """Runs a plan at reduced sizes on virtual CPU devices, and compares with one
-    device.
+    """Runs a plan at reduced sizes on virtual CPUs, and compares with one device.
 
     The plan's own layout, options and executor run for one step in another process.
     Every mesh axis stays above 1, and every dimension keeps a few elements for each
-    device that shards it. Loss, gradients and updated parameters are compared, as
-    ‖difference‖ / ‖true‖; a leaf whose norm is below 1/1000 of the root mean square of
-    all is measured relative to that.
+    device that shards it. Errors of loss, gradients and updated parameters are
+    ‖difference‖ / ‖true‖. The divisor is at least 1/1000 of the root mean square of all
+    leaves' norms.
 
     Args:
         plan: Plan from ``wh.plan`` or ``wh.Plan.load``.
@@ -81,8 +80,7 @@ def check(
             loss's lookups.
         optimizer: Optax transformation; default: gradient descent.
         trainable, axis_names, batch_axes: Arguments of ``wh.plan``, unchanged.
-        odd: Whether to check extents that are odd on each device, too, if the layout
-            has them.
+        odd: Whether to check odd extents on each device, too, if possible.
         seed: Seed of the random numbers.
         timeout_seconds: Seconds after which the process is killed.
         memory_bytes: Memory limit of the process; default: half of this machine's.
@@ -260,7 +258,6 @@ def check_request(
 
 
 def _without_predictions(plan: Plan) -> Plan:
-    """Returns a plan without the fields that its program does not depend on."""
     stages = plan.stages
     if stages is not None:
         plans = tuple(map(_without_predictions, stages.plans))
@@ -317,7 +314,6 @@ def _confirmed(
 
 
 def _half_of_memory() -> int:
-    """Returns half of this machine's memory; 8 GB if it is unknown."""
     try:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -43,7 +43,6 @@ def _answer(request: CheckRequest, phase: list[str]) -> dict[str, Any]:
 
 
 def _end_at(limit_bytes: int) -> None:
-    """Ends this process when it exceeds its memory limit."""
     page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
     def watch() -> None:
@@ -63,7 +62,6 @@ def _end_at(limit_bytes: int) -> None:
 
 
 def _resident_pages() -> int:
-    """Returns the resident pages of this process; 0 if unknown."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1])

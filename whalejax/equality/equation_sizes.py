@@ -162,7 +162,6 @@ _EDGE: Final = 4
 def _slice_sizes(
     equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
 ) -> dict[str, Any]:
-    """Resizes the slices of a lookup: full dimensions stay full."""
     del result
     sizes = tuple(
         now if size == before else size * now // before if size > 1 else size

@@ -1,7 +1,7 @@
 """Bounds of a batch's integers, such as tokens, classes or node numbers.
 
-They follow from the traced loss: an index of a lookup is below the length of the table;
-an integer that is compared with an iota along a dimension is below its length.
+The traced loss gives them. An index of a lookup is below the length of the table. An
+integer that is compared with an iota along a dimension is below the dimension's length.
 """
 
 from __future__ import annotations
@@ -47,13 +47,10 @@ Known = tuple[Inputs, int]
 
 
 class _Bounds:
-    """Bounds found so far."""
-
     def __init__(self) -> None:
         self.least: dict[int, int] = {}
 
     def body(self, jaxpr: Any, given: Sequence[Known]) -> list[Known]:
-        """Follows the values of a jaxpr."""
         inner, constants = _compat.open_jaxpr(jaxpr)
         env: dict[Any, Known] = {v: (_NOTHING, 0) for v in inner.constvars}
         env.update(zip(inner.invars, given, strict=True))

@@ -81,7 +81,6 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
 
 
 def _halved(plan: Plan) -> dict[str, int]:
-    """Returns sizes of two along every axis except the stages."""
     parts = [plan, *plan.stage_plans, *plan.pipelines]
     parts += [stage for pipeline in plan.pipelines for stage in pipeline.stage_plans]
     axes = {axis for part in parts for axis, size in part.axes if size > 1}

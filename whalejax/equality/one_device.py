@@ -1,8 +1,8 @@
 """Computes a loss on one device, one micro-batch at a time.
 
 It is the reference of every check: the user's own loss (or its traced program), without
-any lowering. Micro-batch m of M has the samples m, m + M and so on, or the groups of
-samples with these numbers if some samples stay together.
+any lowering. Micro-batch m of M has the samples m, m + M and so on. If some samples
+stay together, these are the numbers of their groups.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ def _part(
     rank: int,
     ranks: int,
 ) -> Any:
-    """Returns a micro-batch of all samples, or of one rank's block of them."""
     leaves, structure = jax.tree.flatten(batch)
     tree: Any = structure
     part = []
@@ -127,8 +126,6 @@ def _part(
 
 
 def _counted_once(rest: Any, before: Any) -> Any:
-    """Advances integer counters once per step."""
-
     def one(new: Any, old: Any) -> Any:
         return old if jnp.issubdtype(new.dtype, jnp.integer) else new
 

@@ -125,7 +125,7 @@ def _batch_leaf(
 
 
 def _redrawn(some: np.ndarray, aval: Any, chance: np.random.Generator) -> np.ndarray:
-    """Draws from the user's values, changed a little unless they are two at most."""
+    """Draws from the user's values; if over two differ, they are changed a little."""
     drawn = np.asarray(chance.choice(some.ravel(), aval.shape), np.float64)
     if len(np.unique(some)) > 2:
         drawn = drawn * (1 + 0.1 * chance.standard_normal(aval.shape))

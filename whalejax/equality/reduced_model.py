@@ -233,7 +233,6 @@ def _at_sizes(
     num_micro_batches: int,
     adapter: Adapter,
 ) -> PlannedModel:
-    """Traces a model with leaves of other sizes."""
     shapes = ResizedProgram(
         captured=model.captured, analysed=model.analysed, sizes=sizes
     )

@@ -62,8 +62,6 @@ def reduced_plan(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Builder:
-    """Inputs of the plans of all devices, of stages and of pipelines."""
-
     mesh: MeshReduction
     avals: Mapping[str, Any]
     batch: Mapping[str, Any]
@@ -128,7 +126,6 @@ class _Builder:
 
 
 def _names(plan: Plan, model: PlannedModel, small: PlannedModel) -> dict[str, str]:
-    """Maps names of the plan's dimensions to their names at reduced sizes."""
     full, now = model.analysed.dims, small.analysed.dims
     places = _places(model, small)
     tables = [axes for table in plan.compute for axes in table.axes]
@@ -154,8 +151,8 @@ def _names(plan: Plan, model: PlannedModel, small: PlannedModel) -> dict[str, st
 def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
     """Maps roles of a model to those at the same positions of the reduced model.
 
-    Parameters and the batch come first, then the operations of each kind of which both
-    programs have the same number, in order.
+    Parameters and the batch come first. Then come operations, by kind and in order, if
+    both programs have the same number of that kind.
     """
     full, now = model.analysed, small.analysed
     places: dict[int, int] = {}
@@ -184,7 +181,6 @@ def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
 
 
 def _by_kind(analysed: GraphAnalysis) -> dict[str, list[int]]:
-    """Groups operations by kind, products first."""
     kind: dict[str, list[int]] = {"dot_general": []}
     for index, op in enumerate(analysed.graph.ops):
         kind.setdefault(op.kind, []).append(index)
@@ -192,14 +188,12 @@ def _by_kind(analysed: GraphAnalysis) -> dict[str, list[int]]:
 
 
 def _layouts(analysed: GraphAnalysis, index: int) -> list[Layout]:
-    """Returns the layouts of an operation's operands and results, as it sees them."""
     op, dims = analysed.graph.ops[index], analysed.dims
     slots = enumerate((*op.operands, *op.results))
     return [dims.seen.get((index, slot), dims.layouts[t]) for slot, t in slots]
 
 
 def _check_layers(small: PlannedModel, mesh: MeshReduction) -> None:
-    """Checks that lockstep stages have all layers in total."""
     graph, dims = small.analysed.graph, small.analysed.dims
     counts = {dims.roles[role].size for role in layer_roles(graph, dims)}
     wanted = sum(mesh.stage_layers)

@@ -1,8 +1,8 @@
 """A traced loss at other sizes.
 
 A user's code may have fixed sizes (``reshape(b, s, 32, 128)``), so that it cannot run
-with smaller parameters. Its traced program can: every dimension of every value is a
-known logical dimension, so equations with sizes as parameters get other sizes. Calls
+with smaller parameters. Its traced program can. There every dimension of every value is
+a known logical dimension, so equations with sizes as parameters get other sizes. Calls
 are inlined, including those with custom derivative rules, which were traced for one
 size. Literals stay unchanged; a mean divides by the old count, both in the plan and on
 one device.
@@ -164,14 +164,11 @@ def scale_size(size: int, whole: int, reduced: int | None) -> int:
 
 
 class _Run:
-    """One run of a resized program, with its sizes and roles."""
-
     def __init__(self, program: ResizedProgram, sizes: dict[int, int]) -> None:
         self.program = program
         self.sizes = sizes
 
     def body(self, jaxpr: Any, values: Sequence[Any], position: Position) -> list[Any]:
-        """Runs a jaxpr, top-level or nested."""
         inner, constants = _compat.open_jaxpr(jaxpr)
         cut = map(self.program.constant, constants)
         env: dict[Any, Any] = dict(zip(inner.constvars, cut, strict=True))

@@ -1,9 +1,9 @@
 """Reduced sizes of a model's logical dimensions.
 
 A dimension keeps a few elements for each device that shards it, so that each shard has
-neighbours and an inside. Indivisibility stays: a vocabulary that an axis does not
-divide is unsharded at the reduced size, too. Dimensions whose sizes differ only by an
-edge (targets are tokens without the first) stay so.
+neighbours and an inside. If an axis does not divide a dimension, it does not divide the
+reduced size either. Sizes that differ only by an edge still do so (targets are tokens
+without the first).
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class _Divisors:
         return math.lcm(*(now for full, now in self.pairs if whole % full == 0), 1)
 
     def like(self, size: int, whole: int) -> bool:
-        """Whether the same axes divide both sizes."""
         return all((size % now == 0) == (whole % full == 0) for full, now in self.pairs)
 
 
@@ -109,7 +108,6 @@ def _divisors(
 
 
 def _parts(plan: Plan) -> Iterator[Plan]:
-    """Yields a plan, and the plans of its stages and pipelines."""
     yield plan
     for part in (*plan.stage_plans, *plan.pipelines):
         yield from _parts(part)
@@ -154,8 +152,7 @@ def _specs(
 
 
 def layer_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
-    """Returns the roles of layers: leading dimensions of weights, cast or not, in a
-    scan.
+    """Returns the roles of layers: leading dimensions of a scan's weights.
 
     Args:
         graph: Graph of the loss.
@@ -181,9 +178,7 @@ def _keep_edges(
     multiple: int,
     found: dict[int, int],
 ) -> None:
-    """Keeps small size differences between roles, also of zero, at the
-    reduced sizes.
-    """
+    """Keeps small or zero size differences between roles at the reduced sizes."""
     sizes = {role.index: role.size for role in dims.roles}
     for group in tied_roles(graph, dims):
         alike: dict[int, list[int]] = defaultdict(list)
@@ -233,7 +228,7 @@ def tied_roles(graph: Graph, dims: Dimensions) -> Iterator[dict[int, int]]:
 def _cuts(graph: Graph, dims: Dimensions) -> Iterator[tuple[int, int, int]]:
     """Yields (role, role, 0) for roles that differ only in their sharding.
 
-    A sequence that meets itself in attention is two roles of one size.
+    In self-attention a sequence has two roles of one size.
     """
     for (index, slot), layout in dims.seen.items():
         op = graph.ops[index]
@@ -247,7 +242,6 @@ def _cuts(graph: Graph, dims: Dimensions) -> Iterator[tuple[int, int, int]]:
 
 
 def _edges(graph: Graph, dims: Dimensions) -> Iterator[tuple[int, int, int]]:
-    """Yields (role, role, difference of their sizes)."""
     for op in graph.ops:
         if op.kind not in _EDGES:
             continue

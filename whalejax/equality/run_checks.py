@@ -130,7 +130,6 @@ def _run(
     sizes: dict[int, int],
     multiple: int,
 ) -> CheckRun:
-    """Checks a plan in the first possible way."""
     reasons: list[str] = []
     for reduced in _ways(plan, model, sizes, mesh, reasons):
         started = time.monotonic()
@@ -170,9 +169,7 @@ def _ways(
     mesh: MeshReduction,
     reasons: list[str],
 ) -> Iterator[ReducedModel]:
-    """Yields the forms of a model to try, the smallest first; its own sizes
-    come last.
-    """
+    """Yields the forms of a model to try, the smallest first, its own sizes last."""
     try:
         # Stages are cut between layers, and every layer must be in one of them.
         skips = plan.stages is None
@@ -219,8 +216,6 @@ def _widened(tree: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Numbers:
-    """Values of a model and a batch, in trees of arrays."""
-
     params: Any
     rest: Any
     batch: Any
@@ -265,7 +260,6 @@ def _draw_numbers(request: CheckRequest, reduced: ReducedModel) -> _Numbers:
 
 
 def _compare_step(request: CheckRequest, plan: Plan, reduced: ReducedModel) -> CheckRun:
-    """Compares one step of a plan with one device."""
     planned, numbers = reduced.planned, _draw_numbers(request, reduced)
     devices = jax.devices()[: plan.num_devices]
     step = step_of(
@@ -318,7 +312,6 @@ def _leaves(
 
 
 def _check_finite(expected: Any) -> None:
-    """Refuses to compare non-finite numbers."""
     if not np.isfinite(expected.loss):
         raise CheckError(
             f"on random data the loss is {expected.loss} on one device, too, so "
@@ -340,13 +333,12 @@ def _limits(
     expected: TrueStep,
     recorded: Sequence[np.ndarray],
 ) -> tuple[float, float, float]:
-    """Returns the largest accepted errors of a gradient and of a parameter, and one
-    device's noise.
+    """Returns the largest accepted errors of gradients and parameters, and the noise.
 
-    The noise is the change if parameters move by one unit in the last place of the
-    computing type. An update is compared with that of the gradients that the plan's
-    step gave its optimizer, so it has no noise; except if every rank has its own
-    optimizer, whose gradients are not recorded.
+    The noise is the change of one device's gradients if parameters move by one unit in
+    the last place of the computing type. Updates normally have no noise, because both
+    sides use the gradients of the plan's step. If every rank has its own optimizer,
+    these gradients are not recorded, so updates have noise too.
     """
     tolerance, unit = _tolerance(plan, planned)
     chance = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""Equal layers of a Python loop, of which a reduced program runs only three.
+"""Equal layers of a Python loop; a reduced program runs only three of them.
 
 Layers in a scan are reduced as any dimension is. Those of a Python loop are consecutive
 equations. If these repeat, only the first two layers and the last one run, and readers
@@ -40,9 +40,7 @@ class SkippedLayers:
     layers: int
 
     def source(self, index: int) -> int | None:
-        """Returns the equation whose results replace those of a skipped one,
-        or None.
-        """
+        """Returns the equation whose results replace a skipped one's, or None."""
         if not self.start <= index < self.end:
             return None
         return self.first + (index - self.first) % self.period
@@ -106,8 +104,7 @@ def _kind(equation: Any) -> tuple[Any, ...]:
 def stand_ins(
     skipped: SkippedLayers | None, position: tuple[int, ...]
 ) -> Mapping[int, int]:
-    """Returns, for each skipped equation of a jaxpr, the equation whose results are
-    read instead.
+    """Maps each skipped equation to the equation whose results replace its own.
 
     Args:
         skipped: Skipped layers, if any.

@@ -1,7 +1,7 @@
 """A step of one device: the loss, the gradients as a plan combines them, the update.
 
-The update uses the gradients that the plan's own step reports: optimizers such as Adam
-divide by them, so rounding alone moves a parameter whose gradient is zero.
+The update uses the gradients that the plan's own step reports. Optimizers such as Adam
+divide by them, so rounding alone would move a parameter whose gradient is zero.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ def true_step(
 
 
 def _at_plan_precision(plan: Plan, planned: PlannedModel) -> Adapter:
-    """Returns the model in the plan's precision, for all or by TaskGraph."""
     adapter = at_precision(planned.adapter, plan.precision)
     if not plan.precisions:
         return adapter
@@ -140,7 +139,6 @@ def _combine_ranks(
     of_ranks: Sequence[Sequence[Any]],
     weights: Sequence[float],
 ) -> list[np.ndarray]:
-    """Computes Adasum of the nodes' means, for each layer of a stack separately."""
     size = node_size(plan.axis_sizes, plan.cluster, plan.combine)
     nodes = [
         _means(of_ranks[first : first + size], weights[first : first + size])

@@ -28,10 +28,10 @@ COLUMNS = (
 """Columns that are read; others are copied, except those of ``OPTIONAL``."""
 
 OPTIONAL = ("notes", "head_dim", "compile", "loss_chunks")
-"""Columns that few tables have: ``notes`` may describe a mixed pipeline, ``head_dim``
-is the width of a head if it is not ``hidden / heads``, ``compile`` tells whether the
-step is compiled, and ``loss_chunks`` is the number of parts in which logits are
-computed."""
+"""Columns that few tables have. ``notes`` may describe a mixed pipeline. ``head_dim``
+is the width of a head if it is not ``hidden / heads``. ``compile`` tells whether the
+step is compiled. ``loss_chunks`` is the number of parts in which logits are computed.
+"""
 
 NEEDED = ("layers", "hidden", "seq", "global_batch", "num_devices")
 """Columns without which nothing can be predicted."""
@@ -158,7 +158,6 @@ def _wrong_cells(row: Mapping[str, str]) -> list[str]:
 
 
 def _wrong(column: str, cell: str) -> str:
-    """Returns the problem of a cell; empty if there is none."""
     at = f"column {column}"
     if column in _READ and len(cell) > _LONGEST_CELL:
         return f"{at}: {quoted(cell)}; expected at most {_LONGEST_CELL} characters"
@@ -188,7 +187,6 @@ def _wrong(column: str, cell: str) -> str:
 
 
 def _expected_text(column: str) -> str:
-    """Describes the values of a numeric column."""
     if column == "micro_batch":
         return "a number above 0"
     if column in _POSITIVE:

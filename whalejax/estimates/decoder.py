@@ -38,8 +38,7 @@ class DecoderSizes:
             gates.
         fused_loss: Whether one kernel computes the loss from logits in their own type;
             otherwise they are cast to float32 first.
-        dropout: Whether attention's weights and the inputs of the residual stream have
-            dropout.
+        dropout: Whether attention weights and residual inputs have dropout.
         norm_bias: Whether norms are LayerNorm with biases (GPT) rather than RMSNorm.
         positions: Whether it has learned position embeddings.
         tied: Whether the head uses the embedding's table.
@@ -164,7 +163,6 @@ class _Writer:
         return self.drop(p.einsum("bsgrd,grde->bse", mixed, wo))
 
     def rotate(self, x: int) -> int:
-        """Applies rotary embeddings: one kernel, or products with sines and cosines."""
         p = self.p
         if not self.sizes.eager:
             return p.unary("rotate", x)
@@ -172,7 +170,6 @@ class _Writer:
         return p.add(p.add(x, kind="scale"), turned)
 
     def core(self, q: int, k: int, v: int) -> int:
-        """Applies scores, softmax, and the sum of values."""
         p = self.p
         scores = p.einsum("bsgrd,btgd->bgrst", q, k)
         if self.sizes.eager and not self.sizes.flash:
@@ -191,7 +188,6 @@ class _Writer:
         return p.einsum("bgrst,btgd->bsgrd", even, v)
 
     def drop(self, x: int) -> int:
-        """Applies dropout if the model has it; its mask has one byte per element."""
         return self.p.unary(DROPOUT, x) if self.sizes.dropout else x
 
     def feed_forward(self, x: int) -> int:
@@ -203,7 +199,6 @@ class _Writer:
         return self.drop(p.einsum("bsm,me->bse", h, down))
 
     def activate(self, both: int, dim: int) -> int:
-        """Applies the activation, times the gate if there is one."""
         p = self.p
         with p.kernel(fused=not (self.sizes.eager and self.sizes.gated)):
             h = p.unary("tanh", p.part(both, dim))

@@ -93,9 +93,7 @@ class Prediction:
 
 
 def _with_bounds(read: Sequence[RowReading], known: Constants) -> list[RowReading]:
-    """Adds a note to rows with unknown policy: time and memory without and with full
-    rematerialization.
-    """
+    """For unknown policies, notes time and memory without and with full remat."""
     result = list(read)
     bounds: tuple[Remat, Remat] = ("none", "full")
     for index, one in enumerate(read):

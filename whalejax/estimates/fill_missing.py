@@ -1,7 +1,8 @@
-"""Fills in what rows of a table leave open, by what fits a device's memory.
+"""Fills in open values of a table's rows so that the run fits a device's memory.
 
-A row without its micro-batch, its rematerialisation or its sharding was run in some way
-that fitted. The possible ways are tried from the likeliest on, for all rows at once.
+A published run fitted its devices, even if its row omits the micro-batch,
+rematerialization or sharding. The possible values are tried from the likeliest on, for
+all rows at once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from whalejax.meshes.fitted_constants import constants
 
 
 SLACK = 0.15
-"""Part of a device's memory by which an estimate may exceed it although the row was
-run: the error of the activations' estimate."""
+"""Part of a device's memory by which a row's estimate may exceed it.
+
+The row was run, so the excess is an error of the activations' estimate.
+"""
 
 
 def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
@@ -52,8 +55,8 @@ def _offers(one: RowReading) -> list[RowReading]:
     """Returns the possible readings of a row, the likeliest first; empty if nothing is
     open.
 
-    A smaller micro-batch costs less time than recomputation, and both are likelier than
-    other shards than the framework's usual ones.
+    A smaller micro-batch comes first, because it costs less time than recomputation.
+    Unusual sharding for the framework comes last.
     """
     run = one.run
     if run is None or run.unlike:

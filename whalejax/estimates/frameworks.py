@@ -37,29 +37,26 @@ class Framework:
             two, unless the row says otherwise.
         sequence_parallel: Whether tensor parallelism shards the sequence, unless the
             row says otherwise.
-        zero: State that it shards over data-parallel devices, unless the row says
-            otherwise.
+        zero: State sharded over data-parallel devices, unless the row says otherwise.
         remat: Remat policy, unless the row says otherwise; None: as much as needed.
         selective: Meaning of its policy "selective".
         flops: Way to count FLOPs.
         dtype: Type of its products, unless the row says otherwise.
         gradient_bytes: Bytes of one parameter's gradient in the reduction (XLA reduces
             the results of products, in their type).
-        fused_accumulation: Whether products of weight gradients add to those of earlier
-            micro-batches.
+        fused_accumulation: Whether weight-gradient products add to earlier
+            micro-batches'.
         eager: Whether masks of attention without a kernel, RMSNorm, rotary embeddings
             and gates are single operations, launched individually unless compiled.
         tuned: Whether its products have a separately fitted efficiency: Megatron-LM's
             layers before attention kernels multiplied faster than others' for no other
             known reason.
-        grouped: Whether its attention has fewer heads of keys than of queries if the
-            model has.
+        grouped: Whether its attention supports fewer heads of keys than queries.
         fused_loss: Whether the loss is one kernel that reads logits in their own type;
             always true if it is compiled.
         pads_vocabulary: Whether it pads the vocabulary to a multiple of 128 for every
             rank that shards it; otherwise ranks have the remainder of the division.
-        dropout: Whether its models drop attention weights and inputs of the residual
-            stream.
+        dropout: Whether its models drop attention weights and residual inputs.
         attention_generation: Generation of devices for which its attention kernel was
             written: 7 before Ampere, 8 Ampere, 9 Hopper and later.
         flash_anywhere: Whether it has an attention kernel for older devices, too.
@@ -321,9 +318,9 @@ def framework(source: str, place: str = "") -> Framework:
     """Returns the framework of a row.
 
     Its words may be anywhere in the text, with blanks, brackets, commas or nothing in
-    place of hyphens. Of several frameworks, the last counts (``jax-toolbox-maxtext`` is
-    MaxText), of those that end together the longest. Megatron-LM is the version of the
-    year or of the authors anywhere in the text.
+    place of hyphens. Of several frameworks the last counts (``jax-toolbox-maxtext`` is
+    MaxText); of several that end together, the longest. A year or authors anywhere in
+    the text choose the version of Megatron-LM.
 
     Args:
         source: Cell ``source`` of the row.

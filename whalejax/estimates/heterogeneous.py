@@ -1,7 +1,7 @@
 """Estimates of pipelines whose stages are on mixed devices.
 
-For every kind of device with a stage, the full run is estimated on that kind. A stage
-then takes as long as its slowest replica, and the schedule's rows give the rest.
+The full run is estimated on every kind of device. A stage then takes as long as its
+slowest replica, and the schedule's rows give the waits.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ def _peaks(
     at: Mapping[ReplicaDevices, int],
     constants: Constants,
 ) -> dict[int, float]:
-    """Returns the memory that each kind of replica needs, on its fullest stage."""
     whole = runs.peak_bytes(constants)
     reserve = runs.shares(constants, "reserve_bytes")
     peaks: dict[int, float] = {}

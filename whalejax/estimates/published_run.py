@@ -50,8 +50,7 @@ class PublishedRun:
         sizes: Sizes of the model.
         framework: Framework of the run.
         device: Kind of the devices; the slowest if they are mixed.
-        num_devices, devices_per_node: Total number of devices, and number per node or
-            slice.
+        num_devices, devices_per_node: Number of devices, in all and per node or slice.
         data, fsdp, tensor, stages, context, expert: Sizes of the mesh axes. ``expert``
             divides the devices of the others and adds none.
         chunks: Parts of the model on each pipeline stage.
@@ -117,9 +116,7 @@ class PublishedRun:
 
     @property
     def weight_ranks(self) -> int:
-        """Number of devices that compute with the same parameters: along batch and
-        sequence.
-        """
+        """Number of devices, along batch and sequence, with the same parameters."""
         return self.ranks * self.context
 
     @property
@@ -150,9 +147,7 @@ class PublishedRun:
         return self.global_batch * self.sizes.seq
 
     def model_flops(self) -> float:
-        """Returns the FLOPs of a step as the framework counts them; see
-        ``Framework.flops``.
-        """
+        """Returns the FLOPs of a step by the framework; see ``Framework.flops``."""
         s, convention = self.sizes, self.framework.flops
         seen = 0.5 if convention == "causal" else 1.0
         scores = 4.0 * s.layers * s.heads * s.head_dim * s.seq * seen

@@ -1,8 +1,7 @@
 """Reads rows of a table of training runs into runs that can be estimated.
 
-The header is that of published tables: an architecture, a device, a layout, and
-measurements. Missing values follow from the rules below, and every applied rule is
-noted in the row.
+A row has an architecture, a device, a layout, and measurements. Missing values follow
+from the rules below, and every applied rule is noted in the row.
 
 The module is long because it has all of these rules, next to the columns they fill.
 """
@@ -57,10 +56,8 @@ class RowReading:
             row nor the framework names one, or the row's name is unknown.
         unknown_policy: Whether the row's name for its policy is unknown.
         unknown_memory: Whether the memory of the row's device is unknown.
-        open_micro_batch, open_zero: Whether the row omits the micro-batch, or the
-            sharded state.
-        taken: Whether it counts as fitting, though its estimated memory is slightly too
-            large.
+        open_micro_batch, open_zero: Whether the row omits micro-batch or sharded state.
+        taken: Whether it counts as fitting despite a slightly too large estimate.
     """
 
     run: PublishedRun | None
@@ -210,7 +207,6 @@ def _loss_chunks(cells: Cells, tokens: int) -> int:
 def _data(
     cells: Cells, count: int, fsdp: int, tensor: int, stages: int, context: int
 ) -> int:
-    """Returns the number of replicas: the remaining devices."""
     inner = fsdp * tensor * stages * context
     if count % inner:
         raise WhaleError(
@@ -225,7 +221,6 @@ def _data(
 
 
 def _padded(cells: Cells, seq: int, context: int) -> int:
-    """Returns the tokens of a sample, padded so that ranks divide them."""
     result = math.ceil(seq / context) * context
     if result != seq:
         cells.notes.append(f"seq {result} (cp {context} does not divide {seq})")
@@ -254,7 +249,6 @@ def _topk(cells: Cells, experts: int) -> int:
 
 
 def _expert(cells: Cells, sizes: DecoderSizes, ranks: int) -> int:
-    """Returns the ranks that share the experts equally; they are among the others."""
     if not sizes.experts:
         return 1
     given = cells.or_else("ep", 1, "none given")
@@ -271,8 +265,8 @@ def _expert(cells: Cells, sizes: DecoderSizes, ranks: int) -> int:
 def _frozen(cells: Cells, sizes: DecoderSizes) -> bool:
     """Whether only adapters are trained.
 
-    A row says so, or counts fewer FLOPs per token than the six per parameter of one
-    forward and two backward products.
+    A row says so, or counts fewer FLOPs than six per parameter and token (one forward
+    and two backward products).
     """
     text = " ".join(cells.text(name) for name in ("model", "url_or_repo_path", "notes"))
     said = [word for word in vocabulary.ADAPTERS if vocabulary.has(text.lower(), word)]
@@ -314,7 +308,6 @@ def _whole_stages(cells: Cells, source: Framework) -> tuple[int, int]:
 def _sharding(
     cells: Cells, source: Framework, ranks: int, stages: int
 ) -> tuple[int, int]:
-    """Returns the ZeRO level and the size of the fsdp axis."""
     fsdp = _rest_of(cells, ranks)
     zero = cells.whole("zero_stage")
     if zero is None:
@@ -397,8 +390,8 @@ def _sizes(
 def _usual_width(hidden: int, *, gated: bool) -> int:
     """Returns the width of a feed-forward if its row has none.
 
-    Llama's three matrices at 8/3 of the hidden size, rounded up to 256, have as many
-    parameters as two at four times it (Touvron et al. 2023, section 2.2).
+    Llama's three matrices have 8/3 of the hidden size, rounded up to 256: as many
+    parameters as two matrices at four times it (Touvron et al. 2023, section 2.2).
     """
     return 256 * math.ceil(8 * hidden / 3 / 256) if gated else 4 * hidden
 
@@ -406,7 +399,6 @@ def _usual_width(hidden: int, *, gated: bool) -> int:
 def _gated(
     cells: Cells, plain: DecoderSizes, llama: DecoderSizes, *, by_name: bool
 ) -> bool:
-    """Whether the feed-forward has a gate: by name, by parameters, or by width."""
     if cells.whole("ffn") is None:
         how = (
             "8/3 × hidden, rounded up to 256, with a gate"
@@ -442,13 +434,10 @@ def _sharded_vocabulary(vocab: int, tensor: int, source: Framework) -> int:
 def _micro_batch(
     cells: Cells, per_rank: int, stages: int, seq: int, together: int
 ) -> int:
-    """Returns the samples per rank; fractions count per device.
+    """Returns the samples per rank; a fraction counts per device.
 
-    Args:
-        cells: Cells of the row.
-        per_rank: Samples per rank in a step.
-        stages, seq: Number of stages and sequence length of the run.
-        together: Number of devices of a stage that share a sample.
+    ``per_rank`` is the samples of a rank in a step, ``together`` the devices of a stage
+    that share a sample.
     """
     given = cells.whole("micro_batch")
     stated = cells.number("micro_batch") or 1.0
@@ -491,9 +480,7 @@ def _chunks(
     parts: int,
     unlike: bool,
 ) -> int:
-    """Returns the chunks of a stage; interleaved schedules need multiples of the
-    stages.
-    """
+    """Returns the chunks of a stage; interleaving needs multiples of the stages."""
     given = cells.whole("vpp")
     if unlike and (given or 1) > 1:
         cells.notes.append(f"vpp 1 (the row says {given}; unlike stages have one part)")

@@ -24,8 +24,11 @@ Remat = Literal[
     "save_out_proj",
     "full",
 ]
-"""Recomputation in the backward pass: nothing, attention scores, all but matrix
-products, those and every second product, all but the named products, or everything."""
+"""Recomputation in the backward pass.
+
+It repeats nothing, attention scores, all but matrix products, these and every second
+product, all but the named products, or everything.
+"""
 
 PRODUCTS = ("qkv", "attention", "out", "up", "down")
 """Products of a layer, in order of computation."""
@@ -49,10 +52,9 @@ UNCONFIRMED: frozenset[Remat] = frozenset(SAVED_BY_NAME) - {"dots"}
 def saved_shares(remat: Remat, sizes: DecoderSizes) -> dict[str, float]:
     """Returns the share of each product's result that is saved for the backward pass.
 
-    ``alternate_dots`` is TorchTitan's selective checkpointing of operations: it saves
-    attention, and drops every second one of the other products in their order (key,
-    output and the second up-projection of a gated layer). It never saves grouped
-    products of experts.
+    ``alternate_dots`` is TorchTitan's selective checkpointing of operations. It saves
+    attention and drops every second other product, in order: key, output and the second
+    up-projection of a gated layer. It never saves grouped products of experts.
 
     Args:
         remat: ``dots``, or a policy that saves fewer products.

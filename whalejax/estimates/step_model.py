@@ -1,7 +1,7 @@
 """Step time and memory of many runs at once, with given layouts.
 
-Everything is an array over the runs, so that a table needs one pass, and a fit of the
-constants evaluates the same formulas as users get. The work of the runs comes from
+Everything is an array over the runs, so that a table needs one pass. A fit of the
+constants evaluates the same formulas that users get. The work of the runs comes from
 ``workload``, the speed of devices from ``meshes.fitted_constants``, and the stages'
 waits from the schedule's rows.
 
@@ -57,9 +57,12 @@ STATE_BYTES = 12
 """Bytes of a parameter's master copy and Adam's moments, in float32."""
 
 CAST_AHEAD, CAST_BEHIND = 4, 8
-"""Bytes moved when a parameter is cast to 16 bits in every micro-batch, and when its
-gradient is cast back, in addition to the products' operands: the float32 sides of both,
-one of which is added to."""
+"""Bytes of a parameter's cast to 16 bits in every micro-batch, and of its gradient's
+cast back.
+
+They are the float32 sides of both, in addition to the products' operands; one of them
+is added to.
+"""
 
 CAST_BYTES = 2
 """Bytes written for an 8-bit operand, plain and transposed, by the kernel before."""
@@ -119,9 +122,7 @@ class Runs:
         self._parameters()
 
     def _like(self) -> Array:
-        """Returns, for each run, the first run with equal micro-batches in
-        every layer.
-        """
+        """Returns each run's first run with equal micro-batches in every layer."""
         result: dict[PublishedRun, int] = {}
         first = []
         for i, run in enumerate(self.runs):
@@ -133,9 +134,7 @@ class Runs:
         return np.array(first, dtype=int)
 
     def _halvings(self) -> Array:
-        """Returns the number of halvings by which each product's operand rows miss
-        their alignment.
-        """
+        """Returns by how many halvings each product's operand rows miss alignment."""
         k, halvings = self.kernels, np.full(len(self.kernels["run"]), ALIGNED)
         for name in ("m", "k", "n"):
             size = np.where(k["weight"] & (name == "m"), ALIGNED, np.rint(k[name]))
@@ -272,7 +271,6 @@ class Runs:
         found: Callable[[PublishedRun, tuple[str, ...]], tuple[int, int]],
         axes: Axes,
     ) -> Array:
-        """Returns the ranks of some axes inside a node, and their number of nodes."""
         return np.array([found(r, axes) for r in self.runs], dtype=float).T
 
     # Evaluation.
@@ -293,22 +291,18 @@ class Runs:
         return efficiency
 
     def _bandwidth(self, constants: Constants) -> Array:
-        """Returns the bytes per second that every run's memory reaches."""
         known = [constants.memory_of(kind) for kind, _ in self._types]
         bandwidth: Array = self.memory * np.array(known)[self._type]
         return bandwidth
 
     def _node(self, constants: Constants) -> Array:
-        """Returns the bytes per second of the links in every run's node."""
         kinds = [(e.kind.family, e.kind.platform) for e in self.entries]
         known = {key: constants.node_of(*key) for key in set(kinds)}
         node: Array = self.node * np.array([known[key] for key in kinds])
         return node
 
     def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
-        """Returns the forward and backward seconds of each kernel, over all
-        repetitions.
-        """
+        """Returns each kernel's forward and backward seconds over all repetitions."""
         k, run = self.kernels, self.kernels["run"]
         whole = self._efficiency(constants)
         half = self._efficiency(constants, "bf16")
@@ -386,7 +380,6 @@ class Runs:
         return ahead + sent[0], behind + sent[1]
 
     def _recomputed_shares(self) -> Array:
-        """Returns the part of each kernel that the backward pass recomputes."""
         k, run = self.kernels, self.kernels["run"]
         remat = self.remat[run]
         scores = (k["scores"] & ~k["attention"]).astype(float)
@@ -398,7 +391,6 @@ class Runs:
         return result
 
     def _wires(self, constants: Constants) -> tuple[Array, Array]:
-        """Returns forward and backward seconds of collectives inside a micro-batch."""
         network = self.network * self.shares(constants, "network")
         links = (self._node(constants), network)
         exposed = 1.0 - self.shares(constants, "overlap_layers")
@@ -468,9 +460,6 @@ class Runs:
         )
 
     def _accumulated(self, constants: Constants) -> Array:
-        """Returns the seconds in which a micro-batch's gradients are added to earlier
-        ones.
-        """
         nbytes = (self.dense + self.expert) * (WEIGHT_BYTES + 2 * self.gradient)
         nbytes = nbytes * ((self.parts > 1) & ~self.fused & ~self.frozen)
         result: Array = nbytes / self._bandwidth(constants)
@@ -499,19 +488,11 @@ class Runs:
             self.stretch[i] = step / (run.num_micro_batches * slowest[i])
 
     def _exposed(self, compute: Array, constants: Constants) -> Array:
-        """Returns the seconds of data-parallel collectives that nothing overlaps."""
         node = self._node(constants)
         network = self.network * self.shares(constants, "network")
         hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)
 
         def once(each_bytes: float | Array, axes: Axes, *, sharded: bool) -> Array:
-            """Returns the seconds of one gather of parameters, or scatter of gradients.
-
-            Args:
-                each_bytes: Bytes of one parameter.
-                axes: Axes of the collective.
-                sharded: Whether each device begins with a shard.
-            """
             total = np.zeros(len(self.runs))
             for one in self.held:
                 nbytes = one.params * each_bytes / (one.shards if sharded else 1.0)
@@ -536,8 +517,8 @@ class Runs:
         room = compute / self.parts * hidden
         exposed = np.maximum(gradients * (1 - hidden), gradients - room)
         exposed = np.where((self.ranks > 1) & ~self.frozen, exposed, 0.0)
-        # Sharded parameters are gathered twice and reduced once per micro-batch;
-        # between replicas of the shards, once per step.
+        # Per micro-batch, shards are gathered twice and reduced once; between replicas
+        # of the shards, once per step.
         each = 2 * once(self.weights, SHARDS, sharded=False)
         each = each + once(self.gradient, SHARDS, sharded=False)
         rounds = np.where(self.frozen, 2.0, 3.0)
@@ -588,7 +569,6 @@ class Runs:
 
 
 def _along(counts: Sequence[int], places: Array) -> list[float]:
-    """Returns the seconds of each part of a pipeline."""
     along = [count * float(places[LAYER]) for count in counts]
     along[0] += float(places[EMBED])
     along[-1] += float(places[HEAD])
@@ -603,8 +583,8 @@ def pipeline_seconds(
 ) -> float:
     """Returns a step's time in a pipeline, by its schedule's rows.
 
-    Once as many micro-batches are in flight as there are stages, each further one takes
-    the slowest stage's time; so only the rows up to that point are simulated.
+    Once every stage has a micro-batch, each further one takes the slowest stage's time.
+    So only the rows up to that point are simulated.
 
     Args:
         run: Run with its schedule, stages and micro-batches.

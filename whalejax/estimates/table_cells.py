@@ -23,9 +23,7 @@ class Cells:
         return (self.row.get(column) or "").strip()
 
     def whole(self, column: str) -> int | None:
-        """Returns the integer of the cell; None if it is empty or -1, which means the
-        rest.
-        """
+        """Returns the integer of the cell; None if empty or -1 (the rest)."""
         whole = self.number(column)
         return None if whole is None or whole < 0 else int(whole)
 

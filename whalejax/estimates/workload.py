@@ -1,9 +1,8 @@
 """Work of one device in one micro-batch of a run: FLOPs and bytes, not seconds.
 
-The rows and flows of the decoder's graph, under the tables of the run's layout, become
-kernels (sizes and bytes on one device) and traffic (bytes on the wire by link). This
-module has no hardware constants, so the work is computed once and evaluated as often as
-a fit needs.
+The run's layout converts the rows and flows of the decoder's graph into kernels (sizes
+and bytes on one device) and traffic (bytes on the wire by link). This module has no
+hardware constants, so the work is computed once and evaluated as often as a fit needs.
 """
 
 from __future__ import annotations
@@ -150,10 +149,6 @@ def _analyse_decoder(
 
 @functools.cache
 def _profile() -> Cluster:
-    """Returns a cluster whose compiler optimizes collectives as frameworks do by hand.
-
-    The graph of a decoder itself determines which operations form one kernel.
-    """
     result = cluster("h100:8")
     apart = dataclasses.replace(result.compiler, fuses_normalizations=False)
     return dataclasses.replace(result, compiler=apart)
@@ -354,10 +349,8 @@ def _saved(
 ) -> dict[Remat, float]:
     """Returns the saved activations of a layer under each policy.
 
-    Args:
-        found, tables, s, sizes: Decoder and its layout.
-        sample_bytes: Bytes of one element of all samples of a micro-batch.
-        widened: Factor by which elements of the residual stream are wider.
+    ``sample_bytes`` is one element of all samples of a micro-batch; ``widened``, how
+    many times wider the residual stream's elements are.
     """
     residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
     stream_like = ((), (sizes.seq,), (sizes.hidden,))
@@ -398,7 +391,6 @@ def _saved(
 def _logit_bytes(
     s: CostSetting, sizes: DecoderSizes, micro_batch: int, itemsize: int
 ) -> float:
-    """Returns the largest temporaries around the loss, on one device."""
     shards = s.mesh["tensor"] * s.mesh["context"]
     logits = micro_batch * sizes.seq * sizes.vocab / shards
     # A fused kernel needs the logits, twice their bytes more, and their cotangent.
@@ -414,10 +406,6 @@ def _eager_bytes(
     Each of two RMSNorms saves four more bytes per element (its input in float32 instead
     of 16 bits, and the normalized input). A gate saves two more of its four values,
     which a fused kernel recomputes.
-
-    Args:
-        s, sizes, micro_batch, itemsize: Decoder and its layout.
-        shared: Whether tensor ranks share the sequence between products.
     """
     if not (sizes.eager and sizes.gated):
         return 0.0
@@ -430,7 +418,6 @@ def _eager_bytes(
 def _result_bytes(
     s: CostSetting, sizes: DecoderSizes, sample_bytes: int, stream_bytes: float
 ) -> dict[str, float]:
-    """Returns the bytes of each of ``PRODUCTS``' results, on one device."""
     each = sample_bytes * sizes.seq / (s.mesh["tensor"] * s.mesh["context"])
     heads = each * sizes.head_dim
     return {
@@ -443,7 +430,6 @@ def _result_bytes(
 
 
 def _as_single(sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns sizes without the dimension of samples."""
     return ((), *sizes[1:])
 
 
@@ -478,8 +464,7 @@ def wires(
 
 
 def levels_of(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
-    """Returns the number of devices of some axes in a node, and the number of their
-    nodes.
+    """Returns the number of some axes' devices in a node, and of their nodes.
 
     Tensor ranks are neighbours, then context ranks, then data ranks (experts are some
     of these), then pipeline stages.
@@ -514,7 +499,6 @@ def copies_of_experts(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, in
 
 
 def _split(total: int, fits: int) -> tuple[int, int]:
-    """Divides devices into equal nodes with limited room."""
     inside = min(total, max(1, fits))
     while total % inside:
         inside -= 1

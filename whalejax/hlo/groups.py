@@ -32,13 +32,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def groups_of(text: str, num_devices: int) -> Groups:
-    """Returns the groups of a collective, as device numbers; empty if the text has
-    none.
+    """Returns a collective's groups, as device numbers; empty if it has none.
 
     Args:
         text: Attributes of the collective.
-        num_devices: Number of devices of the program; an empty list of groups means all
-            of them.
+        num_devices: Number of the program's devices; an empty list of groups means all.
 
     Raises:
         HloError: The groups have an unknown form.

@@ -109,8 +109,8 @@ def collectives(program: str | Module) -> Collectives:
     """Returns the collectives of a compiled program.
 
     An asynchronous collective counts once: at its start, or in the first of a chain of
-    fusions. A loop may continue one that began before it while it computes: that still
-    counts once. Of a conditional, the branch that sends most bytes counts.
+    fusions. It also counts once if a loop continues a collective that began before the
+    loop. Of a conditional, the branch that sends most bytes counts.
 
     Args:
         program: ``compiled.as_text()``, or the result of ``read``.
@@ -163,7 +163,7 @@ class _Chains:
         self.begun: set[tuple[str, str, str, tuple[int, ...]]] = set()
 
     def begins(self, kind: str, execution: Execution) -> bool:
-        """Whether a collective is sent, and not part of one that is already counted."""
+        """Whether a collective starts here, and is not part of a counted one."""
         chain = _CHAIN.search(execution.line.rest)
         if chain is None:
             return True
@@ -183,12 +183,10 @@ class _Chains:
 
 
 def _starts(execution: Execution) -> bool:
-    """Whether a collective is the first of its chain."""
     return _START in execution.computation.root().rest
 
 
 def _refuse(line: Line) -> None:
-    """Raises for instructions that send but are not counted."""
     sends = line.opcode in ("send", "recv") and "is_host_transfer=true" not in line.rest
     if sends or line.opcode == "collective-broadcast":
         raise HloError(f"the {line.opcode} {line.name} sends, and is not counted")
@@ -237,7 +235,7 @@ def _cut(execution: Execution, kind: str, size: int) -> tuple[Shape, ...] | None
 def _result(kind: str, line: Line) -> str:
     """Returns the shape of a collective's result, without operands and context.
 
-    At an asynchronous start, the type is a tuple of operands, results and context; only
+    The type of an asynchronous start is a tuple of operands, results and context; only
     an all-reduce names its results alone.
     """
     if line.opcode == kind or kind == "all-reduce":

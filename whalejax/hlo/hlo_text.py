@@ -279,7 +279,6 @@ def _line(raw: str) -> Line:
 
 
 def _split_operands(tail: str) -> tuple[str, str]:
-    """Splits a text at the parenthesis that closes the operands."""
     if "(" not in tail:
         inside, _, rest = tail.partition(")")
         return inside, rest

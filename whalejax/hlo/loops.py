@@ -1,7 +1,7 @@
 """Counts the executions of each instruction, with loops multiplied out.
 
-Some compilers write a loop's trip count. Others, such as TPU's, do not: then the
-counter is followed through the loop's condition and body, from its start, by its step,
+Some compilers write a loop's trip count. Others, such as TPU's, do not. Then the
+counter is followed through the loop's condition and body: from its start, by its step,
 to its bound.
 """
 
@@ -34,8 +34,6 @@ _SAME = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _CarryElement:
-    """An element of the loop's state, and the number added to it."""
-
     index: int
     plus: int = 0
 
@@ -66,8 +64,7 @@ class Execution:
         count: Number of executions in one run of the program; 0 if a loop around it has
             an unknown trip count.
         caller: Innermost enclosing computation that is no fusion.
-        visits: Unique number for each entry of an enclosing computation, outermost
-            first.
+        visits: Unique number of each enclosing computation's entry, outermost first.
         loop: Outermost loop around it with an unknown trip count, or empty.
         branch: Enclosing branches of conditionals.
     """
@@ -96,8 +93,7 @@ def executions(module: Module) -> Iterator[Execution]:
 
 
 def largest_branches(work: Mapping[Branch, float]) -> set[Branch]:
-    """Returns the branch with the most work of each conditional: no run does more than
-    these.
+    """Returns each conditional's branch with most work, an upper bound of any run.
 
     Args:
         work: Work directly in each branch, in any unit.
@@ -131,8 +127,6 @@ _Caller = tuple[str, tuple[int, ...]]
 
 
 class _Visits:
-    """Visits computations as often as they are entered."""
-
     def __init__(self, module: Module) -> None:
         self.module = module
         self.numbers = itertools.count(1)
@@ -145,7 +139,6 @@ class _Visits:
         caller: _Caller,
         branch: Branch = (),
     ) -> Iterator[Execution]:
-        """Yields the instructions of one computation, and of those that it calls."""
         module = self.module
         for line in computation.lines.values():
             yield Execution(
@@ -269,13 +262,7 @@ def _plus(value: Any, number: int) -> Any:
 
 
 class _Values:
-    """Follows integers and carried values through a computation; other values are None.
-
-    Args:
-        module: The program.
-        computation: Computation to follow them through.
-        arguments: Values of the computation's parameters.
-    """
+    """Follows integers and carried values through a computation; others are None."""
 
     def __init__(
         self, module: Module, computation: Computation, arguments: Sequence[Any] = ()
@@ -286,11 +273,9 @@ class _Values:
         self.known: dict[str, Any] = {}
 
     def root(self) -> Any:
-        """Returns the value that the computation returns."""
         return self.of(self.computation.root().name)
 
     def of(self, name: str) -> Any:
-        """Returns the value of an instruction."""
         if name not in self.known:
             line = self.computation.lines.get(name)
             followed = line is not None and _FOLLOWED.match(line.result)

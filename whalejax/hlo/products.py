@@ -1,7 +1,7 @@
 """Floating-point operations of the products in a compiled program.
 
-Products are ``dot`` on some backends, convolutions on TPU (batch dimensions become
-spatial ones, with a window that meets each input once) and library calls on GPU. A
+Products are ``dot`` on some backends, convolutions on TPU and library calls on GPU. On
+TPU batch dimensions become spatial ones, with a window that meets each input once. A
 multiplication with its addition counts as two; products with padding or with the holes
 of a dilated input are not counted.
 """
@@ -106,7 +106,6 @@ def _flops(execution: Execution) -> int:
 
 
 def _operand(execution: Execution, index: int) -> Shape:
-    """Returns the shape of an operand, wherever the text has it."""
     line = execution.line
     made = execution.computation.lines.get(line.operands[index])
     if made is None or not made.shapes:
@@ -175,9 +174,7 @@ def _convolution(execution: Execution) -> int:
 
 
 def _library_convolution(execution: Execution, what: str) -> int:
-    """Returns FLOPs; a gradient takes as many as the convolution: each pair
-    meets once.
-    """
+    """Returns the FLOPs of a convolution; a gradient of one takes as many."""
     made = execution.line.shapes[0][1]
     first, second = (_operand(execution, index)[1] for index in (0, 1))
     inputs, kernel, result = {
@@ -235,9 +232,7 @@ def _windows(
 def _meetings(
     size: int, out: int, window: int, stride: int, pad: int, dilate: int, spread: int
 ) -> int:
-    """Returns the number of (output, kernel) positions along a dimension that meet an
-    input.
-    """
+    """Returns the number of (output, kernel) positions that meet an input."""
     starts = np.arange(out, dtype=np.int64) * stride - pad
     count = 0
     for k in range(window):

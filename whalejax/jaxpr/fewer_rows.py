@@ -1,8 +1,8 @@
 """Runs some equations of a program on fewer rows than traced.
 
-Equations that treat each row of a batch separately, or sort rows and restore their
-order, give the same results for some of the samples alone as among all. The program
-runs equation by equation; only parameters that contain a shape are changed.
+Some equations treat each row of a batch separately, or sort rows and restore their
+order. For some of the samples alone, they give the same results as among all. The
+program runs equation by equation; only parameters that contain a shape are changed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class BatchRows:
         samples: Number of samples of all rows.
         inputs: Row dimensions of the program's inputs.
         outputs: Row dimensions of the program's outputs.
-        results: Row dimensions of each equation's results, by its position in the
-            program.
+        results: Row dimensions of each equation's results, by its position.
         sizes: Possible numbers of rows.
     """
 
@@ -97,7 +96,6 @@ def run_fewer(
 
 
 def _operand_dims(equation: Any, dims: Mapping[Any, int | None]) -> RowDims:
-    """Returns the row dimension of each operand of an equation."""
     return tuple(
         None if _compat.is_literal(a) else dims.get(a) for a in equation.invars
     )
@@ -131,7 +129,6 @@ _SHAPES: Final = ("shape", "new_sizes")
 def _sized(
     equation: Any, shape: tuple[int, ...], operands: Sequence[Any]
 ) -> dict[str, Any]:
-    """Returns the parameters of an equation whose result has another shape."""
     params = equation.params
     changed: dict[str, Any] = {name: shape for name in _SHAPES if name in params}
     if equation.primitive.name == "slice":
@@ -142,7 +139,6 @@ def _sized(
 
 
 def _bounds(equation: Any, operands: Sequence[Any], name: str) -> tuple[int, ...]:
-    """Returns the ends of slices; full slices take the operand's new shape."""
     before, now = equation.invars[0].aval.shape, operands[0].shape
     ends = zip(equation.params[name], before, now, strict=True)
     return tuple(n if end == size else end for end, size, n in ends)
@@ -156,7 +152,6 @@ def _ruled(
     parts: int,
     place: Position,
 ) -> list[Any]:
-    """Runs a call with a custom JVP rule on fewer rows."""
     (inner,) = _compat.inner_jaxprs(equation)
     avals = [v.aval for v in equation.invars]
 
@@ -221,9 +216,9 @@ def add_inferred_rows(
 ) -> RowDims:
     """Infers the row dimensions of a program and of all programs that it calls.
 
-    Results of operands without rows have none. In all other values, also those without
-    operands, the first dimension whose length is a number of rows has them; if that is
-    wrong, shapes disagree when the program runs on fewer rows.
+    If no operand has rows, neither has the result. All other values, also those without
+    operands, have them in the first dimension whose length is a number of rows. If that
+    is wrong, shapes disagree when the program runs on fewer rows.
 
     Args:
         jaxpr: Program to infer them for.
@@ -282,8 +277,7 @@ def _dims(variables: Sequence[Any], sizes: frozenset[int]) -> RowDims:
 
 
 def carried_over(rows: BatchRows, before: Any, after: Any) -> BatchRows | None:
-    """Returns the positions of rows in a program that was traced again with additional
-    casts.
+    """Returns the positions of rows in a program traced again with more casts.
 
     Args:
         rows: Positions of the rows in the earlier program.
@@ -309,14 +303,6 @@ def _carry(
     known: dict[Any, int | None],
     results: dict[Position, RowDims],
 ) -> bool:
-    """Carries rows over in the body of an equation.
-
-    Args:
-        rows, before, after: Arguments of ``carried_over``, unchanged.
-        old, new: Positions of the jaxpr in both traces.
-        known: Row dimensions of the variables.
-        results: Dictionary that receives the row dimensions of results.
-    """
     earlier, later = (_compat.open_jaxpr(x)[0].eqns for x in (before, after))
     place = 0
     for index, equation in enumerate(later):

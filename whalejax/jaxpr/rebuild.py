@@ -1,8 +1,7 @@
 """Loops, branches and checkpointed regions of a traced program, around other bodies.
 
 Code that runs a jaxpr equation by equation and changes something inside has to rebuild
-these. The lowering does, to constrain layouts, and so does the division of fused
-dimensions.
+these: the lowering, to constrain layouts, and the division of fused dimensions.
 """
 
 from __future__ import annotations
@@ -231,7 +230,7 @@ def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
     layouts.
 
     Args:
-        values: Operands, of which the first is the index of the branch.
+        values: Operands; the first is the index of the branch.
         branches: Function of each branch.
     """
     index, *operands = values
@@ -249,8 +248,8 @@ def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
 def _with_barrier(*values: Any) -> tuple[Any, ...]:
     """Puts values behind a barrier, forward and backward.
 
-    Unlike JAX's own barrier, it makes no tangent for values without one: a function
-    called in a branch may close over them, without a derivative for them.
+    JAX's own barrier makes tangents for all values. This one makes none for values
+    without one, so a function called in a branch may close over them.
     """
     barrier: tuple[Any, ...] = jax.lax.optimization_barrier(values)
     return barrier

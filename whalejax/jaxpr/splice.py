@@ -24,8 +24,9 @@ Each = Callable[[Any, Scope], None]
 
 
 Constant = Callable[[Any], Callable[[], Any] | None]
-"""Function from an array constant to a function that makes its replacement, or to None
-if the constant stays."""
+"""Function from an array constant to a function that makes its replacement; to None if
+it stays.
+"""
 
 
 def _itself(value: Any) -> None:
@@ -164,7 +165,6 @@ class Splice:
         equation: Any,
         scope: Scope,
     ) -> None:
-        """Inserts a traced program; see ``trace``."""
         if equation is not None:
             scope = _compat.scope_inside(equation, scope)
         body, _ = _compat.open_jaxpr(traced)
@@ -177,7 +177,6 @@ class Splice:
         self._atoms.update(zip(outputs, results, strict=True))
 
     def _hold(self, jaxpr: Any, *, replaced: bool = True) -> None:
-        """Adopts the array constants of a program, each once."""
         body, constants = _compat.open_jaxpr(jaxpr)
         for variable, value in zip(body.constvars, constants, strict=True):
             make = self._constant(value) if replaced else None

@@ -1,9 +1,9 @@
-"""Traced programs as one list of steps, of which any part can run.
+"""Traced programs as one list of steps; any part of it can run.
 
 A pipeline runs a model, its backward pass and its optimizer in pieces, at different
 times and on different devices. A piece is the computation of some values from others;
-this module finds it and runs it. Nothing is rewritten; calls are inlined so that the
-list is as fine as possible, and every call with a custom rule stays one step.
+this module finds it and runs it. Calls are inlined, so that the list is as fine as
+possible. Only a call with a custom rule stays one step.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Steps:
         return self._makers.get(number)
 
     def depending(self, numbers: Collection[int]) -> set[int]:
-        """Returns all values that depend on some, including those."""
+        """Returns some values and all values that depend on them."""
         depending = set(numbers)
         for step in self.steps:
             if not depending.isdisjoint(step.sources):
@@ -193,9 +193,6 @@ class Steps:
     def _behind(
         self, number: int, inputs: Collection[int], given: Collection[int]
     ) -> frozenset[int]:
-        """Returns the values from which cheap operations make one; itself if
-        none do.
-        """
         behind, seen, open_ = set[int](), set[int](), [number]
         while open_:
             n = open_.pop()
@@ -220,7 +217,6 @@ class Steps:
     def _is_recomputable(
         self, step: Step, there: Collection[int], inputs: Collection[int]
     ) -> bool:
-        """Whether a step is cheap and all its operands are available."""
         return step.equation.primitive.name in AGAIN and all(
             n in there or n in inputs for n in step.sources
         )

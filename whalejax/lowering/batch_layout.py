@@ -196,7 +196,6 @@ def _as_planned(leaf: Any, planned: BatchLeaf, sharding: NamedSharding) -> Any:
 
 
 def _other_leaves(given: Sequence[str], planned: Sequence[str]) -> str:
-    """Describes how the leaves of a batch differ from the plan's."""
     lacks, surplus = (
         [f"batch{path}" for path in one if path not in other]
         for one, other in ((planned, given), (given, planned))

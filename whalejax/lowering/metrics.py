@@ -91,14 +91,12 @@ def reported(metrics: Any, count: Any) -> Any:
 
 
 def _with_bool_flags(metric: ReportedValue, value: Any) -> ReportedValue:
-    """Returns the metric with another value, and flags of its boolean leaves."""
     leaves = jax.tree.leaves(metric.value)
     truths = tuple(jnp.asarray(x).dtype == jnp.bool_ for x in leaves)
     return replace(metric, value=value, truths=truths if any(truths) else ())
 
 
 def _as_truths(metric: ReportedValue, value: Any) -> Any:
-    """Converts boolean leaves that were summed as numbers back to booleans."""
     if not metric.truths:
         return value
     tree: Any
@@ -108,7 +106,6 @@ def _as_truths(metric: ReportedValue, value: Any) -> Any:
 
 
 def _summable(metric: Any) -> Any:
-    """Returns a metric in a type for sums: at least 32 bits, not boolean."""
     metric = jnp.asarray(metric)
     if jnp.issubdtype(metric.dtype, jnp.inexact):
         return wide(metric)

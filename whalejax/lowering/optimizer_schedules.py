@@ -91,6 +91,5 @@ def _counts(node: Any) -> bool:
 
 
 def _holds_moments(value: Any) -> bool:
-    """Whether a field has arrays, apart from those in nested optimizer states."""
     leaves = jax.tree.leaves(value, is_leaf=lambda x: hasattr(x, "_fields"))
     return any(getattr(leaf, "ndim", 0) > 0 for leaf in leaves)

@@ -130,16 +130,8 @@ def _operations(
 ) -> float:
     """Returns the slow operations of an update, for each element of a parameter.
 
-    It is 0 if they are not counted, or if the optimizer itself raises: its next call
-    reports the error.
-
-    Args:
-        params: Abstract parameters.
-        optimizer: Optax transformation.
-        counted: Whether to count; otherwise only checks that a step can call it.
-
-    Raises:
-        WhaleError: A step cannot call the optimizer.
+    It is 0 if they are not ``counted``, or if the optimizer itself raises: its next
+    call reports the error.
     """
     unfit: WhaleError | None = None
     extended = optax.with_extra_args_support(optimizer)
@@ -288,7 +280,7 @@ def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:
 
 
 def key_text(key: Any) -> str:
-    """Returns the text of a key of a tree path in dotted paths."""
+    """Returns one key of a tree path as text, for dotted paths."""
     for name in ("key", "name", "idx"):
         if hasattr(key, name):
             return str(getattr(key, name))

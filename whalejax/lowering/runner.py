@@ -61,8 +61,7 @@ class Runner(Protocol):
         """Returns an initial state.
 
         Args:
-            build: Function that returns parameters, non-trainable state and the run's
-                key.
+            build: Function that returns parameters, other state and the run's key.
             arguments: Arguments of ``build``.
         """
         ...
@@ -411,7 +410,6 @@ def batch_means(program: Program, sums: Sums, batch: Sequence[Any]) -> list[Any]
 
 
 def _if_finite(program: Program, finite: Any, after: Any, before: Any) -> Any:
-    """Selects a step's new non-trainable state if its gradients are finite."""
     frozen, tree = program.captured.frozen, jax.tree.structure(after)
     pairs = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
     if_finite = [

@@ -109,7 +109,6 @@ class PortionLayout(BatchLayout):
         return problem
 
     def _part(self, planned: BatchLeaf, axis: int | None, mine: int) -> tuple[int, ...]:
-        """Returns the shape of a leaf with ``mine`` micro-batches."""
         if axis is None:
             return planned.shape
         shape = list(planned.shape)
@@ -119,7 +118,6 @@ class PortionLayout(BatchLayout):
     def _cut(
         self, leaf: Any, planned: BatchLeaf, axis: int | None, mine: Sequence[int]
     ) -> list[Any]:
-        """Returns the leaf of each micro-batch."""
         if is_key(leaf):
             array = leaf
         else:

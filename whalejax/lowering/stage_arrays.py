@@ -101,7 +101,6 @@ def collected(array: Any, target: NamedSharding, mesh: Mesh) -> Any:
 
 
 def _stage_mesh(mesh: Mesh, inner: Any) -> Mesh:
-    """Returns a mesh of all devices by stage, and by the axes of one stage."""
     devices = mesh.devices.reshape(-1, *inner.devices.shape)
     return Mesh(devices, (STAGE, *inner.axis_names))
 

@@ -1,7 +1,7 @@
 """``StepRunner``: the common work of all executors around a step.
 
-A step or an evaluation has four parts, in this order: processes compare their plans, a
-watch starts, the executor issues its programs, and the watch gets the results, which
+A step or an evaluation has four parts, in this order. Processes compare their plans, a
+watch starts, the executor issues its programs, and the watch gets the results. These
 show when the programs are done. Executors implement the comparison and the programs.
 """
 
@@ -58,17 +58,13 @@ class StepRunner:
         return result
 
     def _agree(self) -> None:
-        """Compares plans with the other processes at the first call."""
         raise AssertionError("an executor says how its processes agree")
 
     def _issue_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Issues the programs of a step, and returns their results."""
         raise AssertionError("an executor says what a step is")
 
     def _issue_evaluation(self, state: TrainState, batch: Any) -> Evaluation:
-        """Issues the programs of an evaluation, and returns their results."""
         raise AssertionError("an executor says what an evaluation is")
 
     def _results(self, new: TrainState, metrics: Metrics) -> Sequence[Any]:
-        """Returns arrays that are ready when the step is done."""
         return jax.tree.leaves((metrics, new.step))

@@ -51,8 +51,7 @@ def compile_tables(
         plan: Plan from ``wh.plan_tables``.
         loss_fn: Loss of the plan.
         model: Model of the plan, abstract or real.
-        optimizer: Optimizer of the parameters that are not tables; evaluation needs
-            none.
+        optimizer: Optimizer of parameters that are not tables; None to evaluate.
         out_of_range: Treatment of ids without a row: ``"error"`` checks every batch
             before it is used, ``"clip"`` takes the nearest row.
         trainable: Selection of trained parameters, as given to ``wh.plan_tables``.
@@ -118,7 +117,6 @@ def compile_tables(
 def _check_sections(
     problems: Arguments, plan: TablesPlan, replace_every: Any, job: Any, run: Any
 ) -> None:
-    """Adds problems of arguments that do not suit the plan's number of sections."""
     if plan.sections is not None:
         if replace_every is not None:
             problems.add(
@@ -229,7 +227,6 @@ def _check_program(plan: TablesPlan, step: TableStep) -> None:
 
 
 def _check_shapes(plan: TablesPlan, adapter: Adapter) -> None:
-    """Refuses a model whose parameters have other shapes than planned."""
     leaves = dict(
         zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
     )

@@ -40,8 +40,7 @@ def dense_runner(
         program: Loss of the model, cut at its lookups for the global batch.
         optimizer: Optimizer of the dense part, or None.
         devices: Devices of the plan, in node order.
-        trains: Executor that trains, if this one only evaluates; None if this one
-            trains.
+        trains: Executor that trains if this one only evaluates; else None.
 
     Raises:
         PlanError: The devices lack the plan's host memory, or the optimizer's state

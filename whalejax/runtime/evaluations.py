@@ -35,8 +35,7 @@ class Evaluations:
         first: Number of steps before the run.
         metric: Name of the metric whose best checkpoint is saved, or None.
         mode: Better direction of its values, ``"min"`` or ``"max"``.
-        patience: Number of evaluations in a row without a better value that end the
-            run, or None.
+        patience: Evaluations in a row without a better value that end the run, or None.
 
     Raises:
         WhaleError: The folder keeps the best checkpoint of another run, or by another

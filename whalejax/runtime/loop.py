@@ -72,12 +72,10 @@ class LoopResult:
         state: State after the last step.
         first_step: Number of finished steps of the state at the start.
         losses: Loss of every step done here, in order.
-        step_seconds: Median seconds of a step without the first two; None if there were
-            no more.
+        step_seconds: Median seconds of a step without the first two; None without more.
         checkpoint: Latest checkpoint that was written here, or None.
         evaluations: (step, metrics by name) of every evaluation done here, in order.
-        best: Checkpoint of the best evaluation, earlier runs included; None if not
-            requested.
+        best: Checkpoint of the best evaluation so far; None if not requested.
         stopped_early: Whether ``patience`` evaluations in a row were not better.
     """
 
@@ -149,7 +147,7 @@ def train(
             None never ends it.
         csv: File with a row for each step: loss, metrics, seconds, and evaluations in
             separate columns. A resumed run appends to it.
-        progress: Whether to show a bar with the remaining time, or lines without a
+        progress: Whether to show a bar with the remaining time; lines without a
             terminal.
         hooks: Functions called for each step with its number and its metrics by name,
             and for each evaluation with the prefix ``eval/`` of names: ``lambda step,
@@ -189,14 +187,7 @@ def _run_of(
     resumed_from: Path | None,
     **given: Any,
 ) -> _Run:
-    """Checks the arguments of ``train``, locks the folder and returns the run.
-
-    Args:
-        opened: Stack that receives the contexts to close.
-        first: Number of earlier steps.
-        step, save_dir, clock, is_held, resumed_from, given: Arguments of ``train``,
-            unchanged.
-    """
+    """Checks the arguments of ``train``, locks the folder and returns the run."""
     _check_arguments(step=step, save_dir=save_dir, **given)
     folder = None if save_dir is None else Path(save_dir)
     every, batches = given["save_every"] or _SAVE_EVERY, given["eval_batches"]
@@ -238,26 +229,15 @@ def _run_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rhythm:
-    """Steps of a run, and those that are followed by a checkpoint or evaluation.
-
-    Attributes:
-        first: Number of earlier steps.
-        steps: Total number of steps.
-        save_every, eval_every: Number of steps between checkpoints and evaluations, or
-            None.
-    """
-
     first: int
     steps: int
     save_every: int | None
     eval_every: int | None
 
     def saves(self, done: int) -> bool:
-        """Whether a checkpoint follows a step."""
         return self._is_due(done, self.save_every)
 
     def evaluates(self, done: int) -> bool:
-        """Whether an evaluation follows a step."""
         return self._is_due(done, self.eval_every)
 
     def _is_due(self, done: int, every: int | None) -> bool:
@@ -266,14 +246,6 @@ class _Rhythm:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """A run of the loop.
-
-    Attributes:
-        step, folder, keep, resumed_from: Arguments of ``train``, unchanged.
-        rhythm: Steps of the run.
-        losses, windows, evaluations: Records of losses, step times and evaluations.
-    """
-
     step: TrainStep
     rhythm: _Rhythm
     folder: Path | None
@@ -284,12 +256,6 @@ class _Run:
     evaluations: Evaluations
 
     def go(self, state: TrainState, batch_of: Callable[[int], Any]) -> LoopResult:
-        """Runs all steps.
-
-        Args:
-            state: State to train; its buffers are donated.
-            batch_of: Function that returns the global batch of a step, counted from 0.
-        """
         first, steps = self.rhythm.first, self.rhythm.steps
         checkpoint, done = self.resumed_from, first
         losses, windows = self.losses, self.windows
@@ -359,7 +325,6 @@ def latest(save_dir: str | os.PathLike[str]) -> Path | None:
 def _batch_function(
     batches: Callable[[int], Any] | Iterable[Any], first: int
 ) -> Callable[[int], Any]:
-    """Returns a function from a step's number to its batch."""
     if callable(batches):
         function = batches
 
@@ -401,7 +366,6 @@ def _batch_function(
 
 
 def _check_order(step: Any, state: Any, batches: Any) -> None:
-    """Refuses arguments of ``train`` in the wrong order."""
     order = "The order is wh.loop.train(step, state, batches, steps=…)"
     if isinstance(step, TrainState) or isinstance(state, TrainStep):
         raise WhaleError(
@@ -421,7 +385,6 @@ def _check_order(step: Any, state: Any, batches: Any) -> None:
 
 
 def _check_arguments(*, step: Any, **given: Any) -> None:
-    """Refuses arguments of ``train`` that are invalid or contradictory."""
     problems = Arguments("loop.train")
     if not callable(step):
         problems.refuse("step", step, "what wh.compile gives")
@@ -462,7 +425,6 @@ def _check_without_folder(problems: Arguments, given: Mapping[str, Any]) -> None
 
 
 def _check_functions(problems: Arguments, given: Mapping[str, Any]) -> None:
-    """Records functions that cannot be called with the arguments they will get."""
     sets = given["eval_batches"]
     if sets is not None and not (callable(sets) or isinstance(sets, list | tuple)):
         problems.refuse(
@@ -516,7 +478,6 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
 
 
 def _check_new(save_dir: Path, rhythm: _Rhythm) -> None:
-    """Refuses to train if a checkpoint to be written exists already."""
     first, steps = rhythm.first, rhythm.steps
     there = [
         path.name

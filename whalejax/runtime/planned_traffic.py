@@ -32,8 +32,8 @@ class Quantity:
         name: Name of the quantity.
         predicted, compiled: Values, or None.
         unit: ``"bytes"``, ``"flops"`` or ``"seconds"``.
-        predicted_count, compiled_count: Executions of a collective, predicted and
-            compiled.
+        predicted_count, compiled_count: Predicted and compiled executions of a
+            collective.
     """
 
     name: str
@@ -160,7 +160,6 @@ def unplanned_traffic(
     known = {name for name, _ in planned}
 
     def likeliest(found: Mapping[str, Any]) -> tuple[bool, float]:
-        """Sort key: kinds of collectives that the plan lacks, then the largest."""
         name = traffic_name(found["kind"], _axes(found))
         return name in known, -found["payload_bytes"] * found["count"]
 

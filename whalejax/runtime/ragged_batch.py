@@ -154,11 +154,7 @@ def together(
 class _PassCombiner:
     """Combines the results of passes.
 
-    Attributes:
-        counts: Number of samples of each pass.
-        weights: Weight of each pass.
-        whole: Number of samples of a full batch, with equally many copies of each
-            sample.
+    A full batch has ``whole`` samples, with equally many copies of each sample.
     """
 
     counts: Sequence[int]
@@ -166,7 +162,6 @@ class _PassCombiner:
     whole: int
 
     def value(self, kind: Any, *values: Any) -> Any:
-        """Returns a reported value, combined by its kind."""
         if not isinstance(kind, ReportedValue):
             return self.mean(*values)
         if kind.how == "same":
@@ -176,19 +171,15 @@ class _PassCombiner:
         return jax.tree.map(lambda *rows: self.rows(kind, rows), *values)
 
     def take_first(self, *values: Any) -> Any:
-        """Returns a value that is equal in all passes."""
         return values[0]
 
     def max(self, *values: Any) -> Any:
-        """Returns the maximum over the samples."""
         return jnp.stack(values).max(0)
 
     def min(self, *values: Any) -> Any:
-        """Returns the minimum over the samples."""
         return jnp.stack(values).min(0)
 
     def average(self, *values: Any) -> Any:
-        """Returns the mean over the samples, without the loss's weights."""
         total = sum(x * n for x, n in zip(values, self.counts, strict=True))
         return total / sum(self.counts)
 
@@ -203,14 +194,12 @@ class _PassCombiner:
         return total / weight.astype(values[0].dtype)
 
     def sum(self, *values: Any) -> Any:
-        """Returns the sum over the samples, each counted once."""
         times = [self.whole // count for count in self.counts]
         if not jnp.issubdtype(values[0].dtype, jnp.inexact):
             return sum(x // n for x, n in zip(values, times, strict=True))
         return sum(x / n for x, n in zip(values, times, strict=True))
 
     def rows(self, kind: ReportedValue, values: Sequence[Any]) -> Any:
-        """Returns the rows of all samples, in order."""
         axis, outer, inner = kind.axis, kind.outer, kind.inner
         front, behind = values[0].shape[:axis], values[0].shape[axis + 1 :]
         apart = (*front, outer, self.whole, inner, *behind)

@@ -227,7 +227,7 @@ class BestCheckpoint:
         mode: Better direction of its values, ``"min"`` or ``"max"``.
         value: Value of the metric.
         path: Path of the checkpoint.
-        waited: Number of later evaluations, none of which was better.
+        waited: Number of later evaluations, all of them no better.
     """
 
     step: int

@@ -259,7 +259,6 @@ class SectionsStep(TableStep):
 
     @property
     def _plain_beside(self) -> TablePrograms | None:
-        """Programs for tables on devices, with vectors exchanged by sample, or None."""
         return None if self.beside is None else self.beside.plain
 
     def close(self) -> None:
@@ -338,7 +337,6 @@ class SectionsStep(TableStep):
         return self._held
 
     def _begin(self, state: Any) -> int:
-        """Checks that a state is the newest, and returns its number of steps."""
         if isinstance(state, PipelineState):
             if state is not self._newest or self._started != self.store.begun[0]:
                 raise WhaleError(_CONSUMED)
@@ -446,7 +444,6 @@ class SectionsStep(TableStep):
             )
 
     def _host_ids(self, leaves: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (ids of all lookups, bounds), computed on the CPU."""
         return _on_cpu(self._ids, leaves)
 
     def _ids_and_bounds(self, leaves: list[Any]) -> tuple[Any, Any]:
@@ -461,8 +458,7 @@ class SectionsStep(TableStep):
         """Returns the loss and metrics of a batch; changes nothing.
 
         Args:
-            state: State to evaluate; it is not donated. Steps in flight are completed
-                first.
+            state: State to evaluate, not donated. Steps in flight end first.
             batch: Global batch, laid out like that of a step.
         """
         self._evaluator  # noqa: B018  (traced before the program that it is a part of)
@@ -491,13 +487,11 @@ class SectionsStep(TableStep):
         return self._train_dense.lower(self.settled(state), leaves, received, False)
 
     def _requests_for(self, ids: np.ndarray) -> list[ProcessRequest]:
-        """Returns the request to each process for the ids of a batch."""
         return self._requests.requests(rank_ids(self.programs.layout, ids))
 
     def _run_dense(
         self, work: Work, answers: list[Arrays]
     ) -> tuple[list[Arrays], Mapping[str, Any]]:
-        """Runs the dense section, in its thread."""
         requests = work.requests
         placed = self._on_devices(work.leaves), self._received(requests, answers)
         crowded = self._is_crowded(placed[0])
@@ -509,7 +503,6 @@ class SectionsStep(TableStep):
     def _received(
         self, requests: Sequence[ProcessRequest], answers: Sequence[Arrays]
     ) -> Any:
-        """Returns the vectors of all processes on the devices."""
         given = zip(requests, answers, strict=True)
         vectors = np.stack([self._requests.vectors(*each) for each in given])
         sharding = NamedSharding(self.mesh, PartitionSpec(None, tuple(self.plan.axes)))

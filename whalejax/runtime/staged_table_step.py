@@ -44,7 +44,6 @@ class StagedTableStep(TableStep):
         ]
 
     def _on_stages(self, leaves: list[Any], vectors: list[Any]) -> list[Any]:
-        """Returns the batch of the dense part on the stages that own its leaves."""
         pairs = zip([*leaves, *vectors], self.runner.batch_shardings, strict=True)
         return [jax.device_put(*pair) for pair in pairs]
 

@@ -1,7 +1,7 @@
 """Copies of states with tables, in parts that any placement can read.
 
-A process writes the rows that its devices hold, with their numbers, and reads those
-that its devices are to hold. No process has a complete table, and nothing is exchanged.
+A process writes the rows of its devices with their numbers. It reads the rows that its
+devices will hold. No process has a complete table, and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -89,12 +89,11 @@ class CopiedTableStates:
         return dataclasses.replace(state, tables=arrays)
 
     def _sections(self) -> list[tuple[str, str | None]]:
-        """Returns (name, state array of rows or None) of what is copied of a table."""
+        """Returns (name, state array or None) for each copied array of a table."""
         states = self._step.plan.rows.state_names
         return [("rows", None), *((f"rows.{kind}", kind) for kind in states)]
 
     def _dense_leaves(self, state: TablesState) -> list[tuple[Leaf, Any]]:
-        """Returns the leaves of a state without its tables, in the state's order."""
         without = dataclasses.replace(state, tables=())
         flat, _ = jax.tree_util.tree_flatten_with_path(without)
         return [
@@ -104,8 +103,6 @@ class CopiedTableStates:
 
 
 class _CopiedRows:
-    """Rows of one table in the copies of all processes."""
-
     def __init__(
         self, parts: Sequence[CopiedPart], found: CopiedParts, dtype: Any
     ) -> None:
@@ -114,14 +111,7 @@ class _CopiedRows:
         self._read: dict[int, np.ndarray] = {}
 
     def values(self, rows: Rows, columns: slice) -> np.ndarray:
-        """Returns some rows and columns of the table.
-
-        Args:
-            rows, columns: Arguments of a ``RowSource``.
-
-        Raises:
-            BadCopies: Some were not copied, or cannot be read.
-        """
+        """Returns some rows and columns; raises ``BadCopies`` if they are missing."""
         missing = np.ones((_count(rows), columns.stop - columns.start), bool)
         result = np.empty(missing.shape, self._dtype)
         for number, (part, theirs, (first, last)) in enumerate(self._parts):
@@ -142,7 +132,6 @@ class _CopiedRows:
 
 
 def _extent(part: CopiedPart, found: CopiedParts) -> tuple[Rows, tuple[int, int]]:
-    """Returns the rows and the columns of a part."""
     first, last = part.about["columns"]
     if "rows" in part.about:
         return slice(*part.about["rows"]), (first, last)

@@ -4,8 +4,7 @@ Lookups, the dense part and updates are one ``jax.jit`` program in three section
 ``whalejax.tables.programs`` defines. Ids are checked before a step runs, as indexing an
 array accepts any id.
 
-The module is long because ``TableStep`` has all public methods of a step: state,
-training, evaluation, checkpoints and the model.
+The module is long because ``TableStep`` has all public methods of a step.
 """
 
 from __future__ import annotations
@@ -164,7 +163,6 @@ class TableStep:
         *,
         clips: bool,
     ) -> None:
-        """Sets the plan and its layout of tables for all later steps."""
         self.plan, self.program = plan, program
         rows = {table.name: table.rows for table in plan.all_tables}
         self._names, self._rows = names, tuple(rows[name] for name in names)
@@ -183,7 +181,6 @@ class TableStep:
         self._ids = jax.jit(self.programs.program.ids, out_shardings=whole)
 
     def _make_programs(self) -> tuple[Any, Any]:
-        """Returns the programs of a step and of an evaluation."""
         step = jax.jit(
             self._advance,
             donate_argnums=0,
@@ -193,17 +190,14 @@ class TableStep:
         return step, jax.jit(self._evaluate)
 
     def _result_shardings(self) -> Any:
-        """Returns the shardings of a step's results."""
         tables = jax.tree.map(lambda x: x.sharding, self.store.abstract_arrays())
         return with_tables(self.runner.shardings, tables), None
 
     def _numbers(self, placement: TablePlacement) -> list[int]:
-        """Returns the indices of the lookups of a placement's tables."""
         held = {table.name for table in placement.tables}
         return [n for n, name in enumerate(self._names) if name in held]
 
     def _programs_of(self, placement: TablePlacement, *, clips: bool) -> TablePrograms:
-        """Returns the lookups and updates of a placement's tables on the mesh."""
         numbers, mesh, axes = self._numbers(placement), self.mesh, tuple(self.plan.axes)
         if any(shard.split == "node_rows" for shard in placement.shards):
             per_node = placement.ranks.per_node
@@ -231,14 +225,12 @@ class TableStep:
         lookups: tuple[Lookup, ...],
         names: tuple[str, ...],
     ) -> TableLayout:
-        """Returns the buffers of tables and the positions of rows."""
         samples = lookups[0].shape[0] // self.mesh.size
         return make_layout(placement, lookups, names, samples)
 
     def _store_of(
         self, programs: TablePrograms, placement: TablePlacement
     ) -> TableStore:
-        """Returns the store that moves the tables of a placement to the mesh."""
         tables = placement.tables
         return TableStore(
             layout=programs.layout,
@@ -250,7 +242,6 @@ class TableStep:
         )
 
     def _make_store(self) -> Any:
-        """Returns the store that moves tables, with the methods of ``TableStore``."""
         return self._store_of(self.programs, self.plan.placement)
 
     def close(self) -> None:
@@ -356,15 +347,7 @@ class TableStep:
         key: Any,
         done: Mapping[str, Any] | None,
     ) -> TablesState:
-        """Returns a state from its parts.
-
-        Args:
-            params: Trained leaves that are not tables, by path.
-            rest: Other leaves, by path.
-            tables: Tables and the state of their rows.
-            key: Random key of the run.
-            done: Other fields of a ``TrainState``; None initialises them.
-        """
+        """Returns a state from its parts; ``done`` has the rest of a ``TrainState``."""
         params = dict(params) or {UNUSED: np.zeros((), np.float32)}
         whole = NamedSharding(self.mesh, PartitionSpec())
         shared = self._processes.are_several  # Keys, unlike arrays, stay on devices.
@@ -393,8 +376,7 @@ class TableStep:
                 (``batch_rows``), or global ``jax.Array`` leaves.
 
         Returns:
-            The new state, and metrics: ``loss`` and the loss function's reported
-            values.
+            The new state, and metrics: ``loss`` and the values that the loss reports.
 
         Raises:
             WhaleError: The step has no optimizer, an id is out of range, the batch has
@@ -494,7 +476,6 @@ class TableStep:
         return dataclasses.replace(held, tables=self._taken_over(held.tables, store))
 
     def _taken_over(self, tables: Any, store: Any) -> Any:
-        """Copies the tables of another store to this step's store."""
         arrays = self.store.empty()
         for kind in (None, *self.plan.rows.state_names):
             for name, values in store.each(tables, kind):
@@ -507,8 +488,7 @@ class TableStep:
 
         Args:
             state: State of the other step; it is not donated.
-            step: Step of the state, with the same model and optimizers, on any devices
-                or processes.
+            step: Step of the state, with the same model and optimizers, on any devices.
 
         Raises:
             PlanError: ``step`` is not a step with tables, the state is of another model
@@ -559,7 +539,6 @@ class TableStep:
 
     @functools.cached_property
     def _evaluator(self) -> Any:
-        """The executor of the dense part with the model in evaluation mode."""
         adapter = self.adapter.evaluating()
         if adapter is None:
             return self.runner
@@ -600,18 +579,15 @@ class TableStep:
         return self._train.lower(*given, False)
 
     def _abstract_state(self) -> TablesState:
-        """Returns the shapes and shardings of a state."""
         shapes, shardings = self._abstract_dense(), self.runner.shardings
         dense = jax.tree.map(_shaped, shapes, shardings)
         return with_tables(dense, self.store.abstract_arrays())
 
     def _abstract_dense(self) -> TrainState:
-        """Returns the shapes of the state without tables."""
         origin = self.runner.shardings.origin
         return abstract_state(self.runner.program, origin)
 
     def _abstract_batch(self) -> list[Any]:
-        """Returns the shapes and shardings of a batch's leaves."""
         leaves = jax.tree.leaves(self.plan.batch)
         return [
             _shaped(leaf, sharding)
@@ -692,12 +668,10 @@ class TableStep:
         ]
 
     def _on_devices(self, leaves: list[Any]) -> list[Any]:
-        """Returns the leaves of a batch, sharded over the devices."""
         shardings = self.runner.batch_shardings
         return [jax.device_put(*pair) for pair in zip(leaves, shardings, strict=False)]
 
     def _place_batch(self, batch: Any) -> list[Any]:
-        """Checks a batch and its ids, and places its leaves on the devices."""
         if self._processes.are_several:
             leaves = self._processes.place(
                 batch, self.plan.batch, self.runner.batch_shardings
@@ -710,11 +684,6 @@ class TableStep:
         return leaves
 
     def _check_bounds(self, bounds: np.ndarray) -> None:
-        """Refuses ids that are out of range.
-
-        Args:
-            bounds: Result of ``TablePrograms.id_bounds``.
-        """
         problems = Arguments("batch")
         for number, (least, most) in enumerate(bounds):
             rows, name = self._rows[number], self._names[number]
@@ -745,9 +714,6 @@ class TableStep:
     def _dense_step(
         self, state: TablesState, batch: list[Any], vectors: list[Any]
     ) -> tuple[TablesState, dict[str, Any], list[Any]]:
-        """Returns the next state, with the tables of ``state``, metrics, and the
-        gradients of vectors.
-        """
         given = self._dense_state(state), self._dense_leaves(batch, vectors)
         new, metrics, gradients = self.runner.traced_step(*given)
         return with_tables(new, state.tables), metrics, gradients
@@ -755,20 +721,17 @@ class TableStep:
     def _dense_metrics(
         self, state: TablesState, batch: list[Any], vectors: list[Any]
     ) -> dict[str, Any]:
-        """Returns the loss and metrics of a batch."""
         given = self._dense_state(state), self._dense_leaves(batch, vectors)
         metrics: dict[str, Any]
         metrics, _ = self._evaluator.traced_evaluation(bare(given[0]), given[1])
         return metrics
 
     def _dense_state(self, state: TablesState) -> TrainState:
-        """Returns the state of the dense part's executor."""
         origin = self.runner.shardings.origin
         fields = {name: getattr(state, name) for name in _DENSE_FIELDS}
         return TrainState(origin=origin, **fields)
 
     def _dense_leaves(self, batch: list[Any], vectors: list[Any]) -> list[Any]:
-        """Returns the batch of the dense part in its layout."""
         specs = [leaf.spec for leaf in self.plan.dense.batch]
         leaves: list[Any] = self.runner.program.constrain([*batch, *vectors], specs)
         return leaves
@@ -802,10 +765,8 @@ class TableStep:
     ) -> None:
         """Implements ``save``.
 
-        Args:
-            path, state: Arguments of ``save``, unchanged.
-            before_it_appears: Function called when everything is written; raises in
-                all processes if the checkpoint must not appear.
+        ``before_it_appears`` is called when everything is written; it raises in all
+        processes if the checkpoint must not appear.
         """
         sections = self._sections(self._checked(state))
         settle()
@@ -856,12 +817,7 @@ class TableStep:
     def _restored(
         self, found: Mapping[str, Mapping[str, Any]], arrays: Any
     ) -> TablesState:
-        """Returns the state of a checkpoint.
-
-        Args:
-            found: Arrays of the checkpoint by section and path.
-            arrays: All tables; those in the checkpoint are overwritten.
-        """
+        """Returns the state of a checkpoint, whose tables overwrite ``arrays``."""
         dense = self._abstract_dense()
         done: dict[str, Any] = {"step": found["step"]["step"]}
         for name in ("opt_state", "loss_scale"):
@@ -897,7 +853,6 @@ class TableStep:
         return sections
 
     def _dense_sections(self, state: Any) -> Sections:
-        """Returns all arrays of a state except the tables', or their shapes."""
         sections: Sections = {
             "params": dict(state.params),
             "rest": dict(state.rest),
@@ -912,7 +867,6 @@ class TableStep:
         return saved
 
     def _abstract_sections(self) -> Sections:
-        """Returns the shapes and types of ``_sections``."""
         leaves = zip(
             self.adapter.param_paths, jax.tree.leaves(self.adapter.params), strict=True
         )
@@ -996,9 +950,7 @@ def _applies(before: TablesState, after: TablesState) -> Any:
 
 
 def _as_saved(leaf: Any) -> Any:
-    """Returns a leaf in host memory; keys, shapes, and leaves of which other processes
-    have parts stay as they are.
-    """
+    """Returns a leaf in host memory; keys, shapes and partial leaves stay."""
     is_array = isinstance(leaf, jax.Array) and not is_key(leaf)
     return np.asarray(leaf) if is_array and leaf.is_fully_addressable else leaf
 
@@ -1016,17 +968,14 @@ def _shaped(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def _leaf_text(leaf: Any) -> str:
-    """Returns the type and shape of a leaf, such as ``int32[16]``."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def _negative_id(value: int, rows: int) -> str:
-    """Returns text on an id below 0, which may have been counted from the end."""
     return f"the id {value - rows} ({value} if the loss counts none from the end)"
 
 
 def _lookup_mesh(plan: TablesPlan, runner: Any) -> Mesh:
-    """Returns the devices of the executor with the axes that divide lookups."""
     sizes = plan.axes
     mesh: Mesh = runner.mesh
     if not plan.dense.stage_plans and set(mesh.axis_names) == set(sizes):

@@ -4,8 +4,7 @@
 model before anything compiles, creates every array in its layout, and returns the state
 in the user's types.
 
-The module is long because ``TrainStep`` has all public methods of a step: lowering,
-state, evaluation, checkpoints and adoption.
+The module is long because ``TrainStep`` has all public methods of a step.
 """
 
 from __future__ import annotations
@@ -146,7 +145,6 @@ class TrainStep:
 
     @functools.cached_property
     def _evaluator(self) -> Runner:
-        """The runner of the loss with the model in evaluation mode."""
         adapter = self.adapter.evaluating()
         if adapter is None:
             return self._runner
@@ -223,7 +221,6 @@ class TrainStep:
         return self._with_samples(self._born_from(values, key), 0)
 
     def _born_from(self, values: tuple[Any, Any], key: Any) -> TrainState:
-        """Returns a state of (params, rest), with initial optimizer state."""
         return self._runner.init_state(lambda tree, key: (*tree, key), values, key)
 
     def _with_samples(self, state: TrainState, samples: int | None) -> TrainState:
@@ -231,7 +228,6 @@ class TrainStep:
 
     @property
     def _batch_size(self) -> int:
-        """The number of samples of a global batch; 1 without a batch dimension."""
         sizes = zip(self.plan.batch, self.batch_axes, strict=True)
         return next((x.shape[axis] for x, axis in sizes if axis is not None), 1)
 
@@ -261,8 +257,7 @@ class TrainStep:
                 global ``jax.Array`` leaves.
 
         Returns:
-            The new state, and metrics: ``loss`` and the loss function's reported
-            values.
+            The new state, and metrics: ``loss`` and the values that the loss reports.
 
         Raises:
             PlanError: The batch has another shape than the plan's, or the state has
@@ -330,7 +325,6 @@ class TrainStep:
         samples: int,
         whole: int,
     ) -> dict[str, Any]:
-        """Evaluates fewer samples than a full batch has."""
         captured = runner.program.captured
         check_mean(captured, samples, whole)
         parts = []
@@ -509,8 +503,7 @@ class TrainStep:
         It runs nothing.
 
         Raises:
-            PlanError: The plan has one program, which ``lower`` returns, or several
-                pipelines.
+            PlanError: The plan has one program (see ``lower``), or several pipelines.
         """
         if self.plan.pipelines:
             raise PlanError(
@@ -734,7 +727,6 @@ def compile(
 
 
 def _check_plan(plan: Any, loss_fn: Any, model: Any) -> None:
-    """Refuses a plan that cannot run, or arguments in the wrong order."""
     if isinstance(loss_fn, Plan) or isinstance(model, Plan):
         raise PlanError(
             "the plan stands where the loss or the model is expected. The order is "

@@ -1,11 +1,11 @@
 """Divides devices among jobs: an exact dynamic program, or an integer program.
 
-On devices of one kind the value of ``j`` jobs on ``k`` devices is the best sum of the
-value of job ``j`` on ``g`` of them and that of the others on ``k - g`` (Saxena et al.,
-"Effective Elastic Scaling of Deep Learning Workloads", 2020). On several kinds it is an
-integer program over jobs and places (as in Jayaram Subramanya et al., "Sia", 2023).
-The values include the cost of a change, so a job keeps its devices unless others gain
-more.
+On devices of one kind, a recursion over the jobs gives the largest value of ``j`` jobs
+on ``k`` devices. It is the best sum, over ``g``, of job ``j`` on ``g`` devices and of
+the other jobs on ``k - g`` (Saxena et al., "Effective Elastic Scaling of Deep Learning
+Workloads", 2020). On several kinds it is an integer program over jobs and places (as in
+Jayaram Subramanya et al., "Sia", 2023). The values include the cost of a change, so a
+job keeps its devices unless others gain more.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
 
 
 Objective = Literal["throughput", "completion", "fairness", "sia"]
-"""Sum over jobs to maximise, in which a job's value is multiplied by 1 plus its
-priority. ``throughput``: progress over that on the fewest devices;
-``completion``: part of the remaining work done per second, which ends short jobs first;
-``fairness``, ``sia``: powers, as in Pollux and Sia, of progress over that on a fair
-share."""
+"""Sum over jobs to maximise; a job's value is multiplied by 1 plus its priority.
+
+``throughput`` is the progress relative to the fewest devices. ``completion`` is the
+part of the remaining work done per second, which ends short jobs first. ``fairness``
+and ``sia`` are powers, as in Pollux and Sia, of the progress relative to a fair share.
+"""
 
 OBJECTIVES: Final = get_args(Objective)
 
@@ -78,7 +79,7 @@ def _hold(states: Sequence[JobState], devices: Mapping[str, int]) -> bool:
     if len(devices) == 1:
         (count,) = devices.values()
         return sum(state.job.least for state in states) <= count
-    # Most jobs run on one device of any kind, of which there are enough.
+    # A quick check before the integer program.
     if sum(state.job.least for state in states) > sum(devices.values()):
         return False
     values = [{place: 0.0 for place in state.job.places} for state in states]
@@ -154,7 +155,6 @@ def _values(
     share = max(1, sum(devices.values()) // jobs)
 
     def fair_progress(job: ScheduledJob) -> float:
-        """Returns a job's progress on a fair share of the devices."""
         within = [p for p in job.places if p[1] <= share] or job.places[:1]
         return max(job.progress(p) for p in within)
 
@@ -225,12 +225,8 @@ def _by_integer_program(
 ) -> list[Place] | None:
     """Returns a place for each job with the largest sum of values; None if impossible.
 
-    With 2,000 (job, place) pairs or more, the sum may be 0.1 % below the largest.
-
-    Args:
-        values: Value of each place, for each job.
-        devices: Number of devices by kind.
-        feasible: Whether any possible places suffice.
+    With 2,000 (job, place) pairs or more, the sum may be 0.1 % below the largest. With
+    ``feasible``, any possible places suffice.
     """
     columns = [
         (job, place)

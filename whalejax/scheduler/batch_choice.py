@@ -27,7 +27,7 @@ def rate_factor(batch: int, own_batch: int, rule: RateRule) -> float:
     """Returns the ratio of a larger batch's learning rate to that of the job's batch.
 
     The linear rule is for SGD (Goyal et al., "Accurate, Large Minibatch SGD: Training
-    ImageNet in 1 Hour", 2017); the square root is for optimizers that divide by the
+    ImageNet in 1 Hour", 2017). The square root is for optimizers that divide by the
     gradient's size, such as Adam (Malladi et al., "On the SDEs and Scaling Rules for
     Adaptive Gradient Algorithms", 2022).
 

@@ -61,8 +61,7 @@ class ScheduledJob:
         resize_seconds: Time without progress when its devices change.
         start_seconds: Time without progress when it starts, or changes to another kind
             of device; ``resize_seconds`` if None.
-        join_seconds: Time until added devices take part; it runs without them until
-            then.
+        join_seconds: Time until added devices take part; until then it runs without.
         asked: Place that its user would have requested.
     """
 
@@ -109,9 +108,7 @@ class ScheduledJob:
         return 0.0 if option is None else option.progress
 
     def change_seconds(self, before: Place, after: Place) -> tuple[float, float]:
-        """Returns the cost of a change: seconds at the earlier speed, then without
-        progress.
-        """
+        """Returns a change's cost: seconds at the old speed, then without progress."""
         if before == after or not after[1]:
             return 0.0, 0.0
         if not before[1] or before[0] != after[0]:
@@ -190,8 +187,7 @@ def batch_efficiency(batch: int, own_batch: int, noise_scale: float) -> float:
 def with_measured(job: ScheduledJob, measured: Mapping[Place, float]) -> ScheduledJob:
     """Returns a job with measured throughputs in place of predicted ones.
 
-    Predictions for other places are scaled by the mean ratio of measured to predicted
-    throughputs on devices of their kind, or on all kinds if none was measured there.
+    Predictions for other places are scaled by the ratios of ``speed_ratios``.
 
     Args:
         job: The job.
@@ -213,8 +209,10 @@ def with_measured(job: ScheduledJob, measured: Mapping[Place, float]) -> Schedul
 def speed_ratios(
     options: Mapping[Place, JobOption], measured: Mapping[Place, float]
 ) -> Callable[[str], float]:
-    """Returns a function for the mean ratio of measured to predicted throughputs on
-    devices of a kind: that on all kinds if the kind was not measured, else 1.
+    """Returns a function from a kind of device to its mean ratio of measured to
+    predicted throughput.
+
+    If a kind was not measured, the ratio is the mean over all kinds; 1 if none was.
 
     Args:
         options: Predicted options by place.

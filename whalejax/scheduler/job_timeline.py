@@ -23,20 +23,11 @@ from whalejax.scheduler.simulation import JobSimulation, simulate
 
 @dataclass(slots=True)
 class _History:
-    """Periods in which one job held devices, while the journal is read.
-
-    Attributes:
-        held: Periods that have ended.
-        since: Time since which it holds its present devices.
-        devices: Present number of devices.
-    """
-
     held: list[HeldDevices] = field(default_factory=list)
     since: float = 0.0
     devices: int = 0
 
     def change(self, at: float, devices: int) -> None:
-        """Ends a period and begins the next one."""
         if self.devices and at > self.since:
             period = HeldDevices(
                 start_seconds=self.since, end_seconds=at, devices=self.devices
@@ -102,7 +93,6 @@ def _read_journal(
         at = max(at, record.get("time", 0.0))
         event, name = record["event"], record.get("name", "")
         if event == "opened":
-            # A journal of before has the number alone.
             devices = record.get("devices", {"": record.get("num_devices", 0)})
             continue
         apply_event(jobs, event, record, at)
@@ -176,5 +166,5 @@ def _simulation(
         return None
     try:
         return simulate(tables, devices, elastic(devices, "throughput", 600.0))
-    except JobError:  # A job that no longer fits the cluster that the journal names.
+    except JobError:  # A job may no longer fit the cluster that the journal names.
         return None

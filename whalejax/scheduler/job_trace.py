@@ -121,8 +121,6 @@ def _number(text: str) -> int:
 
 
 class _Cells:
-    """Cells of one row; errors name the line."""
-
     def __init__(
         self, row: dict[str, str | None], line: int, problems: Problems
     ) -> None:
@@ -133,14 +131,12 @@ class _Cells:
         self.problems.add(f"line {self.line}: {name} is {given!r}; expected {expected}")
 
     def word(self, name: str) -> str:
-        """Returns the text of a cell; refuses an empty one."""
         text = (self.row.get(name) or "").strip()
         if not text:
             self._refuse(name, "a name")
         return text
 
     def number(self, name: str, most: float, default: float | None = None) -> float:
-        """Returns a number from 0; the default if the cell is empty or missing."""
         text = (self.row.get(name) or "").strip()
         if not text and default is not None:
             return default
@@ -156,7 +152,6 @@ class _Cells:
     def whole(
         self, name: str, least: int, most: int, default: int | None = None
     ) -> int:
-        """Returns an integer; the default if the cell is empty or missing."""
         text = (self.row.get(name) or "").strip()
         if not text and default is not None:
             return default
@@ -167,7 +162,6 @@ class _Cells:
         return value
 
     def batches(self) -> tuple[int, int]:
-        """Returns the own and largest batch; a range must allow to double the batch."""
         least, most = self.span("batch", _MOST_SAMPLES)
         if least < most < 2 * least:
             expected = f"a largest batch of {2 * least} or more, as batches are doubled"
@@ -175,7 +169,6 @@ class _Cells:
         return least, most
 
     def span(self, name: str, most: int) -> tuple[int, int]:
-        """Returns both ends of ``N`` or ``MIN:MAX``."""
         low, _, high = (self.row.get(name) or "").strip().partition(":")
         pair = [_number(low), _number(high)]
         least, largest = pair if high else (pair[0], pair[0])

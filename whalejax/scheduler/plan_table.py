@@ -68,8 +68,9 @@ def plans_by_number(
 ) -> dict[int, Plan]:
     """Returns the best plan of a job for each number of devices, or that of fewer.
 
-    A number is not planned if it is twice another one, no power of two, and the other
-    one gains nothing over fewer devices: its odd factor divides no dimension.
+    Some numbers are not planned: twice another number that gains nothing over fewer
+    devices, unless it is a power of two. The odd factor of such a number divides no
+    dimension.
 
     Args:
         job: Job with its model, batches and optimizer.
@@ -132,7 +133,7 @@ def _plan_on(
     """Returns the best plan on some devices, or that of fewer if it is no slower."""
     if fewer is not None and fewer.question is not None:
         try:
-            # Plans that leave devices idle are those on fewer.
+            # Plans that leave devices idle are plans for fewer devices.
             plan = fewer.what_if(cluster=part, allow_idle=False)
         except PlanError:
             return fewer

@@ -89,9 +89,9 @@ class JobSimulation:
     def starved(self) -> int:
         """Number of jobs that waited longer than the jobs ahead of them justify.
 
-        Ahead of a job are the unfinished jobs at its arrival, and those of a higher
-        priority that arrived while it waited. The limit is the time of the job that
-        held devices longest, for each job ahead and once more.
+        Ahead of a job are the unfinished jobs at its arrival, and jobs of a higher
+        priority that arrived while it waited. The limit of its wait is the longest time
+        that any job held devices, times the number of jobs ahead plus one.
         """
         longest = max(o.end - o.intervals[0].begin for o in self.records)
         result = 0
@@ -118,13 +118,8 @@ class JobSimulation:
 class _Running:
     """A job during the simulation.
 
-    Attributes:
-        job: The job.
-        left: Number of remaining samples.
-        place: Current place.
-        since: Time since which it has that place.
-        course: Pairs of an end time and the progress per second until then, in order.
-        intervals: Periods in which it held devices.
+    ``course`` has pairs of an end time and the progress per second until then, in
+    order.
     """
 
     job: ScheduledJob
@@ -135,7 +130,6 @@ class _Running:
     intervals: list[Interval] = field(default_factory=list)
 
     def end(self, now: float) -> float:
-        """Returns the time at which it ends if it keeps its place."""
         left = self.left
         for until, progress in self.course:
             span = max(0.0, until - now)
@@ -147,7 +141,6 @@ class _Running:
         return math.inf
 
     def advance(self, before: float, now: float) -> None:
-        """Advances the job from one time to another."""
         for until, progress in self.course:
             span = max(0.0, min(until, now) - before)
             self.left = max(0.0, self.left - span * progress)
@@ -156,7 +149,6 @@ class _Running:
             del self.course[0]
 
     def move(self, place: Place, now: float) -> None:
-        """Moves it to another place."""
         before, progress = self.place, self.course[0][1]
         self.leave(now)
         self.place, self.since = place, now
@@ -168,7 +160,6 @@ class _Running:
         ]
 
     def leave(self, now: float) -> None:
-        """Removes it from its devices."""
         if self.place != NOWHERE and now > self.since:
             held = Interval(place=self.place, begin=self.since, end=now)
             self.intervals.append(held)
@@ -192,8 +183,7 @@ def simulate(
         devices: Number of devices by kind.
         decide: Function that chooses the places of all jobs that wait or run.
         every: Seconds between decisions without an arrival or an end.
-        count_ended: Function that receives the number of jobs that have ended, after
-            each end.
+        count_ended: Function that receives the number of ended jobs after each end.
 
     Raises:
         JobError: A decision uses more devices than there are, or no job ever runs.
@@ -245,7 +235,6 @@ def simulate(
 def _record(
     job: ScheduledJob, intervals: Sequence[Interval], end: float, zero: float
 ) -> JobRecord:
-    """Returns the record of a job, in the times of its trace."""
     moved = (
         dataclasses.replace(
             interval, begin=interval.begin + zero, end=interval.end + zero

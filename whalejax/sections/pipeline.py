@@ -3,8 +3,8 @@
 The caller submits batches. For each process of the sparse section one thread asks for
 vectors and one sends gradients; one thread runs the dense section. A lookup of step t
 waits only for the gradients of step t - s - 1, with staleness s. Gradients stay in a
-log until a snapshot of the rows includes them, so that a replaced process receives the
-missing ones: by their step numbers it applies each once.
+log until a snapshot of the rows includes them. A process that replaces another receives
+the missing gradients from it. Their step numbers ensure that each is applied once.
 
 The module is long because all of this shares one lock and one state.
 """
@@ -368,7 +368,6 @@ class Pipeline:
                 self._fail(error)
 
     def _ask(self, rank: int, question: Question[A], num_bytes: int = 0) -> A | None:
-        """Returns the answer of a ready process; None if it is being replaced."""
         own = self._ranks[rank]
         with self._cond:
             incarnation = own.begun
@@ -386,8 +385,7 @@ class Pipeline:
     ) -> tuple[Any, float]:
         """Asks a process, or the one that replaces it, until one answers.
 
-        Returns:
-            The answer, and the seconds that the last question took.
+        Returns the answer, and the seconds that the last question took.
         """
         own, answer = self._ranks[rank], None
         begun = time.perf_counter()

@@ -109,8 +109,9 @@ class ProcessRequests:
 
 
 def _columns_of_slots(each: WidthLayout, rank: int) -> np.ndarray | None:
-    """Returns the column of each slot (-1 for none); None if a slot sums several, or
-    there are none.
+    """Returns the column of each slot (-1 for none).
+
+    None if a slot sums several columns, or there are no slots.
     """
     used = np.flatnonzero(each.low[rank] < each.high[rank])
     slots = each.slot[rank][used]
@@ -124,8 +125,9 @@ def _columns_of_slots(each: WidthLayout, rank: int) -> np.ndarray | None:
 def _distinct_rows(
     each: WidthLayout, rank: int, ids: np.ndarray, columns: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns distinct rows and each vector's index among them; the ids and None if
-    that moves fewer bytes.
+    """Returns distinct rows and each vector's index among them.
+
+    Returns the ids and None if that moves fewer bytes.
     """
     if columns is None:
         return ids, None

@@ -167,8 +167,8 @@ def begin_message(
         dtype: Element type of all tables.
         rank: The rank.
         staleness: Number of newest updates that a lookup does without.
-        job: Name of a job, its settings and its batch size, if processes make batches;
-            else None.
+        job: Name, settings and batch size of a job whose processes make batches, or
+            None.
     """
     model, settings, batch_size = job or ("", {}, -1)
     widths = layout.widths.values()

@@ -1,9 +1,9 @@
 """Hosts of processes with tables, and the state that outlives the dense part's process.
 
-The process with the dense part may be killed. Its replacement starts from the state in
-a folder: every few steps, its own state and the rows of every process after the same
-steps are written there. A record names these steps once both are written, and until the
-next record none of these files is removed.
+The process with the dense part may be killed. Its replacement starts from a folder.
+Every few steps, its own state and the rows of every process after the same step are
+written there. Once all are written, a record names the step. None of these files is
+removed until the next record.
 """
 
 from __future__ import annotations

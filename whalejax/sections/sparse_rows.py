@@ -1,10 +1,10 @@
 """Rows of one process of the sparse section, and the updates applied to them.
 
 Rows of version v have the updates of the steps before v, each applied once and in
-order. A lookup of step t reads version t - s (the first one before t = s) for any order
-of arrival: an update is applied once it and those before it have arrived and no lookup
-needs the rows without it. So losses do not depend on timing, and a replaced process
-returns the same vectors again.
+order. A lookup of step t reads version t - s (the first version if t < s), in any order
+of arrival. An update is applied as soon as all earlier ones are, and no lookup needs
+the rows without it. So losses do not depend on timing, and a replaced process returns
+the same vectors again.
 """
 
 from __future__ import annotations
@@ -108,8 +108,7 @@ class SparseRows:
 
         Args:
             version: Number of steps whose updates the rows include.
-            first: Number of steps at the beginning of the run; no lookup reads an older
-                version.
+            first: Steps at the run's beginning; no lookup reads an older version.
         """
         with self._lock:
             self.version = self._allowed = version
@@ -146,8 +145,7 @@ class SparseRows:
                 named, ``int32[rows]``.
 
         Raises:
-            WrongVersionError: An update that it needs is missing, or a later one was
-                applied.
+            WrongVersionError: A needed update is missing, or a later one was applied.
         """
         with self._lock:
             begun = time.perf_counter()
@@ -265,7 +263,6 @@ def _look_up(
 
 
 def _alone(each: WidthLayout) -> WidthLayout:
-    """Returns the layout of a buffer whose ids and vectors come in their own arrays."""
     return dataclasses.replace(each, first_id=0, offset=0)
 
 

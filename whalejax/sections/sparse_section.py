@@ -61,8 +61,7 @@ class SparseSection:
 
     Attributes:
         count: Number of processes.
-        folder: Folder of keys, logs and snapshots; removed at the end if it was created
-            here.
+        folder: Folder of keys, logs and snapshots; removed at the end if created here.
         replaced: Number of processes that ended before the section was closed.
     """
 
@@ -143,8 +142,7 @@ class SparseSection:
         self._service.close()
 
     def at(self, rank: int) -> tuple[int, Address] | None:
-        """Returns the (incarnation, address) of a rank's process; None before it has
-        registered.
+        """Returns (incarnation, address) of a rank's process; None until registered.
 
         Args:
             rank: The rank.
@@ -268,9 +266,6 @@ def _name(rank: int) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Returns environment variables of a process that computes on CPUs, with this
-    process's settings of JAX.
-    """
     config: Any = jax.config
     cache = config.jax_compilation_cache_dir or str(folder / "compiled")
     return {
@@ -288,7 +283,6 @@ def _close(
     made: Path,
     end_beats: Callable[[], None],
 ) -> None:
-    """Ends the processes, and removes the folder that was created for them."""
     closing.set()
     end_beats()
     if thread is not threading.current_thread():

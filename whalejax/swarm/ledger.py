@@ -1,10 +1,10 @@
 """Each micro-batch exactly once: the calls of one step, and losses.
 
-For each stage and micro-batch, the ledger of a step knows the attempt that counts. An
-abandoned call can never count: a repetition has a higher attempt, which identifies late
-answers. A step is committed by an assignment with each micro-batch of a stage exactly
-once. Each change is recorded, so that ``count_lost_and_doubled`` can check this later,
-from the peers' reports.
+For each stage and micro-batch, the ledger of a step knows the attempt that counts. A
+repeated call has a higher attempt, so a late answer of the abandoned call is recognised
+and never counts. A step is committed by an assignment that has each micro-batch of a
+stage exactly once. Each change is recorded, so that ``count_lost_and_doubled`` can
+check this later, from the peers' reports.
 """
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ class Task:
 
 @dataclass(slots=True, kw_only=True)
 class _Cell:
-    """One phase of one micro-batch in one stage."""
-
     newest: int = 0
     current: Attempt | None = None
     is_done: bool = False
@@ -73,11 +71,7 @@ class _Cell:
 
 @dataclass(slots=True, kw_only=True)
 class _Commit:
-    """Round of the sealed assignment, and digests of a committed step.
-
-    Attributes:
-        summed: Stages whose peers have the sum.
-    """
+    """Round of the sealed assignment, digests of a committed step, summed stages."""
 
     is_sealed: bool = False
     round: int = 0
@@ -214,9 +208,7 @@ class Ledger:
         return self._is_done_now(cell, attempt)
 
     def give_up(self, attempt: Attempt) -> None:
-        """Records that a call failed or timed out, so that its answer no
-        longer counts.
-        """
+        """Records that a call failed or timed out: its answer no longer counts."""
         cell = self._cell(attempt.stage, attempt.number, attempt.phase)
         if cell.current == attempt and not cell.is_done:
             self._record("given up", _fields(attempt))
@@ -295,13 +287,12 @@ class Ledger:
     def summed(
         self, stage: int, added: Mapping[str, tuple[list[int], list[int]]]
     ) -> None:
-        """Records that the peers of a stage have its sum; later losses do not affect
-        it.
+        """Records that a stage's peers have its sum; later losses do not affect it.
 
         Args:
             stage: Number of the stage.
-            added: Numbers and attempts of the micro-batches in each peer's sum, as
-                reported.
+            added: Reported numbers and attempts of the micro-batches in each peer's
+                sum.
         """
         said = {peer: [*map(list, both)] for peer, both in sorted(added.items())}
         self._record("summed", {"stage": stage, "added": said})
@@ -326,8 +317,7 @@ class Ledger:
         return Counter(c.current.peer for c in cells if c.is_done and c.current)
 
     def seal(self) -> int:
-        """Seals the complete stages before they are summed; returns the number of the
-        round.
+        """Seals the complete stages before summation; returns the round's number.
 
         The loss of a peer unseals the ledger, and the next seal has a higher number:
         sums of an earlier round must be discarded.
@@ -395,7 +385,7 @@ class Ledger:
     ) -> Ledger | None:
         """Returns the ledger of a journal's latest step; None without a step.
 
-        Pending calls are abandoned, and so is each micro-batch that has not passed all
+        Pending calls are abandoned. So is each micro-batch that has not passed all
         stages, because the dead trainer had the activations for its backward pass.
         Attempts keep their numbers, so answers to abandoned ones never count.
 
@@ -451,7 +441,6 @@ class Ledger:
             self._commit.digests = digests
 
     def _restart(self) -> None:
-        """Restarts micro-batches that have not passed all stages; others stay done."""
         for number in range(self.micro_batches):
             backwards = [
                 self._cells[stage, number, Phase.BACKWARD]

@@ -1,9 +1,9 @@
 """A plan for a swarm: stages, wire format, peers of each stage, predictions.
 
-One peer of each stage is planned as an ordinary pipeline with as many devices and links
-of the swarm's bandwidth, so cuts, memory and times come from the usual planner. The
-module adds what a swarm needs: the number of peers of each stage, bytes and deadline of
-each call, and the throughput predicted by the simulator.
+One peer of each stage is planned as an ordinary pipeline: one device per stage, with
+links of the swarm's bandwidth. So cuts, memory and times come from the usual planner.
+The module adds the number of peers of each stage, bytes and deadline of each call, and
+the simulated throughput.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ def _networks(
 ) -> Iterator[Cluster]:
     """Yields one peer of each stage on two networks; either may lead to better cuts.
 
-    In a pipeline with one device per stage, every transfer is a wait, so a slow network
-    makes stages uneven for a narrow cut. A swarm computes other micro-batches
+    With one device per stage, a pipeline waits for every transfer, so on a slow network
+    it makes stages uneven for a narrow cut. A swarm computes other micro-batches
     meanwhile. A fast network gives even stages, whatever the transfers.
     """
     faster = 4 * 256 / wire_bytes(256, wire)
@@ -361,11 +361,11 @@ def _stage(
 def _kept_bytes(
     plan: Plan, number: int, wire: str, peers: int, gradient_bytes: int
 ) -> int:
-    """Returns the bytes that a peer stores of its micro-batches and their sum until a
-    step ends.
+    """Returns the bytes of micro-batches and their sum that a peer stores until a step
+    ends.
 
-    If a stage has several peers, its forward and backward calls may be for different
-    micro-batches, so a peer stores the input of each. Inputs are stored uncoded.
+    If a stage has several peers, a peer's forward and backward calls may be for
+    different micro-batches. So it stores the input of each, uncoded.
     """
     coded = border_bytes(plan, number, wire)
     whole = border_bytes(plan, number, "f32")
@@ -377,7 +377,6 @@ def _kept_bytes(
 
 
 def _lacking(kind: DeviceKind, swarm: Swarm) -> str:
-    """Describes the memory of a peer that is too small; empty if all fits."""
     for number, stage in enumerate(swarm.stages):
         needs, has = {"device": stage.memory_bytes}, {"device": kind.memory_bytes}
         if kind.host_memory_bytes is not None:

@@ -1,6 +1,6 @@
 """Blockwise int8: codes of -127 to 127, and one float32 scale per block.
 
-A block is ``block`` consecutive values of the flattened tensor, and its scale is its
+A block is ``block`` consecutive values of the flattened tensor. Its scale is its
 largest absolute value over 127, so the error of a value is at most 1/254 of the largest
 in its block. A value takes 1 + 4/block bytes. The same functions accept NumPy and JAX
 arrays, including tracers.

@@ -1,11 +1,10 @@
-"""Chooses peers that change stage: the paper's rule, the best counts, and the gain of a
-move.
+"""Chooses peers that change stage: the paper's rule, best counts, a move's gain.
 
-A pipeline is as fast as its slowest stage, whose speed is the sum of its peers'.
-SWARM's rule (section 3.2): the stage with most load gets the peer with the shortest
-queue of the stage with least load. The optimum instead maximises the smallest sum of
-speeds: exactly for equal peers, by moves and exchanges for others. ``Rebalancer``
-decides whether a move is worth its cost.
+A pipeline is as fast as its slowest stage; the speed of a stage is the sum of its
+peers' speeds. By SWARM's rule (section 3.2), the stage with least load gives its peer
+with the shortest queue to the stage with most load. The optimum instead maximises the
+smallest sum of speeds: exactly for equal peers, by moves and exchanges for others.
+``Rebalancer`` decides whether a move is worth its cost.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ class PeerMove:
         peer: Name of the peer.
         source: Stage that it leaves.
         target: Stage that it is to serve.
-        speed_before: Speed of the pipeline before the move, in micro-batches per
-            second.
+        speed_before: Micro-batches per second of the pipeline before the move.
         speed_after: Speed after this move and those that follow.
         moves: Number of moves, including those that follow.
     """
@@ -101,9 +99,9 @@ def newcomer_stage(peers: Sequence[PeerLoad], stages: int) -> int:
 def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
     """Whether a step should wait for peers that download its state.
 
-    Serving peers wait too; joining ones would otherwise restart with the next step's
-    state. A joining peer is worth its gain within ``HORIZON_SECONDS`` plus its loss so
-    far, so that at some time the step waits for it.
+    Serving peers wait too; without the wait, joining ones would restart with the next
+    step's state. A joining peer is worth its gain within ``HORIZON_SECONDS`` plus its
+    loss so far. So at some time the step waits for it.
 
     Args:
         lost: For each joining peer, seconds since it could have begun to serve.
@@ -148,8 +146,8 @@ def paper_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
 def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     """Returns the first move towards the fastest pipeline; None if none is faster.
 
-    If several stages are equally slowest, each needs a move before anything is gained:
-    later moves count too, and the speed is that after all of them.
+    If several stages are equally slowest, each needs a move before anything is gained.
+    So later moves count too, and the speed is the speed after all of them.
 
     Args:
         peers: All peers.
@@ -191,11 +189,10 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
 def best_counts(
     peers: int, seconds: Sequence[float], at_least: int = 1
 ) -> tuple[int, ...]:
-    """Returns the number of peers of each stage, for equal peers and the fastest
-    pipeline.
+    """Returns each stage's number of equal peers for the fastest pipeline.
 
-    Each next peer goes to the slowest stage, which is exact: a stage with one peer more
-    than in another split needed it when it got it.
+    Each next peer goes to the slowest stage. This is exact: if a stage has one peer
+    more than in another split, it was the slowest when it got that peer.
 
     Args:
         peers: Number of peers.
@@ -244,8 +241,8 @@ def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str,
         )
     placed: dict[str, int] = {}
     sums, counts = [0.0] * stages, [0] * stages
-    # A peer's speed relative to others in the same stage, so that expensive stages,
-    # which all peers serve slowly, do not hide which peers are fast.
+    # Expensive stages are slow for all peers, so a peer's speed counts relative to
+    # others in the same stage.
     order = sorted(speeds, key=lambda p: (-math.fsum(map(math.log, speeds[p])), p))
     for left, peer in zip(range(len(order), 0, -1), order, strict=True):
         empty = [s for s in range(stages) if not counts[s]]
@@ -436,8 +433,9 @@ def _best_step(
     sums: Sequence[float],
     counts: Sequence[int],
 ) -> tuple[PeerLoad, int] | None:
-    """Returns the peer and the stage that improve the speeds of all stages most; None
-    if no move improves them.
+    """Returns the move, as (peer, stage), that improves the speeds of all stages most.
+
+    None if no move improves them.
     """
     best, step = _measure(sums), None
     slowest = min(range(len(sums)), key=lambda s: (sums[s], s))
@@ -470,9 +468,6 @@ def _move(
 
 
 def _measure(speeds: Sequence[float]) -> tuple[float, ...]:
-    """Returns the speeds of stages, slowest first: of two splits, the larger
-    is better.
-    """
     return tuple(sorted(speeds))
 
 
@@ -484,7 +479,6 @@ def _is_better(new: Sequence[float], old: Sequence[float]) -> bool:
 
 
 def _relative(speeds: Mapping[str, Sequence[float]], peer: str, stage: int) -> float:
-    """Returns the slowdown of a peer in a stage relative to its best one."""
     return -speeds[peer][stage] / max(speeds[peer])
 
 

@@ -159,7 +159,6 @@ class Simulator(SimulatedCalls):
     # Peers come and go.
 
     def _start(self) -> None:
-        """Places the initial peers, and begins."""
         peers = [*self._alive()]
         if len(peers) < self._count:
             raise WhaleError(
@@ -490,9 +489,7 @@ class Simulator(SimulatedCalls):
         self._at(ends, self._summed, self._ledger, sealed)
 
     def _sum_seconds(self) -> float:
-        """Returns the seconds of the slowest stage's reduction, gathering and
-        update.
-        """
+        """Returns the slowest stage's seconds of reduction, gathering and update."""
         slowest = 0.0
         for stage, cost in enumerate(self.setting.stages):
             names = {*self._ledger.holders(stage), *self._members(stage)}
@@ -531,8 +528,9 @@ class Simulator(SimulatedCalls):
     # Rebalancing and accounting.
 
     def _look_beside(self) -> None:
-        """Checks the rebalancing while a step is computed; if updates are delayed,
-        between steps.
+        """Checks the rebalancing while a step is computed.
+
+        With delayed updates it checks between steps.
         """
         if not (self._is_between or self.setting.delayed_updates):
             if self._complete_since < 0:
@@ -599,7 +597,6 @@ class Simulator(SimulatedCalls):
         )
 
     def _members(self, stage: int) -> list[str]:
-        """Returns the names of the serving peers of a stage."""
         return [p.name for p in self._alive() if p.stage == stage and p.is_serving]
 
     def _loads(

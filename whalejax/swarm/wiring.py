@@ -1,9 +1,9 @@
 """Chooses the peer of a trainer's next call: interleaved weighted round robin.
 
-SWARM (Ryabinin et al. 2023, section 3.2): each peer has a virtual time; the next call
-goes to the smallest one, and adds its expected seconds. Over time each peer gets calls
-in proportion to its speed. One ``StageWiring`` is one trainer's view of one stage;
-nothing in it reads a clock.
+The rule is SWARM's (Ryabinin et al. 2023, section 3.2). Each peer has a virtual time;
+the next call goes to the peer with the smallest, and adds its expected seconds. Over
+time each peer gets calls in proportion to its speed. One ``StageWiring`` is one
+trainer's view of one stage; nothing in it reads a clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class _Peer:
     """State of a peer from a trainer's view.
 
     Attributes:
-        incarnation: Incarnation of the process; a restarted peer has a higher one.
         expires: Time at which its announcement ends.
         virtual_time: Seconds of assigned work, from a common origin.
         entry: Number of its latest entry in the heap; older ones are skipped.
@@ -205,8 +204,7 @@ class StageWiring:
             task: Size of the call, as passed to ``choose``.
             seconds: Seconds from sending to the answer, including queue and wire.
             now: Time of the answer, in seconds.
-            warm: Whether the time counts; not if the call compiled, or waited for one
-                that did.
+            warm: Whether the time counts; not if the call waited for a compilation.
             incarnation: Called incarnation; calls to an earlier one are ignored.
         """
         known = self._current_peer(peer, incarnation)
@@ -241,8 +239,8 @@ class StageWiring:
             return
         known.in_flight = max(0, known.in_flight - 1)
         expected = self._expected(known) * task
-        # Never charge less than expected: a refused connection ends at once, which
-        # would make the peer look fast.
+        # A refused connection ends at once; charging less than expected would make the
+        # peer look fast.
         if seconds > expected:
             if known.weight > 0:
                 known.virtual_time += seconds - expected
@@ -267,9 +265,7 @@ class StageWiring:
         return None if known is None else known.incarnation
 
     def seconds_per_task(self, peer: str) -> float | None:
-        """Returns a peer's average, including queue and wire; None before a
-        measurement.
-        """
+        """Returns a peer's average, with queue and wire; None before a measurement."""
         known = self._peers.get(peer)
         if known is None or known.weight == 0:
             return None

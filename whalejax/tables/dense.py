@@ -1,6 +1,6 @@
 """The loss without its lookups, as a separate loss and model.
 
-Its trained leaves are the parameters that are not tables, by their paths; its batch has
+Its trained leaves are the parameters that are not tables, by their paths. Its batch has
 the looked-up vectors in addition to the user's batch, and a step returns their
 gradients. So executors run it like any other loss.
 """
@@ -53,8 +53,9 @@ def lookup_axes(plan: Plan) -> dict[str, int]:
 def dense_params(
     adapter: Adapter, program: TableProgram, params: Any
 ) -> dict[str, Any]:
-    """Returns the trained leaves that are not tables, by their paths; without any, the
-    placeholder ``UNUSED``.
+    """Returns the trained leaves that are not tables, by their paths.
+
+    Without any, it returns the placeholder ``UNUSED``.
 
     Args:
         adapter: The model.
@@ -198,12 +199,10 @@ class DenseLoss:
         )
 
     def _paths(self, program: TableProgram) -> list[str]:
-        """Returns the paths of the trained leaves that are not tables, in order."""
         paths = enumerate(self._adapter.param_paths)
         return [path for number, path in paths if number not in program.tables]
 
     def _program_for(self, batch: Any) -> TableProgram:
-        """Returns the loss, cut at its lookups, for a batch of some samples."""
         avals = jax.tree.map(aval_of, batch)
         text = str(jax.tree.leaves(avals))
         if text not in self._cut:

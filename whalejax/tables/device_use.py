@@ -147,12 +147,10 @@ def predict_device_use(
 
 
 def _read_vectors(dense: Plan, number: int) -> tuple[int, tuple[str, ...]]:
-    """Returns the bytes of a lookup's vectors that a device of the dense part reads,
-    and the axes whose devices read the same ones.
+    """Returns the bytes of a lookup's vectors that a device reads.
 
-    Args:
-        dense: Plan of the dense part.
-        number: Index of the vectors in its batch.
+    The second result is the axes whose devices read the same vectors. ``number`` is the
+    index of the vectors in the dense part's batch.
     """
     leaf, sizes = dense.batch[number], dense.axis_sizes
     divided = {axis for axes in leaf.spec for axis in axes}
@@ -162,11 +160,6 @@ def _read_vectors(dense: Plan, number: int) -> tuple[int, tuple[str, ...]]:
 
 
 def _gathers(read: Sequence[tuple[int, tuple[str, ...]]]) -> Iterator[Collective]:
-    """Yields the gathers of vectors among devices that read the same ones.
-
-    Args:
-        read: Results of ``_read_vectors`` for each lookup.
-    """
     for (nbytes, axes), count in Counter(read).items():
         if axes:
             yield Collective(
@@ -180,7 +173,6 @@ def _gathers(read: Sequence[tuple[int, tuple[str, ...]]]) -> Iterator[Collective
 
 
 def _own_vectors(layout: TableLayout, lookups: Sequence[Lookup]) -> int:
-    """Returns the elements of the vectors of a rank's samples."""
     own = lookups[0].shape[0] // layout.ranks
     return sum(own * one.num_vectors * one.width for one in lookups)
 
@@ -212,7 +204,6 @@ def _peak_elements(
 
 
 def _rows_updated(layout: TableLayout, samples: int) -> dict[BufferKey, int]:
-    """Returns the number of row gradients that a rank receives, by buffer."""
     rows = {key: samples * each.num_ids for key, each in layout.widths.items()}
     for key, room in layout.requests.items():
         rows[key] += layout.ranks * room
@@ -230,12 +221,8 @@ def _collectives(
 ) -> Iterator[Collective]:
     """Yields the collectives of a step that exchange ids, rows and gradients.
 
-    Args:
-        layout: Buffers and columns.
-        samples: Number of samples of a global batch.
-        whole: Rows and columns of each replicated table.
-        element_bytes: Bytes of an element.
-        mesh: Mesh axes with their sizes, outermost first.
+    ``whole`` has the rows and columns of each replicated table; ``mesh`` its axes,
+    outermost first.
     """
     if layout.ranks == 1:
         return
@@ -273,7 +260,6 @@ def _collectives(
 
 
 def _inner_axes(mesh: Mapping[str, int], per_node: int) -> tuple[str, ...]:
-    """Returns the innermost axes that together are the ranks of a node, or none."""
     size, found = 1, list[str]()
     for axis in reversed(tuple(mesh)):
         if size >= per_node:

@@ -1,8 +1,8 @@
-"""Tables of which a rank receives each distinct row that it needs once.
+"""Tables whose distinct rows are sent to each rank only once.
 
 A rank asks every owner for the distinct rows that its samples read there, and finds its
-vectors among the rows received; backward it first sums its gradients by row. The
-exchange has a fixed room for rows; a batch with more distinct rows runs another
+vectors among the received rows. Backward it first sums its gradients by row. The
+exchange has a fixed room for rows. A batch with more distinct rows runs another
 program, which exchanges vectors by sample. Sums are made in one fixed order.
 """
 
@@ -192,7 +192,7 @@ def asked_gradients(
 def lookups_of(
     layout: TableLayout, key: BufferKey, names: Sequence[str]
 ) -> list[tuple[int, DistinctTable]]:
-    """Returns (index of a lookup, columns that it requests from a buffer) pairs."""
+    """Returns (index of a lookup, its columns of a buffer) pairs for requests."""
     return [
         (number, table)
         for number, name in enumerate(names)
@@ -204,7 +204,6 @@ def lookups_of(
 def _owners(
     layout: TableLayout, key: BufferKey, names: Sequence[str], ids: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Returns the rank of each id of one buffer's lookups, and its row there."""
     owners, rows = [], []
     for number, table in lookups_of(layout, key, names):
         owner, row = _owner(table, ids[number].reshape(-1), layout.ranks)

@@ -2,7 +2,7 @@
 
 Each function runs on one rank inside ``shard_map``. A step has one all-to-all of ids,
 one of vectors and, backward, one of their gradients, for any number of tables. Rows
-that a node holds jointly are summed there first; a second all-to-all, only between
+that a node holds jointly are summed there first. A second all-to-all, only between
 nodes, sends the sums to their samples. Only the buffers and their state have the size
 of a table.
 """
@@ -246,7 +246,6 @@ def pack_gradients(
 def _join_pieces(
     pieces: Sequence[tuple[int, Any]], samples: int, length: int, dtype: Any
 ) -> Any:
-    """Concatenates parts at their offsets, with zeros between them."""
     row, end = [], 0
     for start, part in sorted(pieces, key=lambda piece: piece[0]):
         row += [jnp.zeros((samples, start - end), dtype), part]
@@ -417,14 +416,12 @@ def _places(each: WidthLayout, ids: Any, rank: Any) -> tuple[Any, Any]:
 
 
 def _sum_columns(rows: Any, slot: Any, slots: int) -> Any:
-    """Sums ``[samples, columns, width]`` by slot: ``[samples, slots, width]``."""
     by_column = jnp.moveaxis(rows, 1, 0)
     sums = jax.ops.segment_sum(by_column, slot, num_segments=slots)
     return jnp.moveaxis(sums, 0, 1)
 
 
 def _all_to_all(sent: Any, ranks: int, axes: tuple[str, ...]) -> Any:
-    """Exchanges ``[ranks, n, m]`` by receiver for ``[ranks · n, m]`` by sender."""
     if ranks > 1:
         sent = jax.lax.all_to_all(sent, axes, 0, 0)
     return sent.reshape(-1, sent.shape[-1])

@@ -1,9 +1,10 @@
-"""Tables whose shards are sent completely, as a batch needs more vectors than rows.
+"""Tables whose shards are sent completely, because a batch needs more vectors than
+rows.
 
-Unpooled lookups of long histories read the same rows many times. If a shard has fewer
-rows than the vectors that a rank's samples need from it, each row is sent once, and no
-ids: the rank finds its vectors itself. Backward it first sums its gradients by row, and
-sends these sums with the number of lookups of each row.
+Unpooled lookups of long histories read the same rows many times. A rank's samples may
+need more vectors from a shard than it has rows. Then each row is sent once, without
+ids, and the rank finds its vectors itself. Backward it first sums its gradients by row,
+and sends these sums with the number of lookups of each row.
 """
 
 from __future__ import annotations
@@ -80,8 +81,7 @@ def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
 def block_gradients(
     layout: TableLayout, packed: Any, buffers: Mapping[Any, Any], rank: Any
 ) -> dict[Any, tuple[Any, Any]]:
-    """Returns, by buffer, rows of the rank's buffer (their number for none), and
-    gradients.
+    """Returns, by buffer, the rank's rows (their number for none) and gradients.
 
     Args:
         layout: Buffers and columns.
@@ -101,7 +101,6 @@ def block_gradients(
 
 
 def _starts(layout: TableLayout, beside: int) -> dict[BufferKey, int]:
-    """Returns the offset of each buffer's rows."""
     found, start = {}, 0
     for key, places in layout.blocks.items():
         found[key] = start

@@ -1,8 +1,9 @@
 """Rows of a buffer, read and written in its memory: on the device or the host.
 
 A buffer in host memory is never copied to the device as a whole: the host reads the
-requested rows, and stores those that changed. ``copied_bytes`` finds compilers that
-copy all of it to change some rows: XLA for GPUs does so in host memory (jaxlib 0.10.2).
+requested rows, and stores those that changed. ``copied_bytes`` detects compilers that
+copy the whole buffer to change some rows, as XLA for GPUs does in host memory (jaxlib
+0.10.2).
 """
 
 from __future__ import annotations

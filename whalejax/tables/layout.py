@@ -1,10 +1,10 @@
 """A placement as arrays: one buffer for each width, padded to the fullest rank.
 
-All shards of one width in one memory are in one buffer, those of a rank one after the
-other. All lookups of a rank are columns of ids, so that every rank runs the same
+All shards of one width in one memory are in one buffer; a rank's shards are
+consecutive. All lookups of a rank are columns of ids, so every rank runs the same
 program with different numbers. Exchanges are padded to the size of the largest. Rows
-that a node holds jointly are in separate buffers, which the two-level exchange reads:
-sums within the node, then vectors between nodes.
+that a node holds jointly are in separate buffers. The two-level exchange reads them: it
+sums within the node, then sends vectors between nodes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from whalejax.tables.recognize import Lookup
 
 
 Memory: TypeAlias = Literal["device", "host", "node"]
-"""Memory of a buffer: of each device, of the host, or of the devices of a node, which
-hold parts of the same rows."""
+"""Memory of a buffer: each device's, the host's, or that of all devices of a node.
+
+The devices of a node hold parts of the same rows.
+"""
 
 
 class BufferKey(NamedTuple):
@@ -195,8 +197,8 @@ class TableLayout:
             fewer rows than the vectors that a rank's samples need.
         blocks: Rows of these shards in each buffer, ``[ranks, rows]``, padded with the
             number of the buffer's rows.
-        distinct: Tables of which each distinct row is sent once, by name: their shards
-            by columns, each with all rows.
+        distinct: Tables whose distinct rows are sent once, by name: their shards by
+            columns, each with all rows.
         requests: Maximum number of rows that a rank requests of another, by buffer.
         hottest: Sorted rows of cached tables on the device, by name; absent if they are
             the first rows.
@@ -257,10 +259,10 @@ class TableLayout:
     ) -> int:
         """Returns the bytes that all ranks send to others in one exchange of vectors.
 
-        With N samples, R ranks, at most V elements a sample from one rank, F elements
-        of completely sent rows, D of requested rows and q bytes an element:
-        (N · V + R · (F + D)) · q · (R - 1). In the backward pass the number of lookups
-        is sent with each completely sent row.
+        They are (N · V + R · (F + D)) · q · (R - 1), with N samples, R ranks, at most V
+        elements a sample from one rank, F elements of completely sent rows, D of
+        requested rows and q bytes an element. In the backward pass the number of
+        lookups is sent with each completely sent row.
 
         Args:
             samples: Number of samples of a global batch.
@@ -380,7 +382,6 @@ def _distinct(
     stored: Mapping[str, Sequence[StoredShard]],
     gathered: Mapping[str, object],
 ) -> tuple[dict[str, tuple[DistinctTable, ...]], dict[BufferKey, int]]:
-    """Returns the fields ``distinct`` and ``requests`` of ``TableLayout``."""
     found: dict[str, tuple[DistinctTable, ...]] = {}
     rooms: dict[BufferKey, np.ndarray] = {}
     for name, shards in stored.items():
@@ -421,7 +422,6 @@ def _choose_gathered(
     names: Sequence[str],
     samples: int,
 ) -> tuple[dict[str, tuple[GatheredShard, ...]], dict[BufferKey, np.ndarray]]:
-    """Returns the fields ``gathered`` and ``blocks`` of ``TableLayout``."""
     wanted = dict.fromkeys(stored, 0)
     for lookup, name in zip(lookups, names, strict=True):
         if name in wanted:
@@ -451,9 +451,7 @@ def _padded(by_rank: Sequence[Sequence[int]], none: int) -> np.ndarray:
 def _stored(
     shards: Sequence[TableShard], ranks: int, hottest: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, tuple[StoredShard, ...]], dict[BufferKey, int]]:
-    """Returns the positions of shards, and the number of rows of each buffer
-    on a rank.
-    """
+    """Returns the positions of shards, and a rank's number of rows of each buffer."""
     filled: dict[BufferKey, list[int]] = {}
     stored: dict[str, list[StoredShard]] = {}
     for shard in shards:
@@ -492,11 +490,7 @@ class _Tasks:
     def add(self, number: int, lookup: Lookup, each: StoredShard, first: int) -> None:
         """Adds a lookup to the rank of a shard.
 
-        Args:
-            number: Index of the lookup.
-            lookup: The lookup.
-            each: The shard.
-            first: First column of the lookup among the ids of a sample.
+        ``first`` is the first column of the lookup among the ids of a sample.
         """
         shard, rank = each.shard, each.shard.rank
         columns = self.columns.setdefault(each.key, [[] for _ in range(self.ranks)])
@@ -515,7 +509,6 @@ class _Tasks:
     def layout(
         self, key: BufferKey, rows: int, none: int, offset: int, first_id: int
     ) -> WidthLayout:
-        """Returns the padded columns of one buffer."""
         columns = self.columns.get(key, [[] for _ in range(self.ranks)])
         slots = max(self.slots.get(key, [0]))
         most = max(len(each) for each in columns)
@@ -544,9 +537,7 @@ class _Tasks:
     def received(
         self, number: int, widths: Mapping[BufferKey, WidthLayout], per_node: int
     ) -> Iterator[ReceivedVectors]:
-        """Yields the positions of a lookup's vectors in the results of ranks and
-        nodes.
-        """
+        """Yields the positions of a lookup's vectors in results of ranks and nodes."""
         for each, slot, count in self.given.get(number, []):
             by_node, rank = each.key.memory == "node", each.shard.rank
             if by_node and rank % per_node:

@@ -2,8 +2,8 @@
 
 Lookups and updates run in ``shard_map`` over the axes that divide the batch. The dense
 part between them is one global program, which the compiler divides by the plan's
-shardings: it computes what one device would, with gradients of the looked-up vectors
-as well as of the parameters.
+shardings. Its results are those of one device. It has gradients of the looked-up
+vectors in addition to those of the parameters.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class TableArrays:
     """All tables and their optimizer state.
 
     Attributes:
-        buffers: Buffers, each ``[ranks · rows, width]``, with rows divided among the
-            ranks.
+        buffers: Buffers ``[ranks · rows, width]``, with rows divided among the ranks.
         states: State arrays of each buffer, by name.
         replicated: Tables that every rank holds, by name.
         replicated_states: State arrays of these tables, by name.
@@ -91,7 +90,6 @@ class TakenIds:
 
 
 def _positions(ids: Any, hottest: Any) -> Any:
-    """Returns the positions of rows in an order with some sorted rows first."""
     rows = jnp.asarray(hottest, ids.dtype)
     before = jnp.searchsorted(rows, ids).astype(ids.dtype)
     is_hot = rows[jnp.minimum(before, len(rows) - 1)] == ids
@@ -103,7 +101,6 @@ def _join_updates(
     first: Mapping[BufferKey, tuple[Any, Any]],
     second: Mapping[BufferKey, tuple[Any, Any]],
 ) -> dict[BufferKey, tuple[Any, Any]]:
-    """Concatenates rows and gradients of both, by buffer."""
     joined = dict(first)
     for key, (rows, gradients) in second.items():
         if key in joined:
@@ -124,8 +121,8 @@ class TablePrograms:
         rows: Number of rows of that table.
         optimizer: Update rule of rows.
         mesh: Devices.
-        axes: Mesh axes that divide the batch, along which the ranks are numbered: nodes
-            and the ranks of a node, if a node holds rows jointly.
+        axes: Mesh axes that divide the batch and number the ranks. If a node holds rows
+            jointly: its nodes and the ranks of a node.
         clips: Whether ids out of range are replaced by the nearest id.
         by_sample: Layout of the same buffers without requests of rows, for batches with
             more distinct rows than there is room for.
@@ -253,7 +250,6 @@ class TablePrograms:
     def _asked_vectors(
         self, requests: Mapping[BufferKey, RowRequests], ids: list[Any], rows: Any
     ) -> dict[int, Any]:
-        """Returns vectors of the lookups whose rows were requested, by index."""
         parts: dict[int, dict[tuple[int, int], Any]] = {}
         for key, by_id in rows_of_ids(self.layout, requests, rows).items():
             start = 0
@@ -276,7 +272,6 @@ class TablePrograms:
     def _asked_sums(
         self, taken: TakenIds, ids: Any, gradients: Sequence[Any], dtype: Any
     ) -> Any:
-        """Sums gradients of the requested rows, by the rank that holds them."""
         by_buffer: dict[BufferKey, Any] = {}
         own = self._by_lookup(ids)
         for key in self.layout.requests:
@@ -345,7 +340,6 @@ class TablePrograms:
         return found
 
     def _none_taken(self, taken: TakenIds, applies: Any) -> TakenIds:
-        """Returns the ids of a step, or none unless ``applies``."""
         rows = {key: each.rows for key, each in self.layout.widths.items()}
         return dataclasses.replace(
             taken,
@@ -359,9 +353,7 @@ class TablePrograms:
     def _update_buffers(
         self, tables: TableArrays, ids: Any, taken: TakenIds, gradients: Any, step: Any
     ) -> tuple[dict[BufferKey, Any], dict[BufferKey, RowState]]:
-        """Returns this rank's buffers after updates of the rows whose vectors it
-        sent.
-        """
+        """Returns this rank's buffers after updates of the rows that it sent."""
         layout, buffers = self.layout, tables.buffers
         dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
         rank = jax.lax.axis_index(self.axes)
@@ -432,7 +424,6 @@ class TablePrograms:
         }
 
     def _by_lookup(self, ids: Any) -> list[Any]:
-        """Returns each lookup's columns of all ids."""
         found, first = [], 0
         for lookup in self.program.lookups:
             found.append(ids[:, first : first + lookup.num_ids])

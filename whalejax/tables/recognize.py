@@ -2,11 +2,12 @@
 
 A table is a trained parameter of two dimensions that the loss reads only as
 ``table[ids]`` (``jnp.take``, ``nnx.Embed``), where ``ids`` depends on the batch alone.
-If the rows of a sample are summed at once, perhaps with some of them masked, the sum is
-the lookup: a pooled one, of which only the sum is exchanged.
+If the rows of a sample are summed at once, perhaps with masks, the lookup is pooled:
+only the sum is exchanged.
 
-``split_loss`` cuts the program there: ids are a function of the batch, and the rest of
-the loss is a function of the remaining parameters, the batch and the looked-up vectors.
+``split_loss`` cuts the program at the lookups. Ids are then a function of the batch.
+The rest of the loss is a function of the remaining parameters, the batch and the
+looked-up vectors.
 """
 
 from __future__ import annotations
@@ -79,8 +80,7 @@ class TableProgram:
     Attributes:
         lookups: Every lookup of a table.
         tables: Indices of the trained leaves that are tables, in order.
-        refused: Reason why another two-dimensional looked-up leaf is not a table, by
-            its index.
+        refused: Reason why another looked-up leaf is not a table, by its index.
         inputs: Number of leaves: trained, other, and of the batch.
         unread: Paths of leaves of the batch that no equation reads.
         metrics: Structure of the reported metrics.
@@ -214,8 +214,6 @@ def split_loss(
 
 
 def _inlined(closed: Any) -> Any:
-    """Returns the same program without calls of jitted functions."""
-
     def run(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         known = dict(zip(jaxpr.constvars, constants, strict=True))
         known |= zip(jaxpr.invars, values, strict=True)
@@ -241,7 +239,6 @@ def _inlined(closed: Any) -> Any:
 
 
 def _narrow(ids: Any) -> Any:
-    """Casts ids to int32; those that do not fit stay out of range."""
     if np.iinfo(ids.dtype).max > 2**31 - 1:
         ids = jnp.clip(ids, 0 if ids.dtype.kind == "u" else NO_ID + 1, 2**31 - 1)
     return ids.astype(jnp.int32)
@@ -250,13 +247,6 @@ def _narrow(ids: Any) -> Any:
 def _evaluate(
     closed: Any, known: Mapping[Any, Any], wanted: Sequence[Any]
 ) -> dict[Any, Any]:
-    """Evaluates some variables, with only the equations that they need.
-
-    Args:
-        closed: A program.
-        known: Values of variables, which are used unchanged.
-        wanted: Variables.
-    """
     jaxpr, constants = _compat.open_jaxpr(closed)
     values = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(known)
     needed = {v for v in wanted if not _compat.is_literal(v) and v not in values}
@@ -280,9 +270,7 @@ def _evaluate(
 
 
 class _Finder:
-    """Readers of a program's values, and the values that depend on the
-    batch alone.
-    """
+    """Readers of a program's values, and values that depend on the batch alone."""
 
     def __init__(
         self, closed: Any, sizes: tuple[int, int, int], batch_paths: Sequence[str]
@@ -313,9 +301,7 @@ class _Finder:
     def unread(self, first: int, paths: Sequence[str]) -> tuple[str, ...]:
         """Returns the paths of batch leaves that no equation reads.
 
-        Args:
-            first: Index of the first of them among the inputs.
-            paths: Path of each leaf.
+        ``first`` is the index of the first batch leaf among the inputs.
         """
         variables = self.jaxpr.invars[first : first + len(paths)]
         return tuple(
@@ -325,9 +311,7 @@ class _Finder:
         )
 
     def _hidden_lookup(self, table: Any, readers: Sequence[Any]) -> list[Lookup] | str:
-        """Returns the lookups after another operation, or the reason why the leaf is
-        not a table.
-        """
+        """Returns the lookups after another operation, or why there are none."""
         for equation in readers:
             name = equation.primitive.name
             after = [e for v in equation.outvars for e in self.readers.get(v, [])]
@@ -410,8 +394,9 @@ class _Finder:
         return (), None
 
     def _mask(self, equation: Any, vectors: Any) -> tuple[Any, bool] | None:
-        """Returns the mask of ``where(mask, vectors, 0)``, and whether True keeps; None
-        for other equations.
+        """Returns the mask of ``where(mask, vectors, 0)``, and whether True keeps.
+
+        None for other equations.
         """
         if equation.primitive.name == "select_n":
             which, *cases = equation.invars

@@ -9,8 +9,7 @@ import numpy as np
 
 
 Rows: TypeAlias = slice | np.ndarray
-"""Row numbers of a table in increasing order: a slice with a start and an end, or a
-list of numbers."""
+"""Row numbers of a table in increasing order: a slice with both ends, or a list."""
 
 
 def common_rows(mine: Rows | range, theirs: Rows | range) -> tuple[Rows, Rows]:
@@ -37,7 +36,6 @@ def _numbers(rows: Rows | range) -> range | np.ndarray:
 
 
 def _common_range(first: range, second: range) -> tuple[slice, slice]:
-    """Returns the positions of the numbers that two ranges share, as slices."""
     none = slice(0, 0)
     if not first or not second:
         return none, none

@@ -1,8 +1,8 @@
 """A small program that detects wrong sums of gradients of repeated rows by a compiler.
 
 Some XLA releases sum gradients of sharded tables wrongly if a scan accumulates them
-(openxla/xla issues 49143 and 42481). The program sums numbers whose sums are exact, and
-compares them with those of NumPy, so no list of versions is needed.
+(openxla/xla issues 49143 and 42481). The program compares exact sums with NumPy's, so
+no list of versions is needed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ def wrong_sums(mesh: Mesh) -> tuple[int, int]:
 
 
 def _accumulate(by_rows: NamedSharding, table: Any, ids: Any, gradients: Any) -> Any:
-    """Sums the gradients of a sharded table over the steps of a scan."""
-
     def advance(total: Any, given: tuple[Any, Any]) -> tuple[Any, None]:
         own, gradient = given
         change = jax.grad(lambda t: jnp.sum(t[own] * gradient))(table)
@@ -71,7 +69,6 @@ def _accumulate(by_rows: NamedSharding, table: Any, ids: Any, gradients: Any) ->
 
 
 def _update(table: Any, ids: Any, gradients: Any) -> Any:
-    """Adds gradients to a table as a step updates its rows."""
     given = ids.reshape(-1), gradients.reshape(-1, _WIDTH)
     new, _ = update_rows(_SUMS, table, {}, *given, 0)
     return -new

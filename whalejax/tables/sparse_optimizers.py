@@ -3,8 +3,8 @@
 Gradients of a row that occurs several times are summed first. ``sgd`` and ``adagrad``
 equal ``optax.sgd`` and ``optax.adagrad`` on the complete table, since a gradient of
 zero changes nothing there. ``row_adagrad`` stores one number a row, the sum of the mean
-squares of its gradients. ``lazy_adam`` is not Adam: moments of a row decay only in
-steps in which it occurs.
+squares of its gradients. ``lazy_adam`` is not Adam: a row's moments decay only in steps
+that look the row up.
 """
 
 from __future__ import annotations

@@ -176,8 +176,9 @@ class TableStore:
         return dataclasses.replace(arrays, replicated_states=every)
 
     def _places(self, buffer: Any, turn: _Turn) -> Iterator[tuple[int, int, Any]]:
-        """Yields (first row in the shards, number of rows, rows of the buffer) of parts
-        of shards that are small enough to be copied at once.
+        """Yields (first row in the shards, number of rows, rows of the buffer).
+
+        Each is a part of the shards that is small enough to be copied at once.
         """
         ranks, end = self.layout.ranks, buffer.shape[0] // self.layout.ranks
         most = max(each.shard.num_rows for each in turn.values())
@@ -276,11 +277,7 @@ class TableStore:
     ) -> np.ndarray:
         """Returns the row of each rank's buffer for rows that all devices send to all.
 
-        Args:
-            buffer: The buffer.
-            turn: Shards of the table, at most one of each rank.
-            sources: Table rows that each device sends.
-            size: Number of rows that each device sends, with padding.
+        ``sources`` are the table rows that each device sends, padded to ``size``.
         """
         ranks, end = self.layout.ranks, buffer.shape[0] // self.layout.ranks
         places = np.full((ranks, len(sources), size), end, np.int32)
@@ -370,8 +367,7 @@ class TableStore:
 
         Args:
             arrays: All tables.
-            kind: Name of a state array, of which to yield the parts; None for the
-                tables.
+            kind: Name of the state array to yield; None for the tables.
         """
         for name in self.layout.replicated:
             whole = arrays.replicated[name]
@@ -427,12 +423,9 @@ def _writer(sharding: NamedSharding, on_host: bool) -> Callable[[Any], Any]:
 def _mover(sharding: NamedSharding, size: int) -> Callable[[Any], Any]:
     """Returns the program that copies rows of a table by ranges into a buffer.
 
-    It is a function of (buffer, table, first row of each device's part of the table,
-    rows of the buffer for the rows of all devices, first column of each rank's shard).
-
-    Args:
-        sharding: Sharding of the table by rows.
-        size: Number of rows of each device that are copied.
+    Its arguments: buffer, table, first row of each device's part of the table, rows of
+    the buffer for the rows of all devices, first column of each rank's shard. ``size``
+    is the number of rows that each device copies.
     """
     axes = sharding.spec
 
@@ -484,7 +477,6 @@ def _filled(leaf: Any, value: float) -> Any:
 def _replaced(
     arrays: TableArrays, key: BufferKey, written: Any, kind: str | None
 ) -> TableArrays:
-    """Returns the arrays with one buffer, or one state array of it, replaced."""
     if kind is None:
         return dataclasses.replace(arrays, buffers=arrays.buffers | {key: written})
     states = arrays.states | {key: arrays.states[key] | {kind: written}}

@@ -85,8 +85,9 @@ def whole_plan(plan: TablesPlan) -> Plan:
 
 
 def _whole_work(plan: TablesPlan) -> ModelWork | None:
-    """Returns the size of the model with tables, and the work of the dense part; None
-    if the work is unknown.
+    """Returns the size of the model with tables, and the work of the dense part.
+
+    None if the work is unknown.
     """
     work = plan.dense.work
     if work is None:
@@ -208,7 +209,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _digest(value: Any) -> str:
-    """Returns a short text for a constant of a program."""
     if _compat.is_key_dtype(getattr(value, "dtype", None)):
         value = jax.random.key_data(value)
     array = np.asarray(value)

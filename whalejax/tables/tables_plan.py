@@ -27,8 +27,7 @@ class TablesPlan:
     ``wh.compile_tables`` makes a step of it.
 
     Attributes:
-        placement: Placement of the tables in processes if there are any, else of
-            all tables.
+        placement: Placement of the tables in processes if any, else of all tables.
         dense: Plan of everything else, which divides the batch.
         rows: Update rule of rows.
         refused: Reason why a looked-up parameter is not a table, by its path.
@@ -37,8 +36,7 @@ class TablesPlan:
         sections: Division of work, if tables are in processes of their own; None if the
             devices of the dense part hold them.
         program_hash: Hash of the loss as it was traced.
-        beside: Placement of the tables on the dense part's devices, if others are in
-            processes.
+        beside: Placement of tables on the dense part's devices, beside processes.
         cut: Costs of each table in either section, if there may be two.
         use: Memory and traffic of the tables on the dense part's devices.
     """

@@ -2,8 +2,7 @@
 
 A plan has its own mesh, and JAX accepts no array of one mesh in an operation that is
 traced under another. So our traced code runs without an ambient mesh. Only a loss that
-needs one, for the axes that it names, is traced under it, with its axes left to the
-compiler.
+names the mesh's axes is traced under it; these axes are left to the compiler.
 """
 
 from __future__ import annotations

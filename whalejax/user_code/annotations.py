@@ -1,10 +1,10 @@
 """The four primitives: ``replicate``, ``split``, ``stage`` and ``pipeline``.
 
-An annotation opens a ``jax.named_scope`` whose *name* contains its arguments, always
-and everywhere, so that a trace cached by JAX long before planning still has the mark.
-It has no effect on numbers. A context variable has this thread's open marks, only to
-refuse forbidden nesting at the user's line, to number stages and to tell capture the
-entered marks.
+An annotation always opens a ``jax.named_scope`` whose *name* contains its arguments, so
+that a trace cached by JAX long before planning still has the mark. It has no effect on
+numbers. A context variable has this thread's open marks. It serves only to refuse
+forbidden nesting at the user's line, to number stages and to tell capture the entered
+marks.
 
 It is a separate module because models import it: importing it starts no JAX.
 """
@@ -39,8 +39,6 @@ _AXIS_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 
 @dataclass(slots=True)
 class _OpenMark:
-    """A mark that is entered and not yet left."""
-
     mark: Mark
     scope: Any
     stages: int = 0
@@ -392,9 +390,7 @@ def _positive(kind: str, name: str, value: int | None) -> int | None:
 
 
 def _numbered(mark: Mark, outer: tuple[_OpenMark, ...]) -> Mark:
-    """Returns a stage with its index inside the enclosing pipeline; other marks
-    unchanged.
-    """
+    """Returns a stage with its index inside the pipeline; other marks unchanged."""
     if mark.kind != "stage":
         return mark
     inside = next(o for o in reversed(outer) if o.mark.kind == "pipeline")

@@ -116,7 +116,6 @@ def _name(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """Describes a value: its class, or its name if it is a function."""
     if _is_plain_function(value):
         return f"the function {_name(value)}"
     return f"a {type(value).__name__}"

@@ -41,11 +41,10 @@ class WeightedLoss:
     divides the sums.
 
     Attributes:
-        total: Scalar sum of the losses. A regulariser in it must be multiplied by the
-            weight.
-        weight: Scalar number of terms in the sum; constant for the gradient. A plain
-            sum, without a maximum: a micro-batch of weight 0 has no effect, and only if
-            the full batch has weight 0 the loss is NaN.
+        total: Scalar sum of the losses. Multiply a regulariser in it by the weight.
+        weight: Scalar number of terms in the sum; constant for the gradient. Do
+            not clamp it: a micro-batch of weight 0 has no effect, and the loss is NaN
+            only if the full batch has weight 0.
 
     >>> (WeightedLoss(3.0, 2.0) + WeightedLoss(1.0, 2.0)).mean
     1.0
@@ -189,8 +188,7 @@ class Job:
         optimizer: Optax gradient transformation.
         batch_size: Samples in a global batch; the command line may override it.
         name: Name of the job in reports.
-        group_size, per_micro_batch: Arguments of ``wh.plan``, for every plan of this
-            job.
+        group_size, per_micro_batch: Arguments of ``wh.plan`` for all plans of this job.
         eval_batches: Sequence of batches for evaluation, or a function that returns
             them anew; None without evaluation.
     """
@@ -291,7 +289,6 @@ class Job:
 
 
 def _holds_arrays(batch: Any) -> bool:
-    """Whether it is a tree of arrays or of their shapes."""
     import jax
 
     leaves = jax.tree.leaves(batch)

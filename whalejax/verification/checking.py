@@ -52,8 +52,8 @@ def check(
     Raises:
         PlanError: The plan is an estimate, has uneven shares or pipelines, or is for
             another number of devices.
-        WhaleError: An argument is invalid, or the compiler is not available, died or
-            took too long.
+        WhaleError: An argument is invalid, or the compiler is missing, died or took too
+            long.
     """
     if not plan.runnable:
         raise PlanError(
@@ -116,11 +116,7 @@ def _one_of(plan: Plan) -> str:
 
 
 def _compiler(target: Target) -> tuple[str, Sequence[str]]:
-    """Returns the GPU's properties and the package folders of its compiler.
-
-    Raises:
-        NoCompiler: The compiler is missing; the message names what installs it.
-    """
+    """Returns the GPU's properties and the package folders of its compiler."""
     if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise NoCompiler(
             f"compiling for {target.words} needs the TPU compiler. Install the extra "

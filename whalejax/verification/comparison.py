@@ -141,7 +141,6 @@ def _compared_stages(
 
 
 def _stage_memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ...]:
-    """Returns the memory of a stage, by term."""
     terms = plan.memory
     resting = terms.state_bytes + terms.batch_bytes
     predicted = {
@@ -165,7 +164,6 @@ def _stage_memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ..
 
 
 def _transfer_quantities(plan: Plan, data: Mapping[str, Any]) -> Iterator[Quantity]:
-    """Yields the transfers from stage to stage in a step, to each device."""
     assert plan.stages is not None
     paces, count = plan.stages.paces, plan.num_micro_batches
     result = {(one["part"], one["action"]): one for one in data["moved"]}
@@ -224,8 +222,7 @@ def rematerializations(
 
     Args:
         words: Output of the compiler.
-        traffic: The program's collectives, whose source lines are used if the warning
-            names none.
+        traffic: The program's collectives, for source lines that the warning lacks.
     """
     result: dict[tuple[str, str], Finding] = {}
     for match in _REMATERIALIZED.finditer(words):

@@ -120,9 +120,9 @@ _LIFTED = "WHALEJAX_STACK_LIFTED"
 def _lift_stack_limit() -> None:
     """Restarts this process once, without a limit on the stack, if the system allows.
 
-    The TPU compiler recurses over long chains of operations. For a ResNet-50 on v6e it
-    ends with a segmentation fault at a limit of 8 MiB or of 1 GiB, and compiles without
-    one; a process reads the limit when it starts.
+    The TPU compiler recurses over long chains of operations. With a limit of 8 MiB or
+    of 1 GiB it crashes for a ResNet-50 on v6e; without a limit it compiles. A process
+    reads the limit only when it starts.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_STACK)
     if limit == most or most != resource.RLIM_INFINITY or _LIFTED in os.environ:
@@ -178,7 +178,6 @@ def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
 
 
 def _step(plan: Plan, request: CompileRequest, devices: list[Any]) -> Any:
-    """Returns the step of a plan on these devices, with tables if it has some."""
     if plan.tables is None:
         from whalejax.runtime.train_step import step_of
 

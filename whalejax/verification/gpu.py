@@ -1,7 +1,7 @@
 """The GPU compiler: its folder, and the GPUs for which it can compile.
 
 The compiler is JAX's CUDA plugin with NVIDIA's libraries. They would change the device
-that a user's environment runs on, so they are never installed there: ``set_up`` creates
+that a user's environment runs on, so they are never installed there. ``set_up`` creates
 a second environment, whose packages only the compiling process sees, after all others.
 """
 
@@ -32,9 +32,7 @@ _LIBRARIES: Final = {"major": 9, "minor": 10, "patch": 0}
 
 
 def folder() -> Path:
-    """Returns the path of the second environment; one for each version of JAX and
-    Python.
-    """
+    """Returns the second environment's path; one for each version of JAX and Python."""
     jax = importlib.metadata.version("jax")
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     return directory() / f"gpu-jax{jax}-python{python}"

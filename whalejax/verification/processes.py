@@ -116,12 +116,14 @@ def run(
 
 
 _UNTIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-"""Without a GPU no kernels can be timed, and products without timing are better left to
-the library: the compiler's own first choice fails for some sizes."""
+"""Flags that replace the timing of kernels, which needs a GPU.
+
+Products without timing are better left to the library: the compiler's own first choice
+fails for some sizes.
+"""
 
 
 def _pickled(request: CompileTask) -> bytes:
-    """Pickles the JAX settings that affect tracing, and the request."""
     import jax
 
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
@@ -137,8 +139,8 @@ def _pickled(request: CompileTask) -> bytes:
 def _by_value(request: Any) -> bytes:
     """Pickles a request together with definitions from the user's program.
 
-    JAX's functions with their own backward pass can only be rebuilt from a function, so
-    pickle fails; they may also refer to themselves.
+    JAX's functions with their own backward pass cannot be pickled directly: they can
+    only be rebuilt from a function. They may also refer to themselves.
     """
     import cloudpickle
     import jax
@@ -234,7 +236,6 @@ def _with_flags(environment: dict[str, str], xla_flags: str) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

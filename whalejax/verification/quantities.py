@@ -30,8 +30,8 @@ class VerificationData:
         lower_seconds, compile_seconds: Durations of the compilation.
         host_peak_bytes: Peak memory of the compilation on this machine.
         refused: Reason why traffic and products are not reported, or empty.
-        rematerializations: Tensors that the compiler gathers completely to change
-            their layout.
+        rematerializations: Tensors that the compiler gathers in full to change their
+            layout.
         unplanned: Traffic that the plan does not predict.
         failure: Reason why there is no program, in the compiler's words, or empty.
         better: The next plan that is expected to fit, if this one does not.

@@ -1,7 +1,7 @@
 """Targets of compilation: the TPU and GPU compilers' names of a cluster.
 
-The text for a target is that of a cluster (``v5p:4x4x4``, ``h100:2x8``, ``local``);
-this module knows which of them have a compiler, and its names for them.
+The text for a target is a cluster's (``v5p:4x4x4``, ``h100:2x8``, ``local``). This
+module knows which targets have a compiler, and the compiler's names for them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Target:
     Attributes:
         platform: ``"tpu"``, ``"gpu"``, or ``"local"`` for the devices of this machine.
         words: Target as the user writes it.
-        kind: Kind of device, as the catalogue names it; empty for those of this
-            machine.
+        kind: Kind of device in the catalogue; empty for those of this machine.
         topology: Compiler's name of the topology.
         slices: Number of TPU slices joined by a network.
         num_devices: Number of devices in all.

@@ -1,9 +1,9 @@
 """A plan as mappings from dimension names to mesh axes: computation, parameters.
 
-Libraries of named axes (haliax, Levanter) take two such mappings, and MaxText's rules
-name activations and weights separately. ``export.flax_rules`` has one table for both,
-which can express less. Parameters that a mapping cannot express are listed, with their
-bytes.
+Libraries of named axes (haliax, Levanter) take one mapping for activations and one for
+parameters; MaxText's rules name both separately. ``export.flax_rules`` has one table
+for both, which can express less. Parameters that a mapping cannot express are listed,
+with their bytes.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _parameters(plan: PlanData, names: Mapping[str, str]) -> dict[str, Axes]:
     """Returns the axes with which most bytes of each name are stored in the plan.
 
     A library of named axes shards each dimension by its name alone, and no axis may
-    occur twice in a parameter. So of two names in one parameter, that with fewer bytes
+    occur twice in a parameter. If a parameter has two names, the name with fewer bytes
     stays unsharded.
     """
     bytes_of: dict[str, dict[Axes, int]] = defaultdict(lambda: defaultdict(int))

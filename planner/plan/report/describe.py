@@ -1,7 +1,7 @@
 """Places a plan in the taxonomy of distributed training: ``plan.describe()``.
 
-The aspects are those of the surveys: what is parallel (data, operators, layers), which
-parts are synchronous, and what is exchanged over which topology (Ben-Nun and Hoefler,
+The aspects follow two surveys: what is parallel (data, operators, layers), which parts
+are synchronous, and what is exchanged over which topology (Ben-Nun and Hoefler,
 "Demystifying Parallel and Distributed Deep Learning", 2019, sections 4-6; Mayer and
 Jacobsen, "Scalable Deep Learning on Distributed Infrastructures", 2020, section 3).
 """
@@ -47,7 +47,7 @@ def describe(plan: PlanData) -> str:
         plan: Any plan.
 
     Returns:
-        Lines of text, each of which begins with its aspect.
+        Lines of text; each begins with its aspect.
     """
     lines: list[Line] = []
     aspects = (
@@ -133,7 +133,6 @@ def _synchronous(plan: PlanData) -> Iterator[str]:
 
 
 def _exchanged(plan: PlanData) -> Iterator[str]:
-    """Yields the kinds of traffic, with their bytes and the links of their axes."""
     found = [*by_sort(plan).values()]
     if not found:
         yield "nothing"

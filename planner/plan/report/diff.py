@@ -92,10 +92,10 @@ class LeafShift:
     Attributes:
         label: Path of the parameters, with ``×4`` if four layers were merged.
         before, after: Text of the layouts; empty if a plan lacks the parameters.
-        collectives_before, collectives_after: Text of the collectives of each parameter
-            in one step.
-        bytes_before, bytes_after: Bytes of all these parameters on one device that
-            stores them.
+        collectives_before, collectives_after: Text of each parameter's collectives in
+            one step.
+        bytes_before, bytes_after: Bytes of these parameters on a device that stores
+            them.
         seconds_before, seconds_after: Seconds of their collectives in one step, on the
             links; part of them may be overlapped with computation.
     """
@@ -176,9 +176,7 @@ class PlanDiff:
         return lines
 
     def _rows(self, all_rows: bool) -> list[list[str]]:
-        """Returns the cells of the parameters, with one row for all of the smallest
-        changes.
-        """
+        """Returns the cells of the parameters; the smallest changes share a row."""
         by_change = sorted(
             self.leaves,
             key=lambda leaf: (-abs(leaf.more_seconds), -abs(leaf.more_bytes)),
@@ -357,8 +355,6 @@ def _regions(plan: PlanData) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Facts about one parameter that are compared."""
-
     words: str
     collectives: str
     nbytes: int

@@ -45,9 +45,9 @@ def flax_rules(plan: PlanData) -> Rules:
     that ``fsdp`` shards in storage, and stacked layers, which ``stage`` divides.
 
     Raises:
-        PlanError: Two regions, or computation and storage, need different axes; some
-            parameter would be stored otherwise than planned; or the plan has stages
-            with their own layouts, unequal shares, or embedding tables.
+        PlanError: Two regions, or computation and storage, need different axes; a
+            parameter would not be stored as planned; or the plan has unequal shares,
+            embedding tables, or stages with own layouts.
     """
     check_one_program(plan, "a table of rules")
     wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
@@ -114,12 +114,10 @@ def logical_axes(plan: PlanData) -> dict[str, tuple[str | None, ...]]:
 
 
 def _names(leaf: LeafPlan) -> tuple[str, ...]:
-    """Returns one name for each dimension."""
     return tuple(names[0] if names else "" for names in leaf.roles)
 
 
 def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
-    """Returns the layout that Flax gives an array of these dimensions."""
     found: list[tuple[str, ...]] = [() for _ in names]
     done = [False for _ in names]
     for name, axes in rules:
@@ -133,7 +131,7 @@ def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
 def _before(
     plan: PlanData, axes_of: Mapping[str, tuple[str, ...]], order: Sequence[str]
 ) -> list[str]:
-    """Returns the names in an order that gives each parameter its sharded ones first.
+    """Orders the names so that each parameter's sharded names come first.
 
     If no order suits all parameters, some of the others keep the given order.
     """
@@ -193,7 +191,7 @@ def check_export(
     command: object = None,
     called: str = "form",
 ) -> None:
-    """Refuses arguments that no plan can be exported with.
+    """Refuses arguments with which no plan can be exported.
 
     Args:
         form, name, image, command: Arguments of ``export``.
@@ -230,8 +228,7 @@ def export(
     """Returns the text of a file for another system.
 
     Args:
-        plans: One plan, or those of a search, best first; formats for one plan take the
-            first.
+        plans: One plan, or a search's, best first; formats for one plan take the first.
         form: One of ``FORMS``.
         name: Name of the job, for a JobSet or SkyPilot.
         image: Container image, which a JobSet needs.

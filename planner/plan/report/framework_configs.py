@@ -58,8 +58,7 @@ def unsaid_options(plan: PlanData, *said: str) -> list[str]:
 
     Args:
         plan: The plan.
-        said: Decisions that the file expresses: ``"precision"``, ``"micro-batches"``,
-            ``"options"``.
+        said: Expressed decisions: ``"precision"``, ``"micro-batches"``, ``"options"``.
     """
     found = []
     if plan.precision != "f32" and "precision" not in said:
@@ -402,7 +401,6 @@ def _axlearn_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def _selector(cluster: Cluster) -> str:
-    """Returns the value of ``--mesh_selector`` for a cluster."""
     kind, count = cluster.kinds[0], cluster.num_devices
     if kind.platform == "tpu":
         return tpu_type(cluster) + f"-{len(cluster.nodes)}" * (len(cluster.nodes) > 1)
@@ -437,8 +435,7 @@ def tpu_type(cluster: Cluster) -> str:
 
 
 def yaml_text(value: object, indent: int = 0) -> str:
-    """Returns plain data as YAML: mappings in blocks, lists of plain values in one
-    line.
+    """Returns plain data as YAML: mappings in blocks, plain lists in one line.
 
     Args:
         value: Mappings with text as keys, lists, texts, numbers and booleans. A text of

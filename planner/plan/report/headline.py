@@ -151,7 +151,6 @@ def _devices(plan: PlanData) -> list[DeviceKind]:
 
 
 def _product_type(plan: PlanData, kind: DeviceKind) -> str:
-    """Returns the type in which a kind of device does most of a model's products."""
     assert plan.work is not None
     name = kind.multiplies_in(plan.work.dtype)
     return "bf16" if name == "f32" and plan.cluster.compiler.narrow_products else name
@@ -185,9 +184,7 @@ def speed_words(speed: Throughput) -> list[str]:
 
 
 def price_words(speed: Throughput) -> list[str]:
-    """Returns the prices of a step and of a million tokens or samples; empty without a
-    price.
-    """
+    """Returns the prices of a step and of a million tokens or samples, if known."""
     price, step, million = speed.price, speed.step_price, speed.million_price
     if price is None or step is None or million is None:
         return []
@@ -264,5 +261,4 @@ def flops_text(flops: float) -> str:
 
 
 def _rate(number: float) -> str:
-    """Formats a rate with three digits, or as an integer above a thousand."""
     return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"

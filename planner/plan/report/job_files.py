@@ -155,9 +155,7 @@ def _pod(cluster: Cluster, name: str, hosts: int) -> tuple[dict[str, Any], int]:
 
 
 def _process_variables(name: str, hosts: int) -> dict[str, Any]:
-    """Returns the variables that ``wh.init_distributed`` reads; none for one
-    process.
-    """
+    """Returns the variables of ``wh.init_distributed``; none for one process."""
     if hosts == 1:
         return {}
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -176,8 +174,7 @@ def _process_variables(name: str, hosts: int) -> dict[str, Any]:
 def skypilot_text(
     plans: Sequence[PlanData], name: str, image: str, command: str
 ) -> str:
-    """Returns YAML of a SkyPilot task for a plan, or for clusters in order of
-    preference.
+    """Returns YAML of a SkyPilot task for a plan, or for clusters, best first.
 
     Args:
         plans: The plan; or plans of one model on several clusters, best first. Those
@@ -275,9 +272,7 @@ def _check_one_kind(cluster: Cluster, form: str) -> None:
 
 
 def _hosts(cluster: Cluster) -> int:
-    """Returns the number of machines, each with a process: GPU nodes, hosts of TPU
-    slices.
-    """
+    """Returns the number of machines with a process: GPU nodes or TPU hosts."""
     if cluster.platform != "tpu":
         return len(cluster.nodes)
     chips = cluster.nodes[0].count

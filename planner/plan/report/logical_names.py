@@ -18,13 +18,7 @@ from whalejax.planner.plan_entries import RoleInfo, starred
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A dimension of a parameter.
-
-    Attributes:
-        words: Words of the parameter's path, in lower case.
-        dim: Index of the dimension.
-        rank: Rank of the parameter.
-    """
+    """A dimension of a parameter, with the words of its path in lower case."""
 
     words: tuple[str, ...]
     dim: int
@@ -86,7 +80,6 @@ def _layer_dims(plan: PlanData, ranks: Mapping[str, int]) -> frozenset[str]:
 
 
 def _name(role: RoleInfo, ranks: Mapping[str, int]) -> str:
-    """Returns a dimension's logical name, derived from its parameters."""
     if not re.search(r"\[[\d.]+\]$", role.name):
         return role.name.replace("#", "_")
     places = _places(role, ranks)

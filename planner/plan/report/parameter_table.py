@@ -87,8 +87,7 @@ def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:
 def collectives_of(
     plan: PlanData, leaf: LeafPlan, *, unlike: bool = False
 ) -> tuple[Collective, ...]:
-    """Returns the collectives that a parameter causes in a micro-batch and in the
-    update.
+    """Returns a parameter's collectives in a micro-batch and in the update.
 
     Args:
         plan: Plan of the devices that store it.
@@ -141,7 +140,6 @@ def _parameter_collective(
     nbytes: int,
     count: int = 1,
 ) -> Collective:
-    """Returns a gather of the parameter, or a sum of its gradient."""
     return Collective(
         kind=kind,
         axes=axes,
@@ -153,8 +151,9 @@ def _parameter_collective(
 
 
 def _as_run(plan: PlanData, asked: Collective) -> Collective:
-    """Returns a collective in the kind that the plan lists for its axes and phase; the
-    same if it lists none.
+    """Returns a collective with the kind that the plan lists for its axes and phase.
+
+    If the plan lists none, the collective stays unchanged.
     """
     kinds = [
         c.kind
@@ -165,9 +164,7 @@ def _as_run(plan: PlanData, asked: Collective) -> Collective:
 
 
 def collective_words(collectives: Sequence[Collective], plan: PlanData) -> str:
-    """Describes the collectives of a step briefly, such as ``"2 all-gather over
-    fsdp"``.
-    """
+    """Describes a step's collectives briefly: ``"2 all-gather over fsdp"``."""
     times: dict[str, int] = {}
     for c in collectives:
         words = f"{c.kind} over {'+'.join(c.axes)}"

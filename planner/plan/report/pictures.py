@@ -48,7 +48,7 @@ class PlanDisplay(PlanData):
         """Returns the memory per device by term, of every stage if they differ.
 
         Returns:
-            Chart that a notebook draws and ``print`` describes; ``save`` writes it to a
+            Chart that a notebook draws, ``print`` describes and ``save`` writes to a
             file.
         """
         from whalejax.display import memory
@@ -75,11 +75,10 @@ class PlanDisplay(PlanData):
         return device_map.device_map(self, path, of)
 
     def topology(self) -> TopologyMap:
-        """Returns the nodes, the links with their bandwidth, and the axes that cross
-        them.
+        """Returns nodes, links with their bandwidth, and the axes that cross them.
 
         Returns:
-            Map that a notebook draws and ``print`` describes; ``save`` writes it to a
+            Map that a notebook draws, ``print`` describes and ``save`` writes to a
             file.
         """
         from whalejax.display import topology
@@ -128,7 +127,7 @@ class GoodputDisplay(ABC):
         """Returns a chart with a bar for each recovery policy.
 
         Returns:
-            Chart that a notebook draws and ``print`` describes; ``save`` writes it to a
+            Chart that a notebook draws, ``print`` describes and ``save`` writes to a
             file.
         """
         from whalejax.display import goodput
@@ -153,11 +152,10 @@ class SquareCubeDisplay(ABC):
         return self.chart()._repr_mimebundle_()
 
     def chart(self) -> SquareCubeChart:
-        """Returns a chart of the slowest stage's utilisation by bandwidth, for wider
-        models too.
+        """Returns a chart of the slowest stage's utilisation by bandwidth and width.
 
         Returns:
-            Chart that a notebook draws and ``print`` describes; ``save`` writes it to a
+            Chart that a notebook draws, ``print`` describes and ``save`` writes to a
             file.
         """
         from whalejax.display import swarms

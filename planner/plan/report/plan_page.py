@@ -59,9 +59,7 @@ _Form = Callable[[float], str]
 
 
 def page_width() -> int | None:
-    """Returns the columns of the output: ``COLUMNS``, or the terminal's; None for
-    neither.
-    """
+    """Returns the columns of the output: ``COLUMNS``, or the terminal's, or None."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns or None
     return None
@@ -79,8 +77,7 @@ def plan_lines(plan: PlanData, width: int | None, *, all_rows: bool) -> list[Lin
     Args:
         plan: The plan.
         width: Columns of a line; None breaks none.
-        all_rows: Whether to show all parameters, traffic and reasons, not only the
-            largest.
+        all_rows: Whether to show more than the largest parameters, traffic and reasons.
     """
     tables: list[Line] = [((line, ""),) for line in tables_text(plan).splitlines()]
     lines = [
@@ -130,7 +127,6 @@ def bar_text(share: float, width: int) -> str:
 def _bars(
     head: str, terms: Sequence[tuple[str, float]], whole: float, form: _Form
 ) -> list[Line | str]:
-    """Returns the head, and each term with a bar of its share, its name and size."""
     pieces: list[Line | str] = [head]
     for number, (name, size) in enumerate(terms):
         bar = bar_text(size / max(whole, 1e-30), BAR_CELLS)
@@ -219,7 +215,6 @@ def region_axes(plan: PlanData, region: RegionTable) -> str:
 
 
 def _stages(plan: PlanData, width: int | None) -> Iterator[Line]:
-    """Yields one row for each stage, if there are any."""
     if plan.stages is not None:
         yield from paragraph("stages", pipeline_words(plan), width, " · ")
         yield from table(*stage_rows(plan), width)
@@ -255,9 +250,7 @@ def stage_rows(plan: PlanData) -> tuple[list[str], list[list[str]]]:
 
 
 def share_words(plan: PlanData) -> list[str]:
-    """Describes the micro-batches of the ranks of ``data``, or pipelines, if they
-    differ.
-    """
+    """Describes the micro-batches of ranks or pipelines, if they differ."""
     each = max(1, plan.num_devices // len(plan.shares))
     kinds = [
         node.kind.display_name()
@@ -378,7 +371,6 @@ def other_notes(plan: PlanData) -> list[str]:
 
 
 def _next(plan: PlanData, width: int | None) -> list[Line]:
-    """Describes the second-best plan, and how much faster any other can be."""
     others = [c for c in plan.candidates if c.verdict != "chosen"]
     lines = paragraph("next", [str(others[0])], width) if others else []
     words = gap_words(plan)

@@ -39,8 +39,7 @@ class TrafficRow:
         kind: Kind of collective, or ``HANDED``.
         axes: Mesh axes that it runs over.
         what: Contents such as ``"gradient"``, ``"parameter"``, ``"activation"``.
-        where: Stages, each with the number of its pipeline; none if all devices run one
-            program.
+        where: Stages, each with its pipeline's number; none for one program.
         times: Number of transfers in a step.
         nbytes: Payload of all transfers.
         seconds: Seconds on the links; part of them may be overlapped with computation.
@@ -132,9 +131,7 @@ def traffic(plan: PlanData) -> list[TrafficRow]:
 
 
 def mesh_of(plan: PlanData) -> dict[str, int]:
-    """Returns a plan's mesh sizes; ``INSIDE`` replaces the axes of stages with their
-    own.
-    """
+    """Returns a plan's mesh sizes; ``INSIDE`` replaces the stages' own axes."""
     sizes = plan.axis_sizes
     if not plan.stage_plans:
         return sizes
@@ -151,7 +148,6 @@ def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], TrafficRow
 
 
 def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow]:
-    """Yields the collectives of one program, equal ones merged."""
     found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
     for c in plan.collectives:
         parts = axis_parts(c.axes, mesh_of(plan), plan.cluster)
@@ -181,13 +177,6 @@ def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow
 def _stage_transfer_rows(
     plan: PlanData, home: Home, count: int
 ) -> Iterator[TrafficRow]:
-    """Yields the transfers of one stage to and from others in a step.
-
-    Args:
-        plan: Plan of the pipeline.
-        home: The stage.
-        count: Micro-batches.
-    """
     assert plan.stages is not None
     parts = axis_parts((STAGE,), mesh_of(plan), plan.cluster)
     paces = plan.stages.paces[home[1] :: len(plan.stage_plans)]

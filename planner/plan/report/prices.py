@@ -24,8 +24,7 @@ class HourlyPrice:
     Attributes:
         amount: Price of all devices, used or not.
         currency: Code such as ``"USD"``; empty for prices from the user.
-        as_of: Day of the oldest price, as ``"2026-05-01"``; empty for prices from the
-            user.
+        as_of: Day of the oldest price, as ``"2026-05-01"``; empty for the user's.
     """
 
     amount: float

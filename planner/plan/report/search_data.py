@@ -74,8 +74,7 @@ class ClusterCandidate:
         name: Text of the cluster in the request.
         cluster: The cluster.
         candidate: Layout, predicted time and memory by term, and the verdict.
-        index: Index of this layout's plan in the result, or None if it was only
-            evaluated.
+        index: Index of this layout's plan in the result; None if only evaluated.
     """
 
     name: str
@@ -99,8 +98,7 @@ class ClusterCandidate:
         return price_text(self.cluster, self.step_price)
 
     def costs(self, n: int = 3) -> tuple[tuple[str, float], ...]:
-        """Returns the largest terms of the step time, with their seconds, largest
-        first.
+        """Returns the largest terms of the step time in seconds, largest first.
 
         Args:
             n: Largest number of terms to return.
@@ -149,8 +147,7 @@ class SearchData(Sequence[Plan]):
         return len(self.plans)
 
     def step_price(self, index: int = 0) -> float | None:
-        """Returns the price of one step of a plan; None if a kind of device has no
-        price.
+        """Returns the price of a plan's step; None if a kind of device has no price.
 
         Args:
             index: Index of the plan.

@@ -38,9 +38,7 @@ def whole_seconds(plan: PlanData) -> float:
 
 
 def _table_seconds(placement: TablePlacement) -> float:
-    """Returns the seconds per step of the tables on the most loaded device; 0 if the
-    objective is not time.
-    """
+    """Returns the tables' seconds on the most loaded device; else 0."""
     return float(placement.loads.max()) if placement.objective == "time" else 0.0
 
 
@@ -83,7 +81,6 @@ def _whole_text(
 
 
 def _not_used(plan: PlanData) -> list[str]:
-    """Returns the note that SparseCores are unused, if the devices have them."""
     kinds = {kind.name for kind in plan.cluster.kinds}
     if not kinds & _SPARSE_CORES:
         return []
@@ -104,8 +101,10 @@ def _sections(document: dict[str, Any]) -> Sections | None:
 def _placement_and_cut(
     document: dict[str, Any],
 ) -> tuple[TablePlacement, TablePlacement | None, tuple[TableCost, ...]]:
-    """Returns the placement, the placement on the devices of the dense part (or None),
-    and the costs of the tables in both sections.
+    """Returns the placement, the placement on the dense part's devices, and the costs.
+
+    The second placement may be None. The costs are those of the tables in both
+    sections.
     """
     beside: Any = document.get("beside")
     try:

@@ -36,7 +36,7 @@ _ODD = re.compile("[\u0300-\u1fff\u2320-\u232f\u2e80-\U0010ffff]")
 
 
 def check_lines(width: object, all_rows: object) -> None:
-    """Refuses arguments that lines cannot be laid out by.
+    """Refuses arguments with which lines cannot be laid out.
 
     Args:
         width: Columns of a line; None breaks none.
@@ -112,7 +112,6 @@ def indented(
 
 
 def _broken(spans: Line, room: int | None) -> list[Line]:
-    """Breaks a piece between words into lines of a width."""
     if room is None or line_cells(spans) <= room:
         return [spans]
     lines: list[list[Span]] = [[]]
@@ -127,15 +126,12 @@ def _broken(spans: Line, room: int | None) -> list[Line]:
 
 
 def _stripped(line: Sequence[Span]) -> Line:
-    """Returns a line without trailing space."""
     *before, (text, style) = line
     return (*before, (text.rstrip(), style))
 
 
 def _words(text: str, room: int) -> Iterator[str]:
-    """Yields pieces of a text that fit: split at spaces, after . + × / , - or
-    anywhere.
-    """
+    """Yields pieces that fit: split at spaces, after . + × / , - or anywhere."""
     for word in re.findall(r"\s*\S+\s?|\s+", text):
         if cells(word.rstrip()) <= room:
             yield word
@@ -189,7 +185,6 @@ def _shrunk(sizes: list[int], least: list[int], room: int) -> list[int]:
 def _row(
     row: Sequence[str], sizes: Sequence[int], right: Sequence[int], style: str
 ) -> Iterator[Line]:
-    """Yields the lines of one row, as many as its tallest cell has."""
     folded = [
         ["".join(text for text, _ in part) for part in _broken(((cell, ""),), size)]
         for cell, size in zip(row, sizes, strict=True)

@@ -112,9 +112,7 @@ NOT_READ: Final = "the loss does not read it"
 def leaf_note(
     leaf: LeafPlan, tensor: Tensor, mesh: Mapping[str, int], dims: Dimensions
 ) -> str:
-    """Returns the reason why ``fsdp`` shards no dimension of a parameter, or an empty
-    text.
-    """
+    """Returns why ``fsdp`` shards no dimension of a parameter, or an empty text."""
     if mesh["fsdp"] == 1 or any("fsdp" in axes for axes in leaf.param_spec):
         return ""
     reasons = []
@@ -134,9 +132,7 @@ def leaf_note(
 
 
 def whole_reasons(plan: PlanData) -> list[tuple[str, list[LeafPlan]]]:
-    """Returns the parameters that no axis shards, by reason; the reason with most bytes
-    comes first.
-    """
+    """Returns the parameters that no axis shards, by reason, most bytes first."""
     found: dict[str, list[LeafPlan]] = {}
     own = homes(plan)
     for leaf in plan.leaves:
@@ -220,7 +216,6 @@ def why(plan: PlanData, leaf: LeafPlan) -> str:
 
 
 def _readers(plan: PlanData, path: str) -> list[str]:
-    """Describes the other stages that read a parameter, one line each."""
     back = ", and gives its gradient back" if plan.leaf(path).trained else ""
     found = dict.fromkeys(
         f"  stage {stage} reads it too: once in a step it is given a copy{back}"
@@ -232,9 +227,7 @@ def _readers(plan: PlanData, path: str) -> list[str]:
 
 
 def _stage_words(plan: PlanData, path: str) -> str:
-    """Describes the stage that stores a parameter, of each pipeline if there are
-    several.
-    """
+    """Describes the stage of each pipeline that stores a parameter."""
     each = [one.stage_plans.index(one.home(path)) for one in plan.pipelines or (plan,)]
     if len(set(each)) == 1:
         return f"stage {each[0]}"
@@ -321,9 +314,7 @@ def _whole_reason(
 
 
 def explain(plan: PlanData) -> str:
-    """Explains the choice of a plan: the terms that decide, alternatives and unsharded
-    dimensions.
-    """
+    """Explains a plan: deciding terms, alternatives and unsharded dimensions."""
     spare = plan.room_bytes - plan.memory.total_bytes
     tables = tables_text(plan)
     lines = [
@@ -353,9 +344,7 @@ def explain(plan: PlanData) -> str:
 
 
 def gap_words(plan: PlanData) -> str:
-    """Describes how much faster another plan of one program can be at most; empty if
-    unknown.
-    """
+    """Describes how much faster another one-program plan can be; empty if unknown."""
     if plan.gap is None:
         return ""
     if plan.gap < 5e-5:
@@ -364,9 +353,7 @@ def gap_words(plan: PlanData) -> str:
 
 
 def _against(plan: PlanData, other: Candidate) -> list[str]:
-    """Describes the runner-up, the terms that differ, and what would reverse the
-    choice.
-    """
+    """Describes the runner-up, and what would reverse the choice."""
     slower = other.step_seconds - plan.time.step_seconds
     lines = [f"runner-up: {other}"]
     differences = {
@@ -395,7 +382,6 @@ def _against(plan: PlanData, other: Candidate) -> list[str]:
 
 
 def _held_whole(plan: PlanData) -> list[str]:
-    """Describes the parameters with notes and the dimensions that nothing can shard."""
     held: Counter[str] = Counter()
     for leaf in plan.leaves:
         if leaf.note:

@@ -3,9 +3,9 @@
 Products in such a part read their float32 operands in 16 bits. Elementwise operations
 on the results stay in 16 bits as long as no wider operand joins. Operations that sum
 many numbers or are steep (reductions, exponentials, logarithms, roots, powers) read the
-results in the type of the trace. Values that a loop carries, or that a part passes to
-one in float32, have their traced type there. So the program is the model's own except
-for casts, and gradients flow back through these.
+results in the type of the trace. Values that a loop carries, or that a part passes to a
+float32 part, keep their traced type. So the program is the model's own except for
+casts, and gradients flow back through these.
 """
 
 from __future__ import annotations
@@ -112,8 +112,7 @@ def narrowed(
 
     Args:
         jaxpr: Closed jaxpr, as captured.
-        precisions: Precision of equations that compute in ``bf16`` or ``f16``, by
-            position.
+        precisions: Precision of equations in ``bf16`` or ``f16``, by position.
         weights: Whether each input is a parameter, trained or not.
 
     Returns:
@@ -133,11 +132,8 @@ def narrowed(
 class _Scope:
     """One jaxpr that is being evaluated.
 
-    Attributes:
-        values: Values of its variables, some of them narrower than traced.
-        weights: Variables that depend on parameters alone.
-        numbers: Known number to which all elements of a variable are equal.
-        casts: Values in other types, cast once for all readers.
+    Values may be narrower than traced; ``weights`` depend on parameters alone;
+    ``numbers`` fill a variable; ``casts`` are made once for all readers.
     """
 
     values: dict[Any, Any]
@@ -162,15 +158,12 @@ class _Scope:
         return self.casts[atom, wanted]
 
     def is_narrow(self, atom: Any, dtype: Any) -> bool:
-        """Whether a value was float32 when traced, and now has the given type."""
         if _compat.is_literal(atom) or atom.aval.dtype != _WIDE:
             return False
         return bool(self.values[atom].dtype == dtype)
 
     def may_be_narrow(self, atom: Any, dtype: Any) -> bool:
-        """Whether a value is narrow or can become so: parameters, and numbers that
-        fit.
-        """
+        """Whether a value is or can become narrow: parameters, and numbers that fit."""
         known = not _compat.is_literal(atom) and atom in self.weights
         if known or self.is_narrow(atom, dtype):
             return True
@@ -184,13 +177,11 @@ class _Scope:
         return number == 0 or abs(cast) >= _LEAST[dtype]
 
     def number(self, atom: Any) -> Any:
-        """Returns the number that all elements are equal to, if it is known."""
         if not _compat.is_literal(atom):
             return self.numbers.get(atom)
         return None if np.ndim(atom.val) else atom.val
 
     def remember(self, equation: Any, results: Sequence[Any]) -> None:
-        """Stores results, and the numbers that they are known to equal."""
         self.values.update(zip(equation.outvars, results, strict=True))
         given = [a for a in equation.invars if not _compat.is_literal(a)]
         if given and all(a in self.weights for a in given):
@@ -203,12 +194,6 @@ class _Scope:
 
 
 class _PrecisionRewriter:
-    """Evaluates a program again, in 16 bits where requested.
-
-    Args:
-        precisions: Precision of equations, by position.
-    """
-
     def __init__(self, precisions: Mapping[Position, str]) -> None:
         self.dtypes: dict[Position, Any] = {}
         for position, precision in precisions.items():
@@ -339,7 +324,6 @@ def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
 
 
 def _is_wide(scope: _Scope, atom: Any, dtype: Any) -> bool:
-    """Whether a value is a float32 parameter that is not in 16 bits here."""
     known = not _compat.is_literal(atom) and atom in scope.weights
     return known and atom.aval.dtype == _WIDE and not scope.is_narrow(atom, dtype)
 
@@ -352,7 +336,6 @@ def _takes_any_type(product: Any) -> bool:
 
 
 def _all_narrow(scope: _Scope, atoms: Sequence[Any], dtype: Any) -> bool:
-    """Whether some values are narrow and all others can become so."""
     return any(scope.is_narrow(a, dtype) for a in atoms) and all(
         scope.may_be_narrow(a, dtype) for a in atoms
     )
@@ -396,7 +379,6 @@ def _is_tame(jaxpr: Any, dtype: Any) -> bool:
 
 
 def _as_traced(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
-    """Casts values to the types that they were traced in."""
     return [
         x
         if getattr(x, "dtype", a.aval.dtype) == a.aval.dtype

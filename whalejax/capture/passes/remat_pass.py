@@ -1,8 +1,8 @@
 """Puts regions of a traced program into ``jax.checkpoint``.
 
-The computation does not change: the same equations stand inside ``jax.checkpoint``, so
-later readers of the program (capture, lowering, compilers) see only what they know from
-models that use it themselves.
+The computation does not change: the same equations are inside ``jax.checkpoint``. Later
+readers of the program (capture, lowering, compilers) find nothing that models do not
+contain themselves.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ _PRODUCTS: Final = (CONVOLUTION, "ragged_dot_general", "ragged_dot")
 
 
 def _products(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Returns whether to save a result: products with weights are saved."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return primitive.name in _PRODUCTS or bool(dots(primitive, *avals, **params))
 
@@ -72,8 +71,8 @@ def _products(primitive: Any, *avals: Any, **params: Any) -> bool:
 def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
     """Returns the regions that a checkpoint can enclose.
 
-    It leaves out regions inside calls that are bound unchanged (with derivatives of
-    their own, in branches), and those with an effect that JAX does not compute again.
+    It leaves out regions inside calls that run unchanged (functions with their own
+    derivatives, branches), and regions with an effect that JAX does not compute again.
 
     Args:
         jaxpr: Closed jaxpr, as captured.
@@ -112,9 +111,7 @@ def recomputed(jaxpr: Any, regions: Sequence[Region]) -> Any:
 class _Builder:
     """Builds a program with checkpoints.
 
-    Args:
-        regions: Regions by the prefix and number of their first equation.
-        names: Checkpoint names in the program.
+    ``regions`` are by the prefix and number of their first equation.
     """
 
     def __init__(
@@ -126,7 +123,6 @@ class _Builder:
         self.checkpoint = functools.cache(self._checkpoint)
 
     def program(self, jaxpr: Any, prefix: Position, *, looped: bool) -> Any:
-        """Returns one jaxpr at a position; ``looped`` if it is the body of a loop."""
         splice = Splice(jaxpr)
         body, _ = _compat.open_jaxpr(jaxpr)
         self._put(splice, body, prefix, None, looped=looped)
@@ -135,7 +131,6 @@ class _Builder:
     def _put(
         self, splice: Splice, body: Any, prefix: Position, scope: Scope, *, looped: bool
     ) -> None:
-        """Adds the equations of a jaxpr at a position."""
         last = _last_readers(body)
         index = 0
         while index < len(body.eqns):
@@ -187,7 +182,6 @@ class _Builder:
 
 
 def _lengths(region: Region) -> range:
-    """Returns lengths of the positions of the calls around a region."""
     return range(1, len(region.prefix), 2)
 
 

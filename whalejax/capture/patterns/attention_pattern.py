@@ -166,13 +166,7 @@ def _recognised(
     maker: Mapping[Any, Any],
     trained: set[Any],
 ) -> AttentionPattern | str:
-    """Returns the attention that ends in a product, or why not; "" for other products.
-
-    Args:
-        second: Candidate for the second product.
-        maker: The equation that makes each variable.
-        trained: Variables through which a gradient flows.
-    """
+    """Returns the attention that ends in a product; else why not, or ""."""
     for side in (0, 1):
         weights = second.invars[side]
         softmax = softmax_behind(weights, maker)
@@ -192,10 +186,8 @@ def _recognised(
 def _assembled(
     second: Any, side: int, softmax: Softmax, first: Any, scores: Scores
 ) -> AttentionPattern:
-    """Returns the attention of two products and the softmax between them.
-
-    Raises:
-        NotScoresError: Their dimensions do not match those of attention.
+    """Returns the attention of two products and a softmax; raises
+    ``NotScoresError``.
     """
     (left_in, right_in), (left_batch, right_batch) = _numbers(first)
     inside, batch = _numbers(second)
@@ -255,9 +247,7 @@ def _assembled(
 
 
 def product_tags(one: AttentionPattern) -> list[int]:
-    """Returns the index in the scores of each dimension of an attention's first
-    product.
-    """
+    """Returns the index in the scores of each dimension of the first product."""
     shared, own = [t for *_, t in one.batch], [t for _, t in one.rows]
     column = [one.column[2]]
     return [*shared, *(column + own if one.keys_first else own + column)]
@@ -277,12 +267,7 @@ def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int
 
 
 class _Leaks:
-    """Finds whether other equations read an attention's inner values.
-
-    Args:
-        body: Open jaxpr.
-        maker: The equation that makes each variable.
-    """
+    """Finds whether other equations read an attention's inner values."""
 
     def __init__(self, body: Any, maker: Mapping[Any, Any]) -> None:
         self.maker = maker
@@ -294,9 +279,7 @@ class _Leaks:
                     self.readers.setdefault(atom, []).append(equation)
 
     def of(self, one: AttentionPattern) -> str:
-        """Returns the reason why an attention's equations cannot become one call; empty
-        if they can.
-        """
+        """Returns why an attention cannot become one call; empty if it can."""
         inside = equations_of(one, self.maker)
         numbers = {id(equation) for equation in inside}
         made = {one.first.outvars[0]}

@@ -1,4 +1,4 @@
-"""Equations of which any block of the result can be computed by itself.
+"""Equations whose result can be computed block by block.
 
 These are elementwise equations, added and transposed dimensions, positions (``iota``),
 and reductions over an uncut dimension: a block of their result depends on blocks of
@@ -35,8 +35,7 @@ class ScoreNode:
     """A value in the computation of the scores or logits.
 
     Attributes:
-        equation: Equation that makes the value; None for the product and for values
-            from outside.
+        equation: Equation that makes the value; None for the product and outer values.
         inputs: Indices of the nodes that it depends on; None for a literal.
         tags: Tags of its dimensions.
         outside: Index of the value from outside, or None.
@@ -94,7 +93,6 @@ def stops_gradient(equation: Any, trained: set[Any]) -> bool:
 
 
 def _where_above_one(shape: Sequence[int], tags: Tags) -> Tags:
-    """Returns tags of an operand: None where its size is 1."""
     return tuple(
         None if size == 1 else tag for size, tag in zip(shape, tags, strict=False)
     )
@@ -155,9 +153,7 @@ def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | N
 
 
 def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | None:
-    """Returns operand tags of a lookup of single elements (``take_along_axis``); None
-    for other lookups.
-    """
+    """Returns operand tags of a lookup of single elements, or None."""
     numbers = equation.params["dimension_numbers"]
     table, indices = (atom.aval.shape for atom in equation.invars)
     batch = tuple(numbers.operand_batching_dims)
@@ -177,9 +173,7 @@ def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | Non
 
 
 def looked_up_dims(equation: Any) -> tuple[int, ...]:
-    """Returns the dimensions of a gather's result that are those of its indices, in
-    order.
-    """
+    """Returns the dimensions of a gather's result from its indices, in order."""
     offsets = equation.params["dimension_numbers"].offset_dims
     dims = range(len(equation.outvars[0].aval.shape))
     return tuple(dim for dim in dims if dim not in offsets)

@@ -2,13 +2,13 @@
 
 A language model's loss compares ``logits[:, :-1]`` with ``tokens[:, 1:]``. After the
 cut, the logits are one token shorter than the sharded sequence, and would have to be
-gathered. Here such a cut is postponed: later operations compute all tokens, those to be
-cut are zero at first, and sums over tokens leave them out. An operation without such a
-rule reads the cut value, as it was traced.
+gathered. Here such a cut is postponed: later operations compute all tokens. The tokens
+to be cut are zero at first, and sums over tokens leave them out. An operation without
+such a rule reads the cut value, as it was traced.
 
 No number of the extra tokens reaches a result or a gradient: reductions replace it. A
-selection stops its cotangent, NaN included, where the value begins and where it meets
-values that all tokens share.
+selection stops its cotangent, NaN included, at two places: where the value begins, and
+where it meets values that all tokens share.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ _CUTS = frozenset(("slice", "dynamic_slice"))
 
 
 def _one_cut(equation: Any) -> tuple[int, int, int, int] | None:
-    """Returns the only dimension that a slice cuts, its length before and after, and
-    its start; None if there is not exactly one.
-    """
+    """Returns a slice's only cut dimension, both lengths and the start, or None."""
     if equation.primitive.name not in _CUTS:
         return None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -113,13 +111,7 @@ def _one_cut(equation: Any) -> tuple[int, int, int, int] | None:
 
 
 def _start(equation: Any, dim: int, last: int) -> int | None:
-    """Returns the start of a slice, if it is a constant of the program.
-
-    Args:
-        equation: One of ``_CUTS``.
-        dim: The dimension that is cut.
-        last: Last index at which such a slice can begin.
-    """
+    """Returns a slice's constant start, which is at most ``last``, or None."""
     if equation.primitive.name == "slice":
         strides = equation.params["strides"] or ()
         even = all(stride == 1 for stride in strides)
@@ -151,17 +143,14 @@ def _lengths(jaxpr: Any, cuts: frozenset[Position]) -> frozenset[tuple[int, int]
 class _Runner:
     """Evaluates a program with some values at full length.
 
-    Attributes:
-        cuts: Positions of the slices that are postponed.
-        lengths: Sequence lengths before and after the cuts. Integers that are cut the
-            same way, such as labels, are also padded to the same positions.
+    ``lengths`` are those before and after the cuts. Integers that are cut the same way,
+    such as labels, are padded to the same positions.
     """
 
     cuts: frozenset[Position]
     lengths: frozenset[tuple[int, int]]
 
     def run(self, jaxpr: Any, values: Sequence[Any], prefix: Position) -> list[Any]:
-        """Evaluates one jaxpr, whose equations' positions follow a prefix."""
         body, constants = _compat.open_jaxpr(jaxpr)
         env: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
         env.update(zip(body.invars, values, strict=True))
@@ -193,7 +182,6 @@ class _Runner:
     def _postpone_cut(
         self, equation: Any, operands: Sequence[Any], position: Position
     ) -> FullLengthValue | None:
-        """Returns the result of a cut that is postponed; None if it cannot be."""
         one = _one_cut(equation)
         if one is None or one[1:3] not in self.lengths:
             return None

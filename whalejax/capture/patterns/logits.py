@@ -148,8 +148,6 @@ def logits_of(jaxpr: Any, trained: int) -> Logits:
 
 @dataclass(slots=True)
 class _Search:
-    """Search for the values that depend on one product."""
-
     body: Any
     trained: set[Any]
     place: int
@@ -162,7 +160,6 @@ class _Search:
     _known: dict[tuple[Any, Tags], int] = field(default_factory=dict)
 
     def find_logits(self) -> Logits | None:
-        """Returns the logits, or None if the product computes none."""
         product = self.body.eqns[self.place]
         (left_in, right_in), (left_batch, _) = product.params["dimension_numbers"]
         if left_batch or any(map(_compat.is_literal, product.invars)):
@@ -209,11 +206,9 @@ class _Search:
     def _vocabulary_region(
         self, result: Any, vocab: int
     ) -> tuple[set[int], dict[Any, Tags]] | None:
-        """Returns the equations from the product to the last one with the vocabulary.
+        """Returns the ids of equations with the vocabulary, and their results' tags.
 
-        Returns:
-            Their ids, and the tags of their results; None if the vocabulary is in a
-            final result or cannot be followed.
+        None if the vocabulary is in a final result or cannot be followed.
         """
         shape = result.aval.shape
         tags: dict[Any, Tags] = {
@@ -251,7 +246,6 @@ class _Search:
         return region, tags
 
     def _exits(self, region: set[int], tags: Mapping[Any, Tags]) -> list[Any]:
-        """Returns the region's values that are read outside it."""
         read = {v for v in self.body.outvars if not _compat.is_literal(v)}
         for equation in self.body.eqns:
             if id(equation) not in region:
@@ -329,7 +323,6 @@ class _Search:
 
 
 def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | None:
-    """Returns an equation's result tags, given the operands'; None if it has none."""
     if len(equation.outvars) != 1:
         return None
     shape = equation.outvars[0].aval.shape
@@ -357,9 +350,7 @@ def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | 
 def _arrangements(
     equation: Any, known: Tags, shape: tuple[int, ...], vocab: int
 ) -> Tags | None:
-    """Returns the tags of a result whose first operand's tags are known; None if they
-    cannot be told.
-    """
+    """Returns a result's tags from its first operand's tags, or None."""
     name, params = equation.primitive.name, equation.params
     if name == "transpose":
         return tuple(known[dim] for dim in params["permutation"])

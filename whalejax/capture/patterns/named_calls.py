@@ -106,7 +106,7 @@ def possible_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[int, int]:
 
 
 def most_tokens(jaxpr: Any) -> int:
-    """Returns the most tokens of which one call makes logits; 0 if no call does.
+    """Returns the most tokens whose logits one call makes; 0 if no call does.
 
     Args:
         jaxpr: Program, or part of one, that ``with_logits`` returned.
@@ -138,18 +138,13 @@ def _rebuilt(
 
 @functools.lru_cache(maxsize=2)
 def _flattened(jaxpr: Any) -> Any:
-    """Returns a program without its calls; cached, as attention and logits both ask.
-
-    Args:
-        jaxpr: Closed jaxpr, compared by identity.
-    """
+    """Returns a program without its calls; cached, as attention and logits both ask."""
     if _is_flat(jaxpr):
         return jaxpr
     return spliced(jaxpr, _instead_of_calls, constant=_count)
 
 
 def _instead_of_calls(equation: Any) -> Callable[..., list[Any]] | str | None:
-    """Returns how to replace an equation in a program without calls, or None."""
     kind = _inner_program_kind(equation)
     if kind is None or kind == "inline":
         return kind
@@ -175,16 +170,12 @@ def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _inner_program_kind(equation: Any) -> str | None:
-    """Returns how an equation's inner program runs: ``"inline"``, ``"remat"``,
-    ``"scan"``, or None.
-    """
     called = is_attention(equation) or makes_logits(equation) or sorts_rows(equation)
     kind = _compat.recursion(equation)
     return kind if kind in ("inline", "remat", "scan") and not called else None
 
 
 def _is_flat(jaxpr: Any) -> bool:
-    """Returns whether a program has no calls to inline and no stored positions."""
     body, constants = _compat.open_jaxpr(jaxpr)
     if any(_count(value) is not None for value in constants):
         return False
@@ -196,15 +187,12 @@ def _is_flat(jaxpr: Any) -> bool:
 
 
 def _as_iota(value: Any) -> Any:
-    """Replaces positions that a program stores as an array by ``iota``."""
     count = _count(value)
     return value if count is None else count()
 
 
 def _count(value: Any) -> Callable[[], Any] | None:
-    """Returns a function that makes an array of positions (0, 1, 2, …) by ``iota``;
-    None for other arrays.
-    """
+    """Returns a function that makes positions 0, 1, … by ``iota``; else None."""
     shape: Any = getattr(value, "shape", ())
     dtype: Any = getattr(value, "dtype", None)
     known = _compat.is_concrete(value) or isinstance(value, np.ndarray)
@@ -216,15 +204,6 @@ def _count(value: Any) -> Callable[[], Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Arranged:
-    """One jaxpr with calls in it.
-
-    Attributes:
-        items: Equations and calls, in an order in which they can run.
-        inside: The same for loops and checkpointed regions, by the id of the equation.
-        calls: Whether it or one of ``inside`` contains a call.
-        same: Whether it and all of ``inside`` contain only their original equations.
-    """
-
     items: list[Any]
     inside: dict[int, _Arranged]
     calls: bool
@@ -232,14 +211,6 @@ class _Arranged:
 
 
 class _Builder:
-    """Builds a program with calls in it, and the reasons against other calls.
-
-    Args:
-        flat: Closed jaxpr, without calls that could be inlined.
-        trained: Whether each input has a gradient.
-        find: Function that finds the calls.
-    """
-
     def __init__(self, flat: Any, trained: Sequence[bool], find: Found) -> None:
         self.flat = flat
         self.find = find
@@ -247,15 +218,11 @@ class _Builder:
         self.arranged = self._arranged(flat, trained)
 
     def program(self) -> Any:
-        """Returns the program; unchanged if it has no calls."""
         if not self.arranged.calls:
             return self.flat
         return spliced(self.flat, self._changed, items=self.arranged.items)
 
     def _changed(self, equation: Any) -> Callable[..., list[Any]] | None:
-        """Returns the replacement of a loop or checkpointed region that
-        contains calls.
-        """
         within = self.arranged.inside.get(id(equation))
         if within is None or within.same:
             return None
@@ -265,7 +232,6 @@ class _Builder:
         )
 
     def _arranged(self, jaxpr: Any, trained: Sequence[bool]) -> _Arranged:
-        """Arranges one jaxpr, given which of its inputs have gradients."""
         body = _compat.open_jaxpr(jaxpr)[0]
         flows = trained_in(body, trained)
         calls, reasons = self.find(body, flows)
@@ -294,8 +260,6 @@ class _Builder:
 
 
 def _run(jaxpr: Any, values: Sequence[Any], arranged: _Arranged) -> list[Any]:
-    """Evaluates a jaxpr, with calls in place of equations."""
-
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
         within = arranged.inside.get(id(equation))
         if within is None:
@@ -352,8 +316,6 @@ def _call(
     equations: Sequence[Any],
     scope: Any,
 ) -> rebuild.EquationReplacement:
-    """Returns a named call that runs some equations."""
-
     def body(*values: Any) -> list[Any]:
         known = dict(zip(inputs, values, strict=True))
         return rebuild.compute(equations, known, outputs)

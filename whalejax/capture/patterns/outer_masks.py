@@ -25,27 +25,14 @@ from whalejax.jaxpr import rebuild
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Equations that make a mask.
-
-    Attributes:
-        sources: Variables that it depends on, together smaller than the mask.
-        equations: Equations from the sources to the mask, in order.
-    """
-
     sources: tuple[Any, ...]
     equations: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A scan or a checkpointed region.
-
-    Attributes:
-        equation: Equation as it was traced.
-        inner: Inner jaxpr of the equation.
-        trained: For each input of ``inner``, whether it has a gradient.
-        masks: Indices of the inputs that attention reads for pairs of rows and columns.
-        makers: Makers of those that can be made inside.
+    """A scan or a checkpointed region; ``masks`` are inputs that attention reads for
+    pairs of rows and columns.
     """
 
     equation: Any
@@ -92,7 +79,6 @@ def _made_inside(
 
 
 def _regions(jaxpr: Any, trained: Sequence[bool]) -> Iterator[_Region]:
-    """Yields the scans and checkpointed regions of one jaxpr."""
     body = _compat.open_jaxpr(jaxpr)[0]
     flows = trained_in(body, trained)
     maker = {v: e for e in body.eqns for v in e.outvars}
@@ -112,7 +98,6 @@ def _regions(jaxpr: Any, trained: Sequence[bool]) -> Iterator[_Region]:
 
 
 def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
-    """Returns inputs that attention in a jaxpr reads for pairs of rows and columns."""
     body = _compat.open_jaxpr(jaxpr)[0]
     read: set[Any] = set()
     flows = trained_in(body, trained)
@@ -136,9 +121,7 @@ def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
 def _mask_maker(
     variable: Any, maker: Mapping[Any, Any], flows: set[Any]
 ) -> _Maker | None:
-    """Returns the equations that make a variable from smaller ones; None if there are
-    none.
-    """
+    """Returns the equations that make a variable from smaller ones, or None."""
     if _compat.is_literal(variable) or variable not in maker or variable in flows:
         return None
     sources, equations = _chain(variable, maker, flows)

@@ -22,14 +22,6 @@ from whalejax.jaxpr import rebuild
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Factor:
-    """A factor or divisor of attention weights.
-
-    Attributes:
-        atom: A variable or a literal.
-        tags: For each of its dimensions, the matching dimension of the weights.
-        divides: Whether weights are divided by it.
-    """
-
     atom: Any
     tags: Tags
     divides: bool
@@ -120,9 +112,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def _output_places(product: Any, side: int) -> list[int | None]:
-    """Returns the output dimension of each operand dimension; None for those summed
-    over.
-    """
+    """Returns each operand dimension's output dimension; None if summed over."""
     inside, batch = product.params["dimension_numbers"]
     ranks = [len(atom.aval.shape) for atom in product.invars]
     own = [
@@ -139,13 +129,7 @@ def _output_places(product: Any, side: int) -> list[int | None]:
 
 
 def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
-    """Broadcasts a factor to the shape of an output.
-
-    Args:
-        factor: Value of the factor.
-        places: (output dimension, own dimension) of each of its dimensions above 1.
-        like: Array with the output's shape.
-    """
+    """Broadcasts a factor; ``places`` has its (output, own) dimensions above 1."""
     factor = lax.convert_element_type(factor, like.dtype)
     order = sorted(places)
     sizes = [np.shape(factor)[d] for _, d in places]
@@ -155,20 +139,12 @@ def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
 
 
 class _Chains:
-    """Finds the softmax and the factors that variables depend on; caches results.
-
-    Args:
-        maker: The equation that makes each variable.
-    """
-
     def __init__(self, maker: Mapping[Any, Any]) -> None:
         self.maker = maker
         self._known: dict[Any, _ScaledWeights | None] = {}
 
     def behind(self, atom: Any) -> _ScaledWeights | None:
-        """Returns weights and factors of a value, through transposes and casts; None
-        for other values.
-        """
+        """Returns a value's weights and factors, through transposes and casts."""
         if _compat.is_literal(atom):
             return None
         if atom not in self._known:
@@ -194,9 +170,7 @@ class _Chains:
         return next((behind for behind in either if behind is not None), None)
 
     def _scale_through(self, equation: Any, place: int) -> _ScaledWeights | None:
-        """Returns weights and factors of an operand, with the other as a factor, or
-        None.
-        """
+        """Returns an operand's weights, with the other operand as a factor, or None."""
         lying = _factors(equation, place)
         result = None if lying is None else self.behind(equation.invars[place])
         if lying is None or result is None:
@@ -216,15 +190,10 @@ class _Chains:
 
 
 def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
-    """Returns the dimensions of weights and factor in an elementwise product's result.
+    """Returns the dimensions of weights and factor in an elementwise product.
 
-    Args:
-        equation: A multiplication, a division, or a product that sums over nothing.
-        place: Index of the weights among the operands.
-
-    Returns:
-        For each dimension of the result that of the weights, and for each dimension of
-        the factor that of the weights.
+    First the weights' dimension of each result dimension, then of each factor
+    dimension; None if the equation is another one.
     """
     weights, factor = equation.invars[place], equation.invars[1 - place]
     if _compat.is_literal(weights):

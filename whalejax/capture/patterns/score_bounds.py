@@ -2,8 +2,8 @@
 
 The hidden blocks of a mask are found without computing it: every equation runs on the
 least and the greatest values of its operands. Values that only pass through (a choice
-between two, a broadcast) keep their bounds exactly, so that a constant is known to be
-one. Values from arithmetic are rounded, and their bounds are widened for that.
+between two, a broadcast) keep their bounds exactly, so that a constant has equal
+bounds. Values from arithmetic are rounded, and their bounds are widened for that.
 """
 
 from __future__ import annotations
@@ -87,11 +87,7 @@ def _rounded(bounds: Interval, dtype: Any, *, exact: bool) -> Interval:
     """Returns bounds of numbers after they are stored in a type.
 
     Integers outside the type's range wrap, and floating-point numbers are rounded.
-
-    Args:
-        bounds: Bounds of the numbers.
-        dtype: The type.
-        exact: Whether no arithmetic made them; bounds that the type can hold stay.
+    ``exact`` means that no arithmetic made them: bounds that the type can hold stay.
     """
     low, high = _f(bounds[0]), _f(bounds[1])
     sure = ~(np.isnan(low) | np.isnan(high))

@@ -43,8 +43,7 @@ class Scores:
     """The program from a product to the scores.
 
     Attributes:
-        nodes: Nodes in an order in which they can be computed; the last makes the
-            scores.
+        nodes: Nodes in computing order; the last makes the scores.
         product: Index of the product's node, whose tags give its dimensions' order.
         outside: Variables that come from outside, each once.
         tags: Sets of tags with which each of those is read.
@@ -92,8 +91,9 @@ class Scores:
     def masked_blocks(self, rows: int, columns: int, row: int, column: int) -> Any:
         """Returns which blocks are masked for any values of the product.
 
-        They have only masked scores, and each row has an unmasked score elsewhere. If a
-        row may have none, they all have one value, which ``filled`` returns.
+        A masked block has only masked scores, and each of its rows has an unmasked
+        score elsewhere. If a row may have none, all masked scores have one value, which
+        ``filled`` returns.
 
         Args:
             rows, columns: Number of equal blocks of rows and columns.
@@ -132,13 +132,11 @@ class Scores:
 
     @property
     def _mask_threshold(self) -> float:
-        """Threshold below which scores are masked."""
         aval = self.nodes[-1].equation.outvars[0].aval
         narrow = _compat.dtype_name(aval.dtype) == "float16"
         return _HALF if narrow else HIDDEN
 
     def _bounds(self, rows: int, columns: int, row: int, column: int) -> Interval:
-        """Returns the interval of the scores of each block."""
         shape = self.nodes[-1].equation.outvars[0].aval.shape
         extents = {
             row: _edges(shape[row], rows)[:, :, None],
@@ -169,10 +167,8 @@ class Scores:
     def _run(self, extents: Mapping[int, Any], product: Interval) -> Interval:
         """Returns bounds of the scores, given those of the product.
 
-        Args:
-            extents: First and last index of each part of dimensions that are cut.
-            product: Bounds of the product. With ``_USUAL``, results of equations
-                without a rule (a cap) are assumed to be usual too.
+        With ``_USUAL``, results of equations without a rule (a cap) are assumed to be
+        usual.
         """
         result: list[Interval] = []
         made: set[int | None] = {self.product}

@@ -32,8 +32,7 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
         maker: The equation that makes each variable.
 
     Returns:
-        The softmax; the reason why its result is not read unchanged; or None if there
-        is no softmax.
+        The softmax; why its result is not read unchanged; or None for no softmax.
     """
     if _compat.is_literal(weights):
         return None

@@ -292,7 +292,6 @@ class ValueForms:
         return SAME if any(values[0]) else ValueForm(power=None)
 
     def _is_batch_independent(self, op: Op) -> bool:
-        """Whether a loop's length or chosen branch is batch-independent."""
         pairing = self.pairing
         pair = pairing.equation(op), pairing.other_equation(op)
         if None in pair:

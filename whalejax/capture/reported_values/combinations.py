@@ -1,7 +1,7 @@
 """Finds how reported values are combined, as far as the program shows it.
 
-It connects the trace, which knows the values by name, with ``sample_dims``, which knows
-where their rows are, and describes values that cannot be combined.
+The trace knows the values by name, and ``sample_dims`` the position of their rows. This
+module connects both, and describes values that cannot be combined.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ def reports(
 def _is_batch_shape(
     said: Said, before: tuple[int, ...], after: tuple[int, ...], whole: int
 ) -> bool:
-    """Returns whether the combined shape of parts is that of the whole batch."""
     if not isinstance(said, SampleRows):
         return isinstance(said, UnknownCombination) or before == after
     rows = said.outer * whole * said.inner
@@ -156,13 +155,7 @@ def undivided(out_tree: Any) -> Any:
 
 
 def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
-    """Returns reports with the combinations that were found.
-
-    Args:
-        trace: Trace of the loss.
-        out_tree: Structure of ``(total, weight, metrics, new_rest)``.
-        found: Combination of each result, by its index.
-    """
+    """Returns reports with the combinations that were found, by index of the result."""
     total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
     # The loss's weight is the number of samples, unless the user gave it.
     plain = ("mean",) if trace.graph.weighted else ("mean", "average")
@@ -227,7 +220,6 @@ def _words(name: str, value: UnknownCombination) -> str:
 
 
 def _open_leaves(metrics: Any) -> dict[str, int]:
-    """Returns indices, by name, of the results for which the user gave no merging."""
     leaves = jax.tree_util.tree_flatten_with_path(metrics, is_leaf=is_merged)[0]
     return {
         f"metrics[{dotted(path)!r}]": leaf

@@ -3,7 +3,8 @@
 Every value of a program has a form: it is the same for all samples, has a row for each
 sample, or is a sum, a mean, a maximum or a minimum over them. This module derives the
 form of an operation's result from those of its operands. It is separate from
-``batch_combination``, which goes through the program, as a rule needs one operation.
+``batch_combination``, which goes through the program: a rule here needs only one
+operation.
 """
 
 from __future__ import annotations
@@ -208,5 +209,4 @@ def _product(forms: Sequence[ValueForm]) -> ValueForm:
 
 
 def _behind(forms: Iterable[ValueForm]) -> frozenset[int]:
-    """Returns the operations that mixed samples in the sources of some values."""
     return frozenset[int]().union(*(form.sources for form in forms))

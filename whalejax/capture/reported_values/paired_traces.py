@@ -314,7 +314,6 @@ def _makers(graph: Graph) -> dict[int, list[int]]:
 
 
 def _backs(walk: FlatProgram) -> dict[int, int]:
-    """Returns the carry that a loop's iteration produces for each carry it reads."""
     return {back: out for out, back in walk.loops}
 
 

@@ -47,8 +47,6 @@ class UnknownCombination:
 
 
 class _Mark(enum.Enum):
-    """Meanings of a dimension that is not ``SampleRows``."""
-
     OTHER = "comes from a dimension that is no batch"
     MIXED = "holds some samples, or samples in another order"
 
@@ -90,8 +88,6 @@ def rows_of(graph: Graph) -> set[int]:
 
 
 class _Follow:
-    """Follows each dimension of the inputs through the program."""
-
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.where: dict[tuple[int, int], _Where] = {}
@@ -119,9 +115,7 @@ class _Follow:
         return ranks, len(self.single)
 
     def value_rows(self, value: int) -> SampleRows | UnknownCombination | None:
-        """Returns the position of the samples in a value, or why it is unknown; None if
-        it holds none.
-        """
+        """Returns the samples' position in a value, or why it is unknown, or None."""
         shape = self.graph.tensors[value].shape
         dims = [self.where.get((value, dim)) for dim in range(len(shape))]
         rows = [
@@ -159,7 +153,6 @@ class _Follow:
             self.single.update(op.results)
 
     def _samples(self, tensor: int) -> list[int]:
-        """Returns the dimensions of a tensor that hold samples."""
         rank = len(self.graph.tensors[tensor].shape)
         samples = ((dim, self.where.get((tensor, dim))) for dim in range(rank))
         return [d for d, x in samples if isinstance(x, SampleRows) or x is _Mark.MIXED]
@@ -235,9 +228,6 @@ def _rank(where: _Where) -> int:
 
 
 def _stronger(a: _Where, b: _Where) -> _Where:
-    """Returns the stronger of two meanings of a dimension; different rows are
-    mixed.
-    """
     if isinstance(a, SampleRows) and isinstance(b, SampleRows) and a != b:
         return _Mark.MIXED
     return a if _rank(a) >= _rank(b) else b
@@ -246,11 +236,9 @@ def _stronger(a: _Where, b: _Where) -> _Where:
 def _regrouped(
     given: Sequence[_Where], before: Sequence[int], after: Sequence[int]
 ) -> Iterator[_Where]:
-    """Yields the meanings of dimensions that regroup the elements of others in order.
+    """Yields the meanings of dimensions that regroup others in order.
 
-    Args:
-        given: Meanings of the other dimensions.
-        before, after: Sizes of the other dimensions, and of the new ones.
+    ``before`` and ``after`` are the sizes of the other dimensions, and of these.
     """
     rows = [dim for dim, x in enumerate(given) if isinstance(x, SampleRows)]
     if _Mark.MIXED in given or len(rows) > 1:

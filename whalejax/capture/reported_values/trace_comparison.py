@@ -88,9 +88,7 @@ def judged(
 def _with_row_axis(
     said: str, stands: SampleRows | UnknownCombination | None
 ) -> SampleRows | str:
-    """Returns the combination of a value, with the position of its rows if it has
-    any.
-    """
+    """Returns the combination of a value, with the position of its rows if any."""
     if said == "rows" and isinstance(stands, SampleRows):
         return stands
     if said == "rows":
@@ -102,7 +100,6 @@ def _with_row_axis(
 
 
 def _tensors(trace: Trace, numbers: Sequence[int]) -> dict[int, int]:
-    """Returns the tensors of some results by index; scalars are left out."""
     tensors: dict[int, Value] = {n: trace.results[n] for n in numbers}
     return {n: t for n, t in tensors.items() if t is not None}
 

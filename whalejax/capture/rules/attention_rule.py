@@ -89,8 +89,8 @@ def _visible_fraction(
 def _outside_members(one: AttentionPattern) -> dict[int | None, list[Member]]:
     """Returns dimensions of values from outside, by their dimension in the scores.
 
-    Under None are those that every device needs unsharded: columns, and dimensions that
-    are read in two ways.
+    The key None has dimensions that every device needs unsharded: columns, and
+    dimensions that are read in two ways.
     """
     outside_members: dict[int | None, list[Member]] = {}
     for number, ways in enumerate(one.scores.tags):

@@ -123,7 +123,6 @@ def _side_by_side(equation: Equation) -> Behaviour:
 
 
 def _bitcast(equation: Equation) -> Behaviour:
-    """Keeps leading dimensions; a change of width adds or removes the last one."""
     letters = FactorBuilder(equation)
     for dim in range(min(len(equation.inputs[0]), len(equation.outputs[0]))):
         letters.link((0, dim), (1, dim))

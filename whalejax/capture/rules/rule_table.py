@@ -21,8 +21,7 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def behaviour(equation: Equation) -> Behaviour:
-    """Returns the behaviour of an equation; all dimensions stay unsharded if no rule
-    is known.
+    """Returns an equation's behaviour; without a rule, dimensions stay unsharded.
 
     Args:
         equation: Primitive, parameters and shapes.

@@ -34,7 +34,6 @@ def _reshape(equation: Equation) -> Behaviour:
 
 
 def _free(equation: Equation) -> Behaviour:
-    """Returns the behaviour of results that each device makes by itself."""
     del equation
     return Behaviour(stops_gradient=True)
 

@@ -46,9 +46,7 @@ def windows_of_convolution(equation: Equation) -> tuple[Window, ...]:
 
 
 def _refused_convolution(params: Any, number: int, taps: int) -> str:
-    """Returns the reason why devices cannot share one of a convolution's spatial
-    dimensions.
-    """
+    """Returns why devices cannot share a convolution's spatial dimension, or ""."""
     if params["batch_group_count"] > 1:
         return "it convolves groups of samples"
     spread, stride = params["lhs_dilation"][number], params["window_strides"][number]
@@ -89,9 +87,7 @@ def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
 
 
 def _refused_pooling(equation: Equation, spread: int) -> str:
-    """Returns the reason why devices cannot share a dimension that a pooling slides
-    along.
-    """
+    """Returns why devices cannot share a pooled dimension, or an empty text."""
     if equation.name == "reduce_window":
         return (
             "it reduces windows by a function of its own, of which no padding is known "

@@ -4,10 +4,4 @@ Several micro-batches, unequal shares and pipelines compute a loss on parts of t
 and average the results. The average is the loss of the whole batch only if the loss is
 a sum over samples with a coefficient that falls as their number grows. This folder
 proves that from two traces of the loss: with the samples of a part and of the whole.
-
-    values      what is known of a value: fixed, per sample, a sum, or coupled
-    alignment   how dimensions of operands match
-    rules       by primitive, in several modules
-    interpret   follows both traces, and loops, branches and calls inside
-    proof       the verdict, and the text for an unproven loss
 """

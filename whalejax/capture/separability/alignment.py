@@ -1,8 +1,8 @@
 """Aligns the dimensions of operands and regroups them in reshapes.
 
-Both need the same: two lists of atoms that hold the same elements in the same order are
-cut into atoms of equal sizes. Plain, equal and drawn atoms may be cut; the samples may
-not, because micro-batches would then hold other groups of them.
+Both cut two lists of atoms, which hold the same elements in the same order, into atoms
+of equal sizes. Plain, equal and drawn atoms may be cut; the samples may not, because
+micro-batches would then hold other groups of them.
 """
 
 from __future__ import annotations
@@ -146,7 +146,6 @@ def regroup_dims(dims: Dims, part: Sequence[int], whole: Sequence[int]) -> Dims:
 
 
 def _take(atoms: list[Atom], part: int, whole: int) -> Dim:
-    """Removes atoms with a number of elements from the inner end of a list."""
     taken: list[Atom] = []
     while part > 1 or whole > 1:
         atom = atoms.pop()
@@ -166,7 +165,6 @@ def _take(atoms: list[Atom], part: int, whole: int) -> Dim:
 
 
 def _partial_dim_error(samples: Atom, part: int, whole: int) -> CoupledError:
-    """Returns the error for a dimension that ends within the samples."""
     if part == whole and samples.part % part == 0 and samples.whole % part == 0:
         why = f"parts the samples into groups of {part} neighbours"
         return CoupledError(why, group=part)

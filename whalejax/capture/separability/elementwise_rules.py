@@ -206,7 +206,6 @@ def _is_unsigned(dtype: Any) -> bool:
 
 
 def _is_widened(before: Any, after: Any) -> bool:
-    """Returns whether a cast widens natural numbers so that large sums fit."""
     narrow = np.dtype(before) == np.bool_ or (
         _is_unsigned(before) and np.dtype(before).itemsize < 4
     )
@@ -281,7 +280,6 @@ _FOLDS: Final[dict[str, Callable[..., Any]]] = {
 
 
 def _fold_constants(equation: PairedEquation) -> list[Value] | None:
-    """Returns the result if all operands are constants; else None."""
     numbers = [v.numbers for v in equation.values]
     if None in numbers or not numbers:
         return None

@@ -94,7 +94,7 @@ def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | N
 
 
 def with_fact(value: Value, fact: Any, reason: Reason) -> Value:
-    """Returns a value of which only a fact may be used."""
+    """Returns a value with a fact, the only thing that may be used of it."""
     return Value(kind=Dependence.COUPLED, dims=value.dims, fact=fact, reason=reason)
 
 
@@ -135,14 +135,12 @@ def _unsorted(value: Value) -> Value:
 
 
 def _first_case(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Follows a selection that always takes the first case."""
     del reason
     which, first = equation.values[:2]
     return [first] if fact_of(which, AlwaysFalse) else None
 
 
 def _pass_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Passes a fact through an operation that changes no value."""
     value = equation.values[0]
     if not isinstance(value.fact, Places | Order | Numbered | ArithmeticSteps | Filled):
         return None
@@ -166,13 +164,11 @@ def _pass_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _is_wide(equation: PairedEquation) -> bool:
-    """Returns whether a cast is to integers that can hold any index."""
     dtype = equation.result_dtype
     return not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize >= 4
 
 
 def _as_they_are(equation: PairedEquation, reason: Reason) -> list[Value]:
-    """Follows an operation that returns its operands unchanged."""
     del reason
     return list(equation.values)
 
@@ -272,7 +268,6 @@ def _count_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _counts_exactly(equation: PairedEquation) -> bool:
-    """Returns whether a result's dtype can count many ones exactly."""
     return bool(np.dtype(equation.result_dtype).itemsize >= 4)
 
 
@@ -452,12 +447,10 @@ def _taken_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | N
 
 
 def _has_rows(ordered: Sorted, sorting: Sorting) -> bool:
-    """Returns whether the first dimension is that of a sort."""
     return ordered.sorting is sorting and ordered.base.dims[0] == sorting.dim
 
 
 def _merged_choices(tokens: Dim, choices: Dim, divided: int) -> bool:
-    """Returns whether each token has ``divided`` consecutive choices."""
     if size_of(choices) != tuple(n * divided for n in size_of(tokens)):
         return False
     first = [tokens[:1], choices[:1]]

@@ -124,9 +124,7 @@ def _gather(equation: PairedEquation) -> list[Value]:
 
 
 def _filler(equation: PairedEquation) -> Value:
-    """Returns facts about the fill value of a lookup; no ratio if the
-    program gives none.
-    """
+    """Returns a lookup's fill value; without a ratio if the program gives none."""
     value = equation.params.get("fill_value")
     filled = equation.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     if not filled or (value is None and _compat.is_inexact(equation.result_dtype)):
@@ -207,9 +205,6 @@ def _scatter_value(
     gone: Sequence[Dim],
     dims: Sequence[Dim],
 ) -> Value:
-    """Returns facts about a scatter that combines updates along some
-    dimensions.
-    """
     operand, indices, updates = values
     index = list(columns or [indices])
     kind, within = combined_kind([updates, *index])

@@ -60,9 +60,9 @@ class Interpreter:
         share: Ratio of the part's samples to the whole batch's.
         group: Number of samples in a group of neighbours.
         runs: Number of consecutive runs of samples.
-        scale: Test factor; not 1 if a derivative rule must be linear in its cotangent:
-            gradients are divided by the weights of a loss, or the rule is called once
-            for each sample.
+        scale: Test factor; not 1 if a derivative rule must be linear in its cotangent,
+            because gradients are divided by a loss's weights, or the rule is called
+            once for each sample.
         line: The user's line that calls the program, for operations without one.
         differentiated: Whether derivatives of the program are taken. They are not for a
             traced derivative rule, which may call its own function.
@@ -114,7 +114,6 @@ class Interpreter:
         ]
 
     def _within(self, equation: Any, index: int) -> Interpreter:
-        """Returns an interpreter for a jaxpr that an equation calls."""
         if self.seen is None:
             return self
         followed = _compat.recursion(equation) in ("inline", "remat", "opaque", "scan")
@@ -307,11 +306,6 @@ def of_einsum(reason: Reason, equation: Any) -> Reason:
 
 
 def _ended_by(decides: Value, value: Value) -> Value:
-    """Returns facts about a value that a condition selects.
-
-    Raises:
-        CoupledError: One sample's condition selects a value of all samples.
-    """
     if value.coupled:
         return value.plain
     kind, within = combined_kind([decides, value])
@@ -341,7 +335,6 @@ def _coupled(atom: Any, reason: Reason) -> Value:
 
 
 def _with_sizes(value: Value, part: Any, whole: Any) -> Value:
-    """Gives an unknown value its sizes in both traces."""
     shapes = part.aval.shape, whole.aval.shape
     if not value.coupled or value.fact is not None or len(set(map(len, shapes))) > 1:
         return value
@@ -349,9 +342,7 @@ def _with_sizes(value: Value, part: Any, whole: Any) -> Value:
 
 
 def _join(a: Value, b: Value) -> Value:
-    """Returns facts about a value that is one of two, such as a carry before and
-    after an iteration.
-    """
+    """Returns facts about a value that is one of two, as a carry is."""
     a, b = replace(a, numbers=None), replace(b, numbers=None)
     if a == b:
         return a
@@ -376,7 +367,6 @@ _KEYS: Final = ("", FIXED_KEY, "rng", "foreign")
 def _with_keys(
     part: Any, given: Sequence[Value], found: Sequence[Value]
 ) -> list[Value]:
-    """Adds the source of the key to results that are keys or their data."""
     key = max((v.key for v in given), key=_KEYS.index, default="")
     if not key or part.primitive.name in ("random_bits", "random_gamma"):
         return list(found)

@@ -59,7 +59,6 @@ def _same_place(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _is_wide(dtype: Any) -> bool:
-    """Whether a dtype is one of integers that can hold any index."""
     return not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize >= 4
 
 
@@ -130,11 +129,7 @@ def index_sizes(equation: PairedEquation) -> list[int]:
 
 
 def _at_place(dim: Dim, place: LoopPlace, sizes: tuple[int, int]) -> Dim:
-    """Returns the dimension that a loop's slice takes at its position.
-
-    Raises:
-        CoupledError: The loop does not take one sample, or one group, after the other.
-    """
+    """Returns the dimension of a loop's slice; raises ``CoupledError`` for others."""
     if all(a.along is Along.EQUAL for a in dim):
         return equal_dim(*sizes)
     if sizes != (place.times, place.times):
@@ -153,7 +148,6 @@ def _at_place(dim: Dim, place: LoopPlace, sizes: tuple[int, int]) -> Dim:
 
 
 def _looked_up(operand: Value, axis: int, dims: Sequence[Dim]) -> Value:
-    """Returns facts about one sample's part of a value."""
     looked_up = operand.shaped([*operand.dims[:axis], *dims, *operand.dims[axis + 1 :]])
     if all(a.along is Along.EQUAL for a in operand.dims[axis]):
         return looked_up
@@ -182,7 +176,6 @@ def _added_to(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _cast_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Follows a running sum that is cast to another precision."""
     del reason
     state = equation.values[0]
     running = fact_of(state, RunningSum)
@@ -215,7 +208,6 @@ def _chosen_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _scattered_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Follows a running sum with a value added to some elements."""
     del reason
     state, *more = equation.values
     running = fact_of(state, RunningSum)

@@ -122,7 +122,6 @@ def _grouped_features(
 
 
 def _grouped_batch(equation: PairedEquation, left: Value, right: Value) -> Value:
-    """Follows grouped gradients of filters; nothing may depend on samples."""
     if any(map(is_samples, (*left.dims, *right.dims))):
         raise CoupledError("convolves over the samples")
     return _plain_result(equation, (left, right))

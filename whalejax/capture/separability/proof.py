@@ -1,8 +1,9 @@
 """The verdict on a loss: a mean of independent samples, or the reason why not.
 
-A part of the batch computes the same as the whole if the loss is a sum over samples
-whose coefficient times the number of samples is the same for both. The program is
-traced with the samples of both and the two are compared, so its numbers need no rules.
+A part of the batch computes the same as the whole if the loss is a sum over samples,
+and its coefficient times the number of samples is the same for both. The program is
+traced with both numbers of samples. The traces are compared, so its numbers need no
+rules.
 """
 
 from __future__ import annotations
@@ -105,8 +106,7 @@ def prove(
             the batch require.
 
     Returns:
-        The verdict; its reason if the loss cannot be traced with either number of
-        samples.
+        The verdict; its reason if the loss cannot be traced with both sizes.
     """
     if part == whole:
         return Separability(group=group or 1)

@@ -40,7 +40,6 @@ def _drawn_dim(part: int, whole: int) -> Dim:
 
 
 def _of_key(key: Value, dims: Sequence[Dim], *others: Value) -> Value:
-    """Returns facts about values drawn from a key, along new dimensions."""
     kind, within = combined_kind([key, *others])
     if kind is Dependence.SUM or not all(is_one(v.ratio) for v in (key, *others)):
         raise CoupledError("draws from a key that all samples decide")
@@ -63,7 +62,6 @@ def _fresh_dims(equation: PairedEquation) -> list[Dim]:
 
 
 def _is_own(key: Value) -> bool:
-    """Whether draws from a key belong to each sample alone."""
     return key.key == "rng" or key.kind is Dependence.SAMPLE
 
 

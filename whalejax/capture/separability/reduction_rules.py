@@ -78,11 +78,7 @@ def _reduce_sum(equation: PairedEquation) -> list[Value]:
 
 
 def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) -> None:
-    """Refuses an operation along the samples, or on sums over them.
-
-    Raises:
-        CoupledError: The operation couples samples.
-    """
+    """Refuses an operation along the samples, or on sums over them."""
     if value.kind is Dependence.SUM:
         raise CoupledError(f"applies {equation.name} to a sum over the samples")
     for i in axes:
@@ -128,7 +124,6 @@ def _reduce_truth(equation: PairedEquation) -> list[Value]:
 
 
 def _hardened(dim: Dim) -> Dim:
-    """Returns a dimension as one whose elements may differ."""
     part = whole = 1
     for atom in dim:
         part, whole = part * atom.part, whole * atom.whole
@@ -136,8 +131,6 @@ def _hardened(dim: Dim) -> Dim:
 
 
 def _along_axis(name: str, *, linear: bool = False) -> Rule:
-    """Returns the rule for a running operation along one dimension."""
-
     def rule(equation: PairedEquation) -> list[Value]:
         (axis,) = equation.equal_params(name)
         value = equation.values[0]
@@ -193,7 +186,6 @@ def _top_k(equation: PairedEquation) -> list[Value]:
 
 
 def _largest(equation: PairedEquation, axis: int) -> list[Value]:
-    """Follows the largest elements along a dimension, and their indices."""
     value = equation.values[0]
     axis %= len(value.dims)
     _check_apart(equation, value, [axis])
@@ -242,7 +234,6 @@ def _is_sum(value: Value | None) -> bool:
 
 
 def _select_and_scatter_add(equation: PairedEquation) -> list[Value]:
-    """Follows the gradient of a maximum over windows."""
     source, operand = equation.values
     _check_positive(operand)
     if _is_sum(operand):
@@ -262,7 +253,6 @@ def _select_and_scatter_add(equation: PairedEquation) -> list[Value]:
 
 
 def _matrices(equation: PairedEquation) -> list[Value]:
-    """Follows decompositions and solves of matrices in the last two dimensions."""
     values = [v for v in equation.values if len(v.dims) >= 2]
     front: list[Dims] = []
     for value in equation.values:

@@ -1,8 +1,8 @@
 """Loops along the samples: maps, and sums that are carried from sample to sample.
 
 The results of an iteration may depend only on its own sample. It may carry values that
-no iteration changes, sums to which each adds a value, the iteration's index, and random
-keys made from the loss's own.
+no iteration changes, running sums, the iteration's index, and random keys made from the
+loss's own.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ class SampleLoop:
         return [*ends, *(self._stack_iterations(v) for v in results[len(start) :])]
 
     def _without_samples(self, inside: Sequence[Value]) -> list[Value]:
-        """Returns coupled results of a map over no known samples."""
         coupled = next((v for v in inside if v.coupled), None)
         if coupled is None:
             raise CoupledError(f"loops as often as {SIZE}")
@@ -115,7 +114,6 @@ class SampleLoop:
         return [self._slice(value, atom, counts) for value, atom in given]
 
     def _slice(self, value: Value, atom: Any, counts: tuple[int, int]) -> Value:
-        """Returns facts about one iteration's slice of a value."""
         if fact_of(value, Places) and len(value.dims) == 1:
             return place_in_loop(counts, replace(self.reason, why=PLACES_USED))
         value = _of_outside(value, self.reason)
@@ -135,7 +133,6 @@ class SampleLoop:
         return replace(result, within=value.kind is Dependence.SAMPLE)
 
     def _state(self, place: int, start: Value, counts: tuple[int, int]) -> Value:
-        """Returns facts about a carry within an iteration."""
         bodies = [_body(e) for e in (self.part, self.whole)]
         slot = _compat.scan_parts(self.part).num_consts + place
         pairs = [(b, b.invars[slot], b.outvars[place]) for b in bodies]
@@ -163,7 +160,6 @@ class SampleLoop:
         dtype: Any,
         counts: tuple[int, int],
     ) -> Value:
-        """Returns facts about a carry after the last iteration."""
         if fact_of(state, LoopPlace):
             return number(*counts)
         running, before = fact_of(found, RunningSum), fact_of(state, RunningSum)
@@ -190,9 +186,6 @@ class SampleLoop:
         return Value(kind=kind, dims=dims, ratio=same_ratio([start, total]))
 
     def _stack_iterations(self, value: Value) -> Value:
-        """Returns facts about the stacked results of all iterations, along
-        the samples.
-        """
         if value.coupled:
             return value.plain
         if value.kind is Dependence.SAMPLE and value.within:
@@ -222,7 +215,6 @@ def _starts_at_zero(value: Value) -> bool:
 
 
 def _counts(body: Any, before: Any, after: Any) -> bool:
-    """Returns whether a carry grows by one in every iteration."""
     dtype = before.aval.dtype
     if _compat.is_inexact(dtype) or np.dtype(dtype).itemsize < 4:  # The count may wrap.
         return False

@@ -57,7 +57,6 @@ def apply_rule(equation: PairedEquation) -> list[Value]:
 
 
 def _check_switches(equation: PairedEquation) -> None:
-    """Refuses an operation that has other options for more samples."""
     for name, value in equation.part.params.items():
         kind = isinstance(value, bool | str | enum.Enum | np.dtype)
         if kind and value != equation.whole.params.get(name):
@@ -65,7 +64,6 @@ def _check_switches(equation: PairedEquation) -> None:
 
 
 def _opaque(equation: PairedEquation) -> list[Value]:
-    """Follows an operation without a rule."""
     if equation.part.effects:
         raise CoupledError(f"calls {equation.name}, which may keep samples for later")
     if any(

@@ -326,7 +326,6 @@ def _concatenate(equation: PairedEquation) -> list[Value]:
 def _concatenated_dim(
     dims: Sequence[Dim], shapes: tuple[tuple[int, ...], tuple[int, ...]], axis: int
 ) -> Dim:
-    """Returns the dimension of several concatenated ones."""
     sizes = shapes[0][axis], shapes[1][axis]
     if any(a.grows for d in dims for a in d):
         each = dims[0]

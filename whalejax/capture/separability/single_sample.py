@@ -2,9 +2,9 @@
 
 A dimension of one element is often dropped or repeated by another rule than a longer
 one, as in ``jnp.squeeze``, and a loss may branch on it. So a proof uses parts of two or
-more samples, and the program for one must be the same, operation by operation: the same
-operands, parameters, and shapes that depend on the number of samples in the same way.
-Operations that only add or drop dimensions of one element do not count.
+more samples, and the program for one must be the same, operation by operation. Operands
+and parameters must be the same, and shapes must depend on the number of samples in the
+same way. Operations that only add or drop dimensions of one element do not count.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ _REDUCING: Final = tuple(
 def single_sample_reason(
     single: Any, pair: tuple[Any, Any], sizes: tuple[int, int, int]
 ) -> Reason | None:
-    """Returns the reason why one sample is not covered by the proof for more; None if
-    it is.
+    """Returns why the proof for more samples does not cover one; None if it does.
 
     Args:
         single: Program for one sample, or one group.
@@ -91,16 +90,11 @@ class _UnlikeError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class _Comparison:
-    """Compares three traces; equal arrays of both sides get one name.
-
-    Attributes:
-        sizes: Number of samples of each trace.
-    """
+    """Compares three traces; equal arrays of both sides get one name."""
 
     sizes: tuple[int, int, int]
 
     def compare(self, programs: Three) -> None:
-        """Raises an error at the first operation that differs for one sample."""
         opened = [_compat.open_jaxpr(p) for p in programs]
         bodies = [body for body, _ in opened]
         self._compare_arrays([constants for _, constants in opened])
@@ -150,19 +144,14 @@ class _Comparison:
         return tuple(round(self._expected(*pair)) for pair in pairs)
 
     def _expected(self, small: Any, large: Any) -> Any:
-        """Returns a number for one sample from those for two larger counts, assuming
-        a power law.
-        """
+        """Returns a number for one sample, extrapolated from two by a power law."""
         if small == large or not (small and large):
             return small
         power = math.log(abs(large / small)) / math.log(self.sizes[2] / self.sizes[1])
         return small * (self.sizes[0] / self.sizes[1]) ** power
 
     def _is_left_out(self, same: dict[Any, Any], *equations: Any) -> bool:
-        """Returns whether an operation only adds or drops dimensions of one element.
-
-        Its result is then equal to its operand.
-        """
+        """Returns whether an operation only adds or drops dimensions of one element."""
         first = equations[0]
         if first.primitive.name not in _MOVING:
             return False
@@ -204,7 +193,6 @@ class _Comparison:
         return all(self._follow([e.params.get(key) for e in three]) for key in compared)
 
     def _is_one(self, names: _Names, atoms: Three) -> bool:
-        """Returns whether an atom for one sample equals that for more."""
         atoms = (*(names.source(i, a) for i, a in enumerate(atoms[:2])), atoms[2])
         literal = [_compat.is_literal(a) for a in atoms[:2]]
         if not any(literal):
@@ -244,48 +232,32 @@ class _Comparison:
 
 
 class _Names:
-    """Names of arrays, in the trace of one sample and in that of more.
-
-    Attributes:
-        given: Number of each array, for both traces.
-        same: Arrays that operations left unchanged.
-    """
-
     def __init__(self) -> None:
         self.given: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
         self.same: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
 
     def add(self, one: Any, small: Any) -> None:
-        """Names an array that is the same in both programs."""
         self.given[0][one] = self.given[1][small] = len(self.given[0])
 
     def source(self, trace: int, atom: Any) -> Any:
-        """Returns the source of an array, up to dimensions of one element."""
         if _compat.is_literal(atom):
             return atom
         return self.same[trace].get(atom, atom)
 
 
 def _wide(shape: Shape) -> list[int]:
-    """Returns the sizes of the dimensions of more than one element."""
     return [n for n in shape if n != 1]
 
 
 def _numbers(shape: Shape) -> dict[int, int]:
-    """Returns consecutive numbers for the dimensions of more than one element."""
     return {d: i for i, d in enumerate(d for d, n in enumerate(shape) if n != 1)}
 
 
 def _dim_treatment(equation: Any, shapes: Sequence[Shape]) -> Any:
     """Returns the treatment of dimensions of more than one element.
 
-    Args:
-        equation: Equation of the operation.
-        shapes: Shapes of the operands and results.
-
-    Returns:
-        A value that is equal for one sample and for more if the operation is the same;
-        None if all dimensions must be equal.
+    It is equal for one sample and for more if the operation is the same; None if all
+    dimensions must be equal.
     """
     name, params = equation.primitive.name, equation.params
     if name in _MOVING:
@@ -314,7 +286,6 @@ def _dim_treatment(equation: Any, shapes: Sequence[Shape]) -> Any:
 
 
 def _dim_positions(equation: Any, before: Shape, after: Shape) -> list[int]:
-    """Returns the positions of an operand's dimensions in the result."""
     number = _numbers(after)
     name, params = equation.primitive.name, equation.params
     if name == "broadcast_in_dim":
@@ -327,7 +298,6 @@ def _dim_positions(equation: Any, before: Shape, after: Shape) -> list[int]:
 
 
 def _paired(numbers: Any, shapes: Sequence[Shape]) -> Any:
-    """Returns the contracted and batch dimensions of a product's operands."""
     left, right = map(_numbers, shapes[:2])
     contracted, batch = (
         [(left[i], right[j]) for i, j in zip(*both, strict=True) if i in left]
@@ -355,7 +325,6 @@ def _looked_up(params: Any, shapes: Sequence[Shape]) -> Any:
 
 
 def _values(array: Any) -> list[complex]:
-    """Returns the numbers of an array; one number if all are equal."""
     result = np.asarray(array)
     if not np.issubdtype(result.dtype, np.number):
         result = result.astype(np.float64)

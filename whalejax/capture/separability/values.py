@@ -202,7 +202,7 @@ def size_of(dim: Dim) -> tuple[int, int]:
 
 
 def plain_dim(part: int, whole: int) -> Dim:
-    """Returns a dimension of which nothing is known."""
+    """Returns a dimension without known facts."""
     return () if part == whole == 1 else (Atom(Along.PLAIN, part, whole),)
 
 

@@ -76,16 +76,9 @@ def _cut(value: Any, parts: Mapping[int, int]) -> View:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """Evaluates a program with views for some of its values.
-
-    Attributes:
-        merges: Positions of the reshapes that are postponed.
-    """
-
     merges: frozenset[Position]
 
     def run(self, jaxpr: Any, values: Sequence[Any], prefix: Position) -> list[Any]:
-        """Evaluates one jaxpr, whose equations' positions follow a prefix."""
         body, constants = _compat.open_jaxpr(jaxpr)
         env: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
         env.update(zip(body.invars, values, strict=True))
@@ -215,7 +208,6 @@ class _Runner:
 
 
 def _as_carried(value: Any, pattern: Any) -> Any:
-    """Returns the array of a value in the form of a pattern."""
     if not isinstance(pattern, View):
         return flat_of(value)
     if isinstance(value, View) and value.cuts == pattern.cuts:

@@ -1,7 +1,7 @@
 """Rules that carry split dimensions along, primitive by primitive.
 
-Each rule receives an equation and operands, some of which are views, and returns the
-results, or None if it cannot: then the equation reads the original values.
+Each rule receives an equation and operands; some are views. It returns the results, or
+None if it cannot. Then the equation reads the original values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def _views(operands: Sequence[Any]) -> list[View]:
 
 
 def _view(value: Any) -> View:
-    """Returns any value as a view, without cuts if it has none."""
     if isinstance(value, View):
         return value
     return View(flat_of(value), tuple(np.shape(flat_of(value))), {})
@@ -152,10 +151,7 @@ def _regrouped(
 ) -> list[Any]:
     """Evaluates any reshape; a dimension that was cut stays in parts.
 
-    Args:
-        equation: Equation of the reshape.
-        operands: One view.
-        merges: Whether merged dimensions stay split too.
+    With ``merges``, merged dimensions stay split too.
     """
     (view,) = operands
     shape = tuple(equation.outvars[0].aval.shape)
@@ -229,8 +225,6 @@ def _reduce(equation: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def _along(name: str) -> Rule:
-    """Returns the rule for operations along one dimension, which must be uncut."""
-
     def rule(equation: Any, operands: list[Any]) -> list[Any] | None:
         cuts = _together(operands)
         along = equation.params[name]

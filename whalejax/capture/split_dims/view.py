@@ -48,9 +48,7 @@ class View:
         return places
 
     def slice_view(self) -> View:
-        """Returns this stack as a loop's body sees one slice of it; its value is not
-        used.
-        """
+        """Returns this stack as a loop's body sees one slice; its value is unused."""
         return View(None, self.shape[1:], {d - 1: c for d, c in self.cuts.items()})
 
     def outside(self, stack: Any) -> View:

@@ -208,7 +208,6 @@ def request_of(command: JobsAddCommand, folder: Path) -> Add:
 
 
 def _default_name(command: JobsAddCommand) -> str:
-    """Returns the model's name, with a number if another job has that name."""
     path, _, function = command.model.rpartition(":")
     stem = Path(path or function).stem
     base = re.sub(r"[^0-9A-Za-z_.-]+", "-", stem).strip("-._")[:56] or "job"
@@ -256,7 +255,6 @@ def _batches(
 
 
 def _span(option: str, text: str, most: int, problems: Problems) -> tuple[int, int]:
-    """Parses ``N``, or ``MIN:MAX``."""
     low, colon, high = text.partition(":")
     parts = [int(t) if t.isdecimal() and t.isascii() else 0 for t in (low, high)]
     least, largest = parts if colon else (parts[0], parts[0])

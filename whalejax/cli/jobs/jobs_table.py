@@ -103,7 +103,6 @@ def _devices(one: JobReport) -> str:
 
 
 def _speed(one: JobReport) -> str:
-    """Returns the text of the measured speed, else of the predicted one."""
     if one.measured is not None:
         return f"{one.measured:.4g}"
     return "" if one.predicted is None else f"~{one.predicted:.4g}"

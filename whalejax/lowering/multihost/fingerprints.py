@@ -63,7 +63,6 @@ def _digits(*what: object) -> str:
 
 
 def _results(closed: Any, constant: Constant) -> list[str]:
-    """Returns the hash of each result of a program, with its inputs numbered."""
     jaxpr = getattr(closed, "jaxpr", closed)
     known: dict[Any, str] = {x: f"input {n}" for n, x in enumerate(jaxpr.invars)}
     constants = zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False)
@@ -84,7 +83,6 @@ def _results(closed: Any, constant: Constant) -> list[str]:
 
 
 def _simple_params(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the parameters of an operation that count, without its name."""
     return sorted((k, v) for k, v in params.items() if k != "name" and _is_simple(v))
 
 
@@ -99,8 +97,6 @@ def _is_jaxpr(value: object) -> bool:
 
 
 class _Constants:
-    """Hashes of constants, each computed once."""
-
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, str]] = {}
 

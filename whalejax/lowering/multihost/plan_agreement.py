@@ -1,7 +1,7 @@
 """Compares plans and versions of all processes once, before the first step.
 
-They exchange texts through JAX's coordination service, not by a collective, in which
-different programs would wait for each other.
+Processes exchange texts through JAX's coordination service, not by a collective: in a
+collective, different programs would wait for each other.
 """
 
 from __future__ import annotations

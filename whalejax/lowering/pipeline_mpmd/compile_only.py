@@ -125,12 +125,7 @@ def compile_stages(
 
 @dataclass(slots=True)
 class _Site:
-    """Memory of the programs of a virtual stage.
-
-    Attributes:
-        kept: Bytes that a micro-batch in flight saves after each action.
-        above: Additional bytes while each action runs.
-    """
+    """Bytes that a micro-batch in flight saves, and extra bytes, after each action."""
 
     kept: dict[Action, int] = field(default_factory=dict)
     above: dict[Action, int] = field(default_factory=dict)
@@ -162,7 +157,6 @@ class _Rehearsing:
     # Programs.
 
     def _site(self, site: VirtualStagePrograms) -> _Site:
-        """Compiles the programs of a virtual stage, and returns their memory."""
         place, names, result = site.place, site.place.names, _Site()
         whole = self.apart.whole[site.stage]
         values = self._common(site)
@@ -212,7 +206,6 @@ class _Rehearsing:
         before: Sequence[Any],
         found: _Site,
     ) -> Any:
-        """Compiles a program, and returns its abstract results."""
         lowered = piece.program.lower([values[n] for n in piece.reads], list(before))
         compiled = lowered.compile()
         self.programs.append(
@@ -261,7 +254,6 @@ class _Rehearsing:
         return self.apart.moves.layout(value, place)
 
     def _finishing(self) -> list[int]:
-        """Compiles the update, and returns its additional bytes on each stage."""
         apart, above = self.apart, [0] * len(self.apart.plans)
         end = apart.whole[-1]
         sums = jax.tree.map(lambda x: aval_with_sharding(x, end), apart.sums)
@@ -336,7 +328,6 @@ class _Rehearsing:
         return [site for site in self.apart.sites if site.stage == stage]
 
     def _replicated_inputs(self, stage: int) -> set[int]:
-        """Returns the inputs of the loss that a stage reads and another stage owns."""
         return {
             n
             for site in self._of(stage)
@@ -382,14 +373,12 @@ class _Rehearsing:
 
 
 def _above(compiled: Any) -> int:
-    """Returns the bytes of a program's temporaries and new outputs."""
     stats = compiled.memory_analysis()
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return int(stats.temp_size_in_bytes + fresh)
 
 
 def _nbytes(values: Iterable[Any]) -> int:
-    """Returns the bytes of arrays on one device."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * _compat.itemsize_bytes(x.dtype)
         for x in values

@@ -162,7 +162,7 @@ class _CrossProcessTransfer:
     def _wrapping(
         self, avals: Sequence[Any], raw: Sequence[Any], targets: Sequence[NamedSharding]
     ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-        """Returns functions that convert arrays to the transfer's layout, and back."""
+        """Returns functions that convert to the transfer's layout, and back."""
         impls = [impl_of(a) for a in avals]
 
         def unwrap(xs: Sequence[Any]) -> list[Any]:
@@ -181,7 +181,6 @@ class _CrossProcessTransfer:
     def send(
         self, arrays: Sequence[Any], aside: TransferThread | None, *, alone: bool
     ) -> Coming:
-        """Sends arrays, like ``StageChannel.send``."""
         if self.sends and not self._as_sent(arrays):
             arrays = self.unwrap(list(arrays))
         if aside is None:

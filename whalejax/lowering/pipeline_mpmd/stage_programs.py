@@ -143,15 +143,7 @@ def _piece(
 ) -> CompiledPart:
     """Returns a part of a virtual stage's program, which compiles at its first run.
 
-    Args:
-        name: Name of the compiled program.
-        steps: Full program.
-        gives: Operands that the part returns; the last ``added`` are added to sums.
-        given: Numbers of the values that the part may read.
-        added: Number of results that are added to sums.
-        mesh: Devices on which it runs.
-        options: XLA options of the compiler.
-        also: Additional steps that the part runs.
+    The last ``added`` of the operands in ``gives`` are added to sums.
     """
     _, reads = steps.needed(gives, given, also)
     first = len(gives) - added

@@ -73,11 +73,7 @@ _ALL = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MultiMeshProgram(Program):
-    """Program of the full model, with parameters on several meshes.
-
-    Attributes:
-        meshes: Mesh of each parameter.
-    """
+    """Program of the full model, with a mesh for each parameter."""
 
     meshes: tuple[Mesh, ...]
 
@@ -210,7 +206,6 @@ class StageProgramsExecutor(StepRunner):
     def _of_param(
         self, number: int, kind: str, stage: int | None = None
     ) -> NamedSharding:
-        """Returns a sharding of a parameter on a stage; None uses its owner."""
         if stage is None:
             stage = self._owners[number]
         path = self.captured.adapter.param_paths[number]
@@ -252,7 +247,6 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def _homes(self) -> dict[int, int]:
-        """The stages of state that depends on parameters of one stage."""
         return self.captured.steady.homes(self._owners)
 
     def input_sharding(self, number: int, stage: int) -> NamedSharding:
@@ -378,7 +372,6 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def _evaluation_avals(self) -> Evaluation:
-        """The abstract loss and metrics of an evaluation."""
         told: Evaluation = jax.eval_shape(
             functools.partial(evaluation_of, self.program), self.sums
         )
@@ -621,7 +614,6 @@ class StageProgramsExecutor(StepRunner):
         return parted, StageMetrics(shape.unflatten(avals)[1], self.whole)
 
     def _wheres(self, end: int, metrics: Any) -> Any:
-        """Returns the placements of the state, the sums and the non-trainable state."""
         owned = [ValuePlacement(owner=i, consumed=True) for i in self._owners]
         state = self._state(
             params=owned,

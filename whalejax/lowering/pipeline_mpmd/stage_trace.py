@@ -27,8 +27,6 @@ from whalejax.planner.sharding.layout import Spec
 
 
 class _Absent:
-    """Placeholder of a value of another stage that is not read here."""
-
     def __repr__(self) -> str:
         return "a value of another stage"
 
@@ -38,14 +36,7 @@ ABSENT = _Absent()
 
 @dataclass(slots=True)
 class _StageEquations:
-    """Equations of one virtual stage; implements ``evaluate.PartialProgram``.
-
-    Attributes:
-        positions: Positions of the stage's equations in the program.
-        imports: Values from earlier stages.
-        wanted: Values that the stage transfers or reports.
-        found: Computed values of ``wanted``.
-    """
+    """Equations of one virtual stage; implements ``evaluate.PartialProgram``."""
 
     positions: frozenset[Position]
     imports: Mapping[Value, Any]
@@ -224,7 +215,6 @@ class _Tracer:
         self.sums_tree: Any = None
 
     def _gradient_specs(self) -> tuple[list[Spec], list[Spec]]:
-        """Returns the specs of gradients, as computed and as summed."""
         plan, paths = self.program.plan, self.program.adapter.param_paths
         leaves = {leaf.path: leaf for leaf in plan.leaves}
         batch = {leaf.path: leaf.spec for leaf in plan.batch}
@@ -266,9 +256,7 @@ class _Tracer:
         )
 
     def _aval(self, number: int) -> Any:
-        """Returns an abstract input of the loss; if the stage slices its micro-batch, a
-        batch leaf has its full size.
-        """
+        """Returns an abstract input; a full batch leaf if the stage slices it."""
         aval, place = self.facts.avals[(), number], number - self.first_batch
         shape = list(aval.shape)
         if self.cuts_batch and 0 <= place < len(self.program.batch_axes):
@@ -278,7 +266,6 @@ class _Tracer:
         return _compat.abstract(shape, aval.dtype)
 
     def _inputs(self) -> dict[str, Any]:
-        """Returns the abstract inputs of the virtual stage, by name."""
         scalar = _compat.abstract((), jnp.int32)
         cotangents = [self._value(v) for v in self.sent]
         if self.last:
@@ -401,7 +388,6 @@ class _Tracer:
     def _constrain_exports(
         self, values: Sequence[Value], found: Sequence[Any]
     ) -> list[Any]:
-        """Constrains values to their transfer shardings."""
         return [
             jax.lax.with_sharding_constraint(
                 x, named_sharding(self.layouts[v], self.program.mesh)

@@ -83,7 +83,6 @@ class SchedulePass:
         self.batch_gradients: list[Any] = []
 
     def _bring(self, site: VirtualStagePrograms) -> None:
-        """Copies to a stage the inputs that it reads from other owners, once."""
         place = site.place
         for n in (*place.params, *place.rest, *place.batch):
             key = site.stage, n
@@ -93,7 +92,6 @@ class SchedulePass:
                 )
 
     def _on(self, stage: int, number: int) -> Any:
-        """Returns the current input of the loss on a stage."""
         if self.apart.owner(number) == stage:
             return self.leaves[number]
         return self.copies[stage, number]
@@ -125,7 +123,6 @@ class SchedulePass:
             getattr(self, event.action)(place, event.micro_batch)
 
     def _hand(self, handing: ScheduledTransfer) -> None:
-        """Transfers values of one virtual stage to another that reads them."""
         coming = self.apart.moves.transfer(handing, self.leaving.pop(handing, None))
         if self.apart.here[handing.target % self.apart.table.num_stages]:
             key = handing.action, handing.target, handing.micro_batch
@@ -171,7 +168,6 @@ class SchedulePass:
     def _leave(
         self, number: int, micro_batch: int, action: Action, made: dict[Value, Any]
     ) -> None:
-        """Stores the values of a virtual stage for later transfers."""
         for target, values in self.apart.moves.targets[action][number].items():
             handing = ScheduledTransfer(
                 micro_batch=micro_batch, source=number, target=target, action=action

@@ -53,12 +53,7 @@ class ValuePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BroadcastVector:
-    """Scalars of one dtype that a stage broadcasts to all others, in one vector.
-
-    Attributes:
-        group: Part that computes the scalars.
-        numbers: Numbers of the scalars in the program.
-    """
+    """Scalars of one dtype that a stage broadcasts to all others, in one vector."""
 
     group: Group
     numbers: tuple[int, ...]
@@ -66,20 +61,6 @@ class _BroadcastVector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A compiled part of the update.
-
-    Attributes:
-        group: Level and stage of the part.
-        takes: Numbers of the donatable values that it reads.
-        reads: Numbers of the other values that it reads.
-        hears: Vectors that it receives.
-        gives: Numbers of the values that it returns.
-        tells: Vectors that it broadcasts.
-        program: ``jax.jit`` function from donated values, other values and vectors to
-            values and vectors.
-        usable: Function that selects the donatable values whose memory fits a result.
-    """
-
     group: Group
     takes: tuple[int, ...]
     reads: tuple[int, ...]
@@ -92,7 +73,6 @@ class _Part:
     def program_inputs(
         self, taken: Sequence[Any], read: Sequence[Any], vectors: Sequence[Any]
     ) -> tuple[dict[int, Any], dict[int, Any], Sequence[Any]]:
-        """Returns the arguments of the program."""
         own = dict(zip(self.takes, taken, strict=True))
         others = dict(zip(self.reads, read, strict=True))
         usable = self.usable(own)
@@ -106,7 +86,6 @@ class _Part:
         read: Sequence[Any],
         vectors: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the part on values and vectors, and returns both."""
         result: tuple[list[Any], list[Any]] = run_alone(
             lambda several: self.program(*several),
             self.program_inputs(taken, read, vectors),
@@ -252,7 +231,6 @@ class MultiStageProgram:
         inputs: Mapping[int, Any],
         made: Mapping[tuple[int, int], Any],
     ) -> Any:
-        """Returns an output from its stage, or from all stages."""
         assert where.sharding is not None
         if isinstance(operand, FixedValue):
             return put_global(operand.value, where.sharding)
@@ -276,7 +254,6 @@ class MultiStageProgram:
         reads: Mapping[Group, list[int]],
         told: Mapping[Group, tuple[_BroadcastVector, ...]],
     ) -> dict[int, list[_Part]]:
-        """Returns the parts by level."""
         order = sorted(reads)
         last = {n: group for group in order for n in reads[group]}
         kept = {x for x, _ in self._outputs if not isinstance(x, FixedValue)}
@@ -359,7 +336,6 @@ class MultiStageProgram:
     def _reusing(
         self, group: Group, gives: Sequence[int]
     ) -> Callable[[Mapping[int, Any]], frozenset[int]]:
-        """Returns a function that selects reusable values, cached at the first call."""
         there = [self._sharding(n, group[1]) for n in gives]
         known: list[frozenset[int]] = []
 
@@ -376,7 +352,6 @@ class MultiStageProgram:
         gives: Sequence[int],
         there: Sequence[NamedSharding | None],
     ) -> frozenset[int]:
-        """Returns the arrays whose memory fits a result, matched like in JAX."""
         avals = [self._steps.avals[n] for n in gives]
         if None in there and any(
             len(x.sharding.device_set) > 1 for x in given.values()
@@ -395,7 +370,6 @@ class MultiStageProgram:
         return frozenset(usable)
 
     def _sharding(self, number: int, stage: int) -> NamedSharding | None:
-        """Returns a value's sharding; None lets the compiler choose."""
         for operand, where in self._outputs:
             if operand == number and where.owner == stage:
                 return where.sharding
@@ -405,8 +379,6 @@ class MultiStageProgram:
 
 
 class _Exchange:
-    """Broadcasts the vectors of some parts to all stages."""
-
     def __init__(
         self, parts: Sequence[_Part], steps: Steps, whole: Sequence[NamedSharding]
     ) -> None:

@@ -92,7 +92,6 @@ class UpdatePartition:
         return operand in self._inputs and self.owners[operand] == owner
 
     def _place(self, step: Step) -> None:
-        """Sets the owner and the level of an operation's results."""
         owner = self._owner(step)
         level = max(
             (self._rounds_until_known(n, owner) for n in step.sources), default=_BEFORE
@@ -107,9 +106,7 @@ class UpdatePartition:
         return self.levels[number] + (self.owners[number] not in (None, owner))
 
     def _owner(self, step: Step) -> Owner:
-        """Returns the stage of an operation's sharding, arrays or scalars; None for all
-        stages.
-        """
+        """Returns the stage of an operation's sharding or values; None for all."""
         laid = self._mesh_owner(step)
         if laid is not None:
             return laid
@@ -127,15 +124,12 @@ class UpdatePartition:
         return numbers.pop() if len(numbers) == 1 else None
 
     def _mesh_owner(self, step: Step) -> Owner:
-        """Returns the stage of an operation's sharding, if it has one."""
         mesh = getattr(step.equation.params.get("sharding"), "mesh", None)
         return self._meshes.index(mesh) if mesh in self._meshes else None
 
     def _cut(self) -> dict[Group, list[int]]:
-        """Fills ``gives`` and ``tells`` from the outputs backwards; returns ``reads``.
-
-        Raises:
-            PlanError: A stage would have to send an array to another.
+        """Fills ``gives`` and ``tells`` from the outputs backwards; returns
+        ``reads``.
         """
         stages = range(self._stages)
         for operand, owner in self._outputs:
@@ -225,7 +219,6 @@ def check_update(
 def _check_steady(
     steady: BatchIndependentState, adapter: Adapter, owners: Sequence[int], stages: int
 ) -> None:
-    """Refuses state that is computed from arrays of several stages."""
     if steady.advance is None:
         return
     homes = steady.homes(owners)

@@ -71,7 +71,6 @@ class Derivative:
         self.kept = [jaxpr.outvars[i].aval for i in places]
 
     def _run(self, params: list[Any], given: Any, number: Any) -> list[Any]:
-        """Returns the outputs of the stage and the leaves of the derivative."""
         handed, derivative = jax.vjp(
             lambda params, given: self._function(params, given, number), params, given
         )

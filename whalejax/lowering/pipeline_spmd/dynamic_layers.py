@@ -2,7 +2,7 @@
 
 Stages with unequal numbers of layers run one program, and each runs one iteration for
 each of its layers. JAX has no reverse-mode derivative of such a loop, so this one has
-its own rule: the forward pass saves the residuals of every iteration, and the backward
+its own rule. The forward pass saves the residuals of every iteration, and the backward
 pass runs the iterations in reverse. The buffers have room for the most layers of any
 stage.
 """
@@ -116,12 +116,8 @@ OWN, ONCE = -1, -2
 class _LoopResiduals:
     """Residuals of a loop for its backward pass.
 
-    Attributes:
-        backward: Derivative of a layer, with stacked leaves of all iterations.
-        sliced: Whether an iteration has a slice of each leaf.
-        flows: Whether a gradient flows through each operand.
-        count: Number of iterations.
-        operands: Operands of the loop.
+    ``sliced`` is whether an iteration has a slice of each leaf of ``backward``;
+    ``flows``, whether a gradient flows through each operand.
     """
 
     backward: Any
@@ -131,7 +127,6 @@ class _LoopResiduals:
     operands: Operands
 
     def of_turn(self, index: Any) -> Any:
-        """Returns the derivative of one layer."""
         leaves = jax.tree.leaves(self.backward)
         structure: Any = jax.tree.structure(self.backward)
         pairs = zip(leaves, self.sliced, strict=True)
@@ -157,16 +152,10 @@ def _differentiated(
 def _sources(
     turns: DynamicLoop, given: Operands, flows: Sequence[bool]
 ) -> tuple[list[int], list[Any]]:
-    """Returns the source of each leaf of an iteration's derivative.
+    """Returns the source of each leaf of an iteration's derivative, and the leaves.
 
-    Args:
-        turns: Loop over layers.
-        given: Operands of one iteration.
-        flows: Whether a gradient flows through each operand.
-
-    Returns:
-        Source of each leaf: the index of the operand that it equals, ``OWN`` or
-        ``ONCE``; and the abstract leaves.
+    A source is the index of the equal operand, ``OWN`` or ``ONCE``; the leaves are
+    abstract.
     """
 
     def leaves(*given: Any) -> list[Any]:

@@ -196,8 +196,8 @@ class OneStage:
         return tuple(program.constrain(carry, program.constraints.carried))
 
     def inputs(self, number: Any) -> list[Any]:
-        """Returns what a micro-batch's gradients are by: the parameters, and the
-        adapter's ``batch_gradients``.
+        """Returns the inputs by which a micro-batch is differentiated: the parameters,
+        and the adapter's ``batch_gradients``.
         """
         _, batch, _ = self.micro(number)
         return [*self.params, *(batch[place] for place in self._read_leaves)]
@@ -211,9 +211,7 @@ class OneStage:
     ) -> tuple[list[Any], Any, list[Any], Any]:
         """Returns parameters, non-trainable state, flat batch and key.
 
-        Args:
-            inputs: Parameters, perhaps followed by leaves of the micro-batch.
-            number: Number of the micro-batch.
+        ``inputs`` are parameters, perhaps followed by leaves of the micro-batch.
         """
         rest, batch, key = self.micro(number)
         count = len(self.params)
@@ -316,14 +314,12 @@ class OneStage:
         return replace(sums, gradients=by_param, batch_gradients=by_leaf)
 
     def _as_in_batch(self, leaves: Sequence[Any]) -> list[Any]:
-        """Constrains gradients of batch leaves to the leaves' specs."""
         batch = self.program.plan.batch
         return self.program.constrain(
             leaves, [batch[n].spec for n in self._read_leaves]
         )
 
     def _as_accumulated(self, gradients: Sequence[Any]) -> list[Any]:
-        """Constrains gradients to the parameters' specs, then to their own."""
         leaves, program = self.program.plan.trained, self.program
         stored = [of_stage(leaf.param_spec) for leaf in leaves]
         kept = [of_stage(leaf.gradient_spec) for leaf in leaves]

@@ -1,7 +1,7 @@
 """Operations that a stage computes differently from the traced program.
 
-Inside ``shard_map`` over the stages the compiler partitions the other axes, which it
-cannot do for every operation; and a stage has fewer layers than were traced.
+Inside ``shard_map`` over the stages, the compiler partitions the other axes. It cannot
+do so for every operation. A stage also has fewer layers than were traced.
 """
 
 from __future__ import annotations

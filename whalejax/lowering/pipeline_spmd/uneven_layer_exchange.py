@@ -114,7 +114,6 @@ def collected(
 
 
 def _staged(spec: Spec) -> Spec:
-    """Returns a spec with layers on the stages, and other axes unchanged."""
     first, *others = of_stage(spec)
     return ((STAGE, *first), *others)
 

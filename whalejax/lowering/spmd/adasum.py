@@ -2,8 +2,8 @@
 
 Every device combines a part of every tensor for all ranks, so all ranks get the same
 bits. Each tensor is scaled by a power of two so that its largest element is near one,
-and dot products and norms are summed as pairs of floats. So they lose no digits, and
-overflow only if the tensors do.
+and dot products and norms are summed as pairs of floats. So dot products and norms lose
+no digits, and overflow only if the tensors do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from whalejax.planner.sharding.layout import Spec
 
 
 Pair = tuple[Any, Any]
-"""A number as the sum of two floats, the second below the first's last digit, or None
-if it is 0."""
+"""A number as the sum of two floats.
+
+The second is below the first's last digit; None if it is 0.
+"""
 
 
 def adasum_reduce(
@@ -113,7 +115,6 @@ class _Packing:
         return jnp.concatenate([*result, last], axis=2)
 
     def unpacked(self, whole: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """Returns the tensors from all ranks' parts."""
         result, first = [], 0
         for shape, part in zip(shapes, self.parts, strict=True):
             cut = whole[:, :, first : first + part.width]
@@ -125,16 +126,11 @@ class _Packing:
 
     @property
     def tensor_of(self) -> np.ndarray:
-        """The index of each column's tensor among those of the device."""
         widths = [part.columns for part in self.parts for _ in range(part.here)]
         return np.repeat(np.arange(len(widths)), widths)
 
     def by_column(self, each: Sequence[Any]) -> list[Any]:
-        """Repeats values (group, tensor) for columns, as (group, 1, column).
-
-        Args:
-            each: Several values for tensors.
-        """
+        """Repeats values (group, tensor) for columns, as (group, 1, column)."""
         return [x[:, self.tensor_of][:, None] for x in each]
 
     def by_tensor(self, columns: Any) -> list[Any]:
@@ -178,7 +174,6 @@ class _Rows:
 
     @property
     def pair(self) -> Pair:
-        """The high and low parts of the rows."""
         return self.high, self.low
 
     def select(self, which: slice) -> _Rows:
@@ -202,33 +197,20 @@ class _Rows:
         return _Rows(high=high, low=low, exponents=self.exponents - shifts)
 
     def values(self, packing: _Packing) -> Any:
-        """Returns the tensors as plain floats."""
         return self.shift_exponents(self.exponents, packing).high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartialDots:
-    """Exchanges dot products of the devices' parts of tensors.
-
-    Attributes:
-        packing: Packing of the tensors.
-        specs: Specs of the parameters.
-        mesh: Mesh of the devices.
-    """
-
     packing: _Packing
     specs: tuple[Spec, ...]
     mesh: Mesh
 
     def gather_numbers(self, own: Any) -> Any:
-        """Gathers the numbers of all devices and tensors.
+        """Gathers the numbers (number, pair, tensor on this device) of all devices.
 
-        Args:
-            own: Array (number, pair, tensor on this device).
-
-        Returns:
-            Array (device, number, pair, tensor); zero if a device has no part of the
-            tensor, or the same part as an earlier device.
+        Returns (device, number, pair, tensor); zero if a device has no part of the
+        tensor, or the same part as an earlier device.
         """
         axes = [axis for axis, size in self.mesh.shape.items() if size > 1]
         result, first = [], 0
@@ -261,7 +243,6 @@ class _PartialDots:
 
 
 def _node_means(rows: Any, weights: Any, node: int) -> Any:
-    """Converts the sums of ranks to means over the samples of each node."""
     groups = len(rows) // node
     sums = rows.reshape(groups, node, *rows.shape[1:]).sum(1)
     return weighted_means(sums, weights.reshape(groups, node).sum(1))
@@ -323,8 +304,6 @@ def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
 
 
 def _column_dots(ones: Pair, others: Pair) -> tuple[Pair, Pair, Pair]:
-    """Returns the dot product and both squared norms of every pair of columns."""
-
     def body(number: Any, sums: Any) -> Any:
         def row(x: Any) -> Any:
             return jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
@@ -353,14 +332,10 @@ def _by_tensor(sums: Sequence[Pair], packing: _Packing) -> list[Pair]:
 def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
     """Returns the coefficients p and q of ``_level``, and the tensors' exponents.
 
-    Args:
-        every: Array (device, number, pair, tensor) from
-            ``_PartialDots.gather_numbers``.
-
-    Returns:
-        a·b / 2‖b‖² and a·b / 2‖a‖², each (pair, tensor), with a and b divided by two to
-        the exponents; and the exponents, (2, pair, tensor). A zero tensor has its
-        partner's exponent, and two zeros have 0.
+    ``every`` is (device, number, pair, tensor). Results are a·b / 2‖b‖² and a·b /
+    2‖a‖², each (pair, tensor), where a and b are divided by two to the exponents. The
+    last result is the exponents, (2, pair, tensor). A zero tensor has its partner's
+    exponent, and two zeros have 0.
     """
     every = jnp.moveaxis(every, 1, 0)
     highs, lows, exponents = every[0:6:2], every[1:6:2], every[6:].astype(jnp.int32)
@@ -393,7 +368,6 @@ def _exponent_range(dtype: Any) -> tuple[int, int]:
 
 
 def _power(exponents: Any, dtype: Any) -> Any:
-    """Returns exact powers of two, for exponents in ``_exponent_range``."""
     info: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
     bits = jnp.dtype(f"int{info.bits}")
     biased = exponents.astype(bits) + bits.type(info.maxexp - 1)
@@ -446,7 +420,6 @@ def _multiplied(x: Pair, y: Pair) -> Pair:
 
 
 def _each(of: Callable[[Any], Any], pair: Pair) -> Pair:
-    """Applies a function to both floats; the second may be None."""
     return of(pair[0]), None if pair[1] is None else of(pair[1])
 
 
@@ -471,7 +444,6 @@ def _halves(a: Any) -> Pair:
 
 
 def _total(pair: Pair, axis: int) -> Pair:
-    """Returns the sum of pairs along a dimension."""
     high, low = pair
     nothing = jnp.zeros((), high.dtype)
 

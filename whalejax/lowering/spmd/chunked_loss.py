@@ -55,8 +55,6 @@ def chunked(
 
 
 class _Chunks:
-    """Runs one call in chunks; see ``chunked``."""
-
     def __init__(
         self,
         one: Logits,
@@ -80,7 +78,6 @@ class _Chunks:
         self.sizes[self.cut] //= self.count
 
     def parts(self, tag: int) -> int:
-        """Returns the number of devices that shard a dimension of the logits."""
         return math.prod(self.mesh.shape[axis] for axis in self.spec[tag])
 
     # Chunks of values.
@@ -96,7 +93,6 @@ class _Chunks:
         return self.constrained(whole, ((), *self.spec_from_tags(tags)))
 
     def join_chunks(self, x: Any, tags: Tags) -> Any:
-        """Reverses ``chunks``."""
         place = tags.index(self.cut)
         n, shape = self.parts(self.cut), x.shape[1:]
         before, after = shape[:place], shape[place + 1 :]
@@ -106,7 +102,6 @@ class _Chunks:
         return self.constrained(joined, self.spec_from_tags(tags))
 
     def spec_from_tags(self, tags: Tags) -> Spec:
-        """Returns the spec of a value from its dimensions' tags."""
         return tuple(() if tag is None else self.spec[tag] for tag in tags)
 
     def hidden_tags(self) -> Tags:
@@ -151,7 +146,6 @@ class _Chunks:
         return loss
 
     def exit_tags(self) -> list[Tags]:
-        """Returns the tags of the call's results."""
         return [self.one.nodes[end].tags for end in self.one.ends]
 
     def inputs(self, hidden: Any, outside: Mapping[int, Any]) -> Any:
@@ -167,7 +161,6 @@ class _Chunks:
         )
 
     def logits(self, hidden: Any, kernel: Any) -> Any:
-        """Returns the logits of one chunk."""
         pair = (kernel, hidden) if self.one.turned else (hidden, kernel)
         return self.constrained(_compat.bind(self.one.product, pair)[0], self.spec)
 
@@ -233,18 +226,15 @@ class _Chunks:
     # The kernel's gradient: [parts of each token dimension ..., depth ..., vocabulary].
 
     def token_places(self) -> tuple[int, ...]:
-        """Returns the device dimensions of the accumulated gradient."""
         return tuple(range(len(self.one.tokens)))
 
     def kernel_shape(self) -> tuple[int, ...]:
-        """Returns the shape of the accumulated gradients of all devices."""
         one = self.one
         parts = [self.parts(t) for t in one.token_tags]
         depth = [one.kernel.aval.shape[k] for _, k in one.depth]
         return (*parts, *depth, self.shape[one.vocab_tag])
 
     def kernel_spec(self) -> Spec:
-        """Returns the spec of the accumulated gradients, one on each device."""
         one = self.one
         tokens = [self.spec[t] for t in one.token_tags]
         return (*tokens, *(() for _ in one.depth), self.spec[one.vocab_tag])

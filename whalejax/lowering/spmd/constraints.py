@@ -1,9 +1,9 @@
 """Finds which values a plan constrains, equation by equation.
 
-The compiler propagates shardings to other values, but follows the plan only with
-constraints on these: results of products, lookups and other operations that mix
-dimensions; values before and after each reshard; every parameter at its use. Positions
-are those of capture, so the evaluator can match equations.
+The compiler propagates shardings from these to other values. It follows the plan only
+with constraints on results of products, lookups and other operations that mix
+dimensions; on values before and after each reshard; and on every parameter at its use.
+Positions are those of capture, so the evaluator can match equations.
 """
 
 from __future__ import annotations
@@ -97,8 +97,6 @@ def tables_of(plan: Plan, analysed: GraphAnalysis) -> dict[int, Table]:
 
 
 class _Collector:
-    """Collects the constraints of all operations in one pass."""
-
     def __init__(self, plan: Plan, analysed: GraphAnalysis, captured: Captured) -> None:
         self.outputs = captured.outputs
         self.calls = captured.sorted_rows
@@ -217,7 +215,6 @@ class _Collector:
         return shared_rows
 
     def carry_specs(self) -> tuple[Spec, ...]:
-        """Returns the specs of the layers' outputs."""
         return tuple(
             self._spec(t, self.tables[self.home.get(t, 0)])
             for t in StackedLayers.of(self.graph).carried
@@ -234,7 +231,6 @@ class _Collector:
         return spec_of(layout, sizes, table, self.mesh)
 
     def _read(self, index: int, slot: int, tensor: int, table: Table) -> Spec:
-        """Returns a tensor's spec as an operation reads it."""
         layout = self.dims.seen.get((index, slot), self.dims.layouts[tensor])
         return spec_of(layout, self.dims.sizes[tensor], table, self.mesh)
 
@@ -339,7 +335,6 @@ def _from_whole(op: Op, final: Spec) -> tuple[Spec, ...]:
 
 
 def _waiting(graph: Graph, outputs: Outputs, given: Outputs) -> Waiting:
-    """Returns the values of a traced loss that are offloaded, by position."""
     moves = waiting_values(graph).keys()
     kept = {t for op in graph.ops if op.kept for t in op.results} & moves
     waiting = {position: _among(tensors, moves) for position, tensors in given.items()}
@@ -354,7 +349,6 @@ def _among(tensors: Sequence[int | None], wanted: Set[int]) -> frozenset[int]:
 
 
 def _flows(captured: Captured) -> dict[Position, tuple[bool, ...]]:
-    """Returns the differentiable operands of calls with derivative rules."""
     tensors = captured.graph.tensors
     return {
         position: tuple(t is not None and tensors[t].differentiable for t in given)

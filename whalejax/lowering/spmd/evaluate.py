@@ -1,8 +1,6 @@
 """Runs a traced loss again, equation by equation, with layouts constrained.
 
-The program is the traced loss of the user; only layouts are added. Calls are inlined;
-scans, branches and checkpointed regions are rebuilt around their bodies; calls with
-their own derivative rules are bound unchanged.
+The program is the traced loss of the user; only layouts are added.
 
 The module is long because each kind of inner program has its own rule.
 """
@@ -190,7 +188,6 @@ class _Scope:
         return self.passed(value, self.constraints.results.get((position, slot), ()))
 
     def passed(self, value: Any, specs: Sequence[Spec], name: str = MOVED) -> Any:
-        """Passes a value through specs in order, under a checkpoint name."""
         if isinstance(value, HostParameter) and specs:
             # A slice has the stack's spec without the first dimension.
             return value.then(
@@ -226,8 +223,7 @@ def evaluate(
         mesh: Mesh of the plan.
         position: Position of the jaxpr within the outermost one.
         looped: Whether the jaxpr is the body of a loop, or inside one.
-        recomputed: Whether the jaxpr is a checkpointed region of the user, or inside
-            one.
+        recomputed: Whether the jaxpr is in a checkpointed region of the user.
         part: Replacement of the layers' scan, if only some layers run.
         here: Equations to run, if only some run.
         ready: Weights that an outer loop has already gathered.
@@ -484,7 +480,6 @@ def _inner(
     recomputed: bool = False,
     here: PartialProgram | None = None,
 ) -> list[Any]:
-    """Runs an inner jaxpr with the scope's flags and the given ones."""
     return evaluate(
         jaxpr,
         values,

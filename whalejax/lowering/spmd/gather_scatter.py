@@ -55,8 +55,6 @@ class OperationParts:
 
 @dataclass(slots=True)
 class _Free:
-    """Mesh axes that are not yet used in an operation."""
-
     sizes: Mapping[str, int]
     taken: set[str] = field(default_factory=set)
 
@@ -175,7 +173,6 @@ def _undivided(equation: Any) -> OperationParts:
 def _rows(
     equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]
 ) -> OperationParts:
-    """Divides a sort: all dimensions except the sorted one."""
     shape = equation.invars[0].aval.shape
     params, last = equation.params, len(shape) - 1
     keys = ("dimension", "axis", "operand_axis", "reduction_dimension")
@@ -284,12 +281,8 @@ def _keys(equation: Any) -> bool:
 class _ShardedGather:
     """One device's part of a gather.
 
-    Attributes:
-        equation: Gather equation.
-        sizes: Size of each mesh axis.
-        laid: Axes that shard each dimension of the operand.
-        picked: Index component that points into a sharded dimension, and that
-            dimension's axes.
+    ``laid`` has the axes that shard each operand dimension; ``picked``, the index
+    component of a sharded dimension, with its axes.
     """
 
     equation: Any
@@ -433,13 +426,7 @@ def on_each(
 
 @dataclass(frozen=True, slots=True)
 class _Backward:
-    """One device's part of the backward pass.
-
-    Attributes:
-        parts: Division of the operation among devices.
-        flows: Numbers of the differentiable operands.
-        across: Axes that shard the cotangents.
-    """
+    """One device's part of the backward pass; ``across`` axes shard the cotangents."""
 
     parts: OperationParts
     flows: Sequence[int]

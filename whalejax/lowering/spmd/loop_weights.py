@@ -1,4 +1,4 @@
-"""Gathers the weights that every iteration of a loop reads once, before the loop.
+"""Gathers once, before a loop, the weights that every iteration reads.
 
 A loop over time uses the same weights in every iteration. With constraints inside it,
 they are gathered in every iteration, and their gradients scattered, as compilers leave
@@ -62,12 +62,7 @@ def _walk(
 ) -> list[Made | None]:
     """Collects the reads of loop-invariant values; returns the makers of outputs.
 
-    Args:
-        jaxpr: Body of the loop.
-        inputs: Maker of each input, or None for inputs that change in every iteration.
-        position: Position of the body.
-        gathers: See ``Constraints.gathers``.
-        found: Dictionary that receives the reads.
+    Inputs that change in every iteration have no maker. ``found`` receives the reads.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
     known: _Known = {

@@ -1,7 +1,7 @@
 """Kernels that the compiler cannot divide among devices.
 
-For a Pallas kernel, or a function of another library, JAX does not know how parts of
-the result depend on parts of the operands, and TPU compilers refuse it in a program of
+JAX does not know how parts of the result of a Pallas kernel, or a function of another
+library, depend on parts of the operands. TPU compilers refuse these in a program of
 several devices. So every device runs it in full.
 """
 
@@ -29,8 +29,8 @@ def is_kernel(equation: Any) -> bool:
 def runs_whole(equation: Any, flows: Sequence[bool] | None = None) -> bool:
     """Returns whether every device must run an equation in full.
 
-    This holds for a kernel, for a ``while`` loop or a call with its own derivative rule
-    that contains one, and for such a call that contains a grouped convolution.
+    This holds for a kernel, and for a ``while`` loop or a call with its own derivative
+    rule around a kernel. It also holds for such a call around a grouped convolution.
 
     Args:
         equation: Equation to check.

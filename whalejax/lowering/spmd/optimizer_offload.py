@@ -1,8 +1,8 @@
 """The optimizer's step on offloaded state, a chunk at a time.
 
 As compilers start transfers as early as possible, full transfers would put the state of
-all parameters on the device at once, and save nothing. So the optimizer is traced, and
-for every parameter the elementwise part (all of Adam and momentum) runs in a loop over
+all parameters on the device at once, and save nothing. So the optimizer is traced. For
+every parameter the elementwise part (all of Adam and momentum) runs in a loop over
 chunks: a chunk of the state is fetched, updated and sent back. Operations that are not
 elementwise, such as the norm of all gradients, run before. State that another operation
 reads in full (LAMB's, for its norms) is not streamed, and so is not offloaded.
@@ -263,16 +263,7 @@ class UpdateRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loop:
-    """The elementwise part over chunks of one device's shard.
-
-    Attributes:
-        equations: Equations of the loop.
-        target: Variable of the parameter.
-        states: Variables of its optimizer state.
-        hosted: Variables of the offloaded state.
-        whole, single: Other variables that the loop reads, sliced or complete.
-        outs: Variables of the updated parameter and state.
-    """
+    """The elementwise part over chunks of one device's shard."""
 
     equations: Sequence[Any]
     target: Any
@@ -283,7 +274,6 @@ class _Loop:
     outs: Sequence[Any]
 
     def run(self, target: Any, *others: Any) -> tuple[Any, ...]:
-        """Returns the updated shards of one device."""
         held, others = others[: len(self.states)], others[len(self.states) :]
         whole = dict(zip(self.whole, others, strict=False))
         single = dict(zip(self.single, others[len(whole) :], strict=True))

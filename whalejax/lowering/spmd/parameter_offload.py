@@ -1,15 +1,15 @@
 """Parameters in host memory, fetched to the device where they are read.
 
-Such a parameter is a stack of layers, of which a scan reads a slice in each iteration.
-It passes through the program in host memory to the operation that reads it; pending
-casts and reshapes are applied there. So only its slice is on the device, and the
-backward pass fetches it again.
+Such a parameter is a stack of layers; a scan reads a slice of it in each iteration. It
+passes through the program in host memory to the operation that reads it; pending casts
+and reshapes are applied there. So only its slice is on the device, and the backward
+pass fetches it again.
 
 Its gradient is computed on the device and stays there. JAX would send the gradient of a
-fetched value back to host memory. So the program is differentiated not by the parameter
-but by a seed of its shape: an array that the forward pass never reads, and that is
-absent from the compiled program. A cast is also applied to the seed, so that gradients
-have the same narrow type as without offload.
+fetched value back to host memory. So the program is differentiated by a seed of the
+parameter's shape instead. The forward pass never reads this array, and it is absent
+from the compiled program. A cast is also applied to the seed, so that gradients have
+the same narrow type as without offload.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class HostParameter:
 
     Attributes:
         host: Values of the parameter.
-        seed: Array by which the program is differentiated; None if no gradient is
-            needed.
+        seed: Array by which the program is differentiated; None without gradient.
         steps: Pending operations, in order; they have been applied to the seed.
     """
 

@@ -185,12 +185,7 @@ def _on_ranks(
 ) -> Any:
     """Runs a function on every rank of ``data`` and stacks the results.
 
-    Args:
-        program: Program that all ranks run.
-        function: Function of a rank's program, ``shared``, and its slices of
-            ``stacked``.
-        shared: Values that all ranks have.
-        stacked: Values of each rank, along a leading dimension.
+    All ranks have ``shared``; ``stacked`` has the ranks along a leading dimension.
     """
     plan = plan_of_rank(program.plan)
 
@@ -217,12 +212,7 @@ def _on_batches(
 ) -> Any:
     """Runs a function on every rank's part of a global batch and stacks the results.
 
-    Args:
-        program: Program that all ranks run.
-        function: Function of a rank's program, ``shared``, the rank's flat batch and
-            the number of its first micro-batch.
-        shared: Values that all ranks have.
-        batch: Flat leaves of the global batch.
+    Its last argument is the number of the rank's first micro-batch.
     """
     plan = program.plan
     ranks, count = plan.axis_sizes[DATA], plan.num_micro_batches
@@ -333,13 +323,7 @@ def _rows(metric: ReportedValue, rows: Any) -> Any:
 
 
 def _rest(program: Program, before: Any, moved: Sequence[Any]) -> Any:
-    """Returns the non-trainable state after a step: the mean over ranks.
-
-    Args:
-        program: Loss, optimizer and plan to run.
-        before: State at the start of the step.
-        moved: Leaves of all ranks that a step may change.
-    """
+    """Returns the non-trainable state after a step: the mean over ranks."""
     frozen = program.captured.frozen
     tree: Any = jax.tree.structure(before)
     after = iter(moved)
@@ -352,7 +336,6 @@ def _rest(program: Program, before: Any, moved: Sequence[Any]) -> Any:
 
 
 def _mean_over_ranks(ranks: Any, before: Any) -> Any:
-    """Returns the mean over ranks; for non-float leaves, the first rank's value."""
     if jnp.issubdtype(ranks.dtype, jnp.inexact):
         return wide(ranks).mean(0).astype(before.dtype)
     return ranks[0]

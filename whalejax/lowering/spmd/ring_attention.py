@@ -63,16 +63,8 @@ def attend(
 class _AttentionLayout:
     """An attention with its layout.
 
-    Attributes:
-        one: Pattern of the attention.
-        specs: Specs of query, key, value and the other operands.
-        out: Spec of the output.
-        axes: Mesh axes that shard the sequence; empty if there is no ring.
-        row: Sequence dimension among the query's own dimensions (an index into
-            ``one.rows``).
-        ring: Assignment of block pairs to devices and rounds.
-        filled: Score in skipped blocks if it may have a weight, else None.
-        mesh: Mesh of the devices.
+    ``axes`` shard the sequence; empty without a ring. ``row`` is the sequence's index
+    in ``one.rows``. ``filled`` is the score of skipped blocks if it may have a weight.
     """
 
     one: AttentionPattern
@@ -202,7 +194,6 @@ class _Local:
         ]
 
     def _parts(self, slot: int) -> list[list[int]]:
-        """Returns the dimensions of an operand or the output in each flat dimension."""
         one = self.one
         if slot == 0:
             return [
@@ -228,13 +219,11 @@ class _Local:
         return list(enumerate(self.one.output_dims))
 
     def _flat(self, x: Any, slot: int) -> Any:
-        """Transposes and flattens an array to its flat dimensions."""
         parts = self._parts(slot)
         shape = [math.prod(x.shape[d] for d in part) for part in parts]
         return x.transpose([d for part in parts for d in part]).reshape(shape)
 
     def _unflat(self, x: Any, slot: int) -> Any:
-        """Reverses ``_flat`` for one device's part of query, key, value or output."""
         values = (*self.one.inputs[:3], self.one.output)
         specs = (*self.laid.specs[:3], self.laid.out)
         shape = values[slot].aval.shape
@@ -244,24 +233,20 @@ class _Local:
         return x.reshape([like[d] for d in order]).transpose(np.argsort(order))
 
     def flat_output(self, x: Any) -> Any:
-        """Returns the output as ``[batch, group, rows, width]``."""
         return self._flat(x, 3)
 
     def sizes(self, query: Any) -> dict[int, int]:
-        """Returns the local sizes of the scores' dimensions, except the columns."""
         sizes = {t: query.shape[q] for q, *_, t in self.one.batch}
         return sizes | {t: query.shape[q] for q, t in self.one.rows}
 
     # Order of the sequence on devices.
 
     def deal(self, x: Any, dim: int, *, back: bool = False) -> Any:
-        """Reorders a sequence to the ring's order, or back."""
         if not self.ring.zigzag:
             return x
         return dealt_out(x, dim, self.laid.axes, self.ring.size, back=back)
 
     def onward(self, x: Any) -> Any:
-        """Sends blocks to the next device of the ring."""
         n = self.ring.size
         return lax.ppermute(x, self.laid.axes, [(d, (d + 1) % n) for d in range(n)])
 
@@ -346,7 +331,6 @@ class _Local:
         }
 
     def ahead(self, query: Any, key: Any, value: Any, *given: Any) -> Any:
-        """Returns the output and the residuals."""
         sizes = self.sizes(query)
         here, query = self._tied(query)
         query = self.deal(self._flat(query, 0), 2)
@@ -384,7 +368,6 @@ class _Local:
         return self._unflat(output, 3), query, key, value, level, below
 
     def _starts_of(self, pair: Any) -> tuple[Any, Any]:
-        """Returns the offsets of a pair's rows and columns on this device."""
         return pair[0] * self.ring.row_size, pair[1] * self.ring.column_size
 
     def _rows(self, pair: Any, values: Sequence[Any]) -> list[Any]:
@@ -427,7 +410,6 @@ class _Local:
         )
 
     def back(self, cotangent: Any, output: Any, *saved: Any) -> Any:
-        """Returns the cotangents of query, key and value."""
         here, cotangent = self._tied(cotangent)
         query, key, value, level, below = saved[:5]
         sizes = {
@@ -516,8 +498,8 @@ class _Local:
         """Returns this device's pairs of blocks, their number, and the unchanged value.
 
         The barrier makes indices depend on the value. Otherwise JAX hoists values that
-        depend only on indices out of a loop over layers: the masks of all blocks, whose
-        memory is quadratic in the sequence length.
+        depend only on indices out of a loop over layers. These are the masks of all
+        blocks; their memory is quadratic in the sequence length.
         """
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
         own = tuple(jnp.asarray(x)[here] for x in (self.ring.pairs, self.ring.counts))
@@ -535,17 +517,9 @@ class _Local:
         """Runs all pairs of blocks of this device, round by round.
 
         All devices run as many steps as the busiest one, so the program is static;
-        devices skip the steps for which they have no pair.
-
-        Args:
-            here: This device's pairs of blocks in each round, and their number.
-            moving: Keys and values, which move round the ring.
-            sums: Cotangents of ``moving``, which move with it and return; or ().
-            state: Values that do not move.
-            block: Function from a pair, ``moving``, ``sums`` and ``state`` to state and
-                sums.
-            rest: Function like ``block``, from the number of a round instead of a pair,
-                for the round's skipped pairs.
+        devices skip the steps for which they have no pair. ``moving`` goes round the
+        ring; ``sums`` are its cotangents, which move with it and return, or ().
+        ``rest`` is like ``block``, for a round's skipped pairs.
         """
         n, counts = self.ring.size, self.ring.counts
         pairs, own = here

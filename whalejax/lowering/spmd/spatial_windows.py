@@ -1,13 +1,13 @@
 """Convolutions and poolings over sharded space.
 
 Each device receives halos from its neighbours, one dimension after the other so that
-corners arrive too, and computes its own part. XLA does not partition these operations,
-because (JAX 0.10.2) it has these problems. Gradients of convolutions are too large if
-two or more axes, with space among them, shard the input, and a part is not larger than
-a halo (``docs/plan/spatial.md`` has an example). Convolutions are too large if both the
-kernel's channels and the input's space are sharded. The backward pass of poolings
-exchanges far more than the windows read. Kernel gradients of transposed and grouped
-convolutions gather full samples.
+corners arrive too, and computes its own part. XLA does not partition these operations
+here, because it has the following problems (JAX 0.10.2). Gradients of convolutions are
+too large if two or more axes, with space among them, shard the input, and a part is not
+larger than a halo (``docs/plan/spatial.md`` has an example). Convolutions are too large
+if both the kernel's channels and the input's space are sharded. The backward pass of
+poolings exchanges far more than the windows read. Kernel gradients of transposed and
+grouped convolutions gather full samples.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ def in_slabs(
 
 
 def _keeps_channels(equation: Any) -> bool:
-    """Whether an equation is a convolution without channel groups."""
     convolves = equation.primitive.name == CONVOLUTION
     return convolves and bool(equation.params["feature_group_count"] == 1)
 
@@ -121,14 +120,8 @@ def _shard_channels(
 ) -> tuple[str, ...]:
     """Adds the axes that shard a kernel's channels to the layouts.
 
-    Args:
-        equation: Convolution.
-        specs: Specs of image and kernel.
-        given, others, out: Specs of the image, the kernel and the result; changed here.
-
-    Returns:
-        Axes over which parts of the result are summed: those of the contracted
-        channels.
+    Returns the axes over which parts of the result are summed: those of the contracted
+    channels.
     """
     numbers = equation.params["dimension_numbers"]
     made, read = numbers.rhs_spec[:2]
@@ -148,7 +141,6 @@ def _parts(axes: Sequence[str], mesh: Any) -> int:
 
 
 def _divisible(equation: Any) -> set[int]:
-    """Returns the dimensions of the first operand that may be sharded."""
     if equation.primitive.name != CONVOLUTION:
         return set(range(len(equation.invars[0].aval.shape)))
     samples, _, *space = equation.params["dimension_numbers"].lhs_spec
@@ -156,7 +148,6 @@ def _divisible(equation: Any) -> set[int]:
 
 
 def _sources(equation: Any) -> tuple[int, ...]:
-    """Returns the operand's dimension for each dimension of the result."""
     if equation.primitive.name != CONVOLUTION:
         return tuple(range(len(equation.outvars[0].aval.shape)))
     numbers = equation.params["dimension_numbers"]
@@ -165,7 +156,6 @@ def _sources(equation: Any) -> tuple[int, ...]:
 
 
 def _padding_value(equation: Any, dtype: Any) -> Any:
-    """Returns the neutral element of a window's reduction."""
     name = equation.primitive.name
     if name in ("reduce_window_max", "reduce_window_min"):
         sign = -1 if name == "reduce_window_max" else 1
@@ -201,13 +191,6 @@ def _with_halo(
 
     If parts of operand and result start at the same windows, all devices read from the
     same offset; otherwise each has its own.
-
-    Args:
-        x: Part of a device.
-        axis, window: Mesh axis, and the window along the dimension that it shards.
-        sizes: Global extents of operand and result.
-        padding: Padding value outside the first and the last device.
-        parts: Number of devices.
     """
     if window.spread > 1:
         return x
@@ -236,17 +219,10 @@ def _strip(
     *,
     up: bool,
 ) -> Any:
-    """Returns the elements that a device reads beyond one side of its part.
+    """Returns ``reach`` elements that a device reads beyond one side of its part.
 
-    Args:
-        x: Part of a device.
-        axis, dim: Mesh axis and the dimension that it shards.
-        halo: Number of elements from a neighbour, which has at least as many.
-        reach: Total number of elements. Only the first device before its part, or the
-            last after it, reads those beyond the halo.
-        padding: Padding value outside the first and the last device.
-        parts: Number of devices.
-        up: Whether the elements are from the previous device; otherwise from the next.
+    A neighbour has the first ``halo`` of them. Only the first device before its part,
+    or the last after it, reads more. ``up`` means from the previous device.
     """
     start = x.shape[dim] - halo if up else 0
     strip = jax.lax.slice_in_dim(x, start, start + halo, axis=dim)

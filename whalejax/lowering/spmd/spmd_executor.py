@@ -156,8 +156,7 @@ class Program:
         """Returns the offloaded state that is updated in chunks, with its specs.
 
         Raises:
-            PlanError: The optimizer is not the plan's, and needs some of the state in
-                full.
+            PlanError: The optimizer is not the plan's, and needs state in full.
         """
         leaves = self.plan.trained
         away = [i for i, leaf in enumerate(leaves) if leaf.hosted]
@@ -233,8 +232,7 @@ def gradients_of(
         params, batch: Flat leaves.
         rest: Non-trainable state, in the adapter's structure.
         rng: Random key of the run, or None if the loss takes none.
-        step: Number of the step, which is folded into keys with the micro-batch's
-            index.
+        step: Number of the step, folded into keys with the micro-batch's index.
         scale: Factor of the loss before differentiation, by which gradients are
             divided; or None.
         first: Number of the first micro-batch, an offset for keys.
@@ -261,8 +259,7 @@ def differentiator(
     Args:
         program, params, rng, step, scale, first: Arguments of ``gradients_of``,
             unchanged.
-        rest: Non-trainable state at the start of the step; only its random keys are
-            read.
+        rest: Non-trainable state before the step; only its keys are read.
 
     Returns:
         Function from the non-trainable state, the flat micro-batch and its index to
@@ -320,10 +317,7 @@ def differentiator(
 
 
 def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
-    """Returns the array that replaces an offloaded parameter in differentiation.
-
-    See ``HostParameter``.
-    """
+    """Returns what replaces an offloaded parameter; see ``HostParameter``."""
     nothing = jnp.zeros(param.shape, param.dtype)
     return jax.lax.with_sharding_constraint(nothing, named_sharding(spec, mesh))
 
@@ -485,7 +479,6 @@ class _ReadLeaves:
         return tuple(self._program.constrain(zeros, self._specs))
 
     def added(self, sums: Sums, more: Sums, index: Any) -> Sums:
-        """Returns sums with those of a micro-batch."""
         triples = zip(
             sums.batch_gradients, more.batch_gradients, self._axes, strict=True
         )

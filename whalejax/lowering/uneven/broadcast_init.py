@@ -60,7 +60,6 @@ def as_first(
 
 
 def _bundles(leaves: Sequence[Any]) -> Iterator[list[int]]:
-    """Yields the numbers of leaves that are exchanged together."""
     result, size = list[int](), 0
     for number, leaf in enumerate(leaves):
         nbytes = unwrapped(leaf).nbytes

@@ -105,7 +105,6 @@ class ContributingReplica:
         return _mean_square(self._replica.unpack(buffers))
 
     def _cut(self, batch: Sequence[Any], number: int) -> list[Any]:
-        """Returns the samples of a micro-batch."""
         result, rows = [], MicroBatchRows.of(self._runner.program.plan)
         for leaf, axis in zip(batch, self._runner.program.batch_axes, strict=True):
             if axis is not None:
@@ -115,7 +114,6 @@ class ContributingReplica:
 
     @functools.cached_property
     def _later(self) -> list[Any]:
-        """The number of micro-batches after each one."""
         whole = self._runner._wholes[0]
         return [
             put_global(np.float32(self.count - 1 - n), whole) for n in range(self.count)
@@ -148,6 +146,5 @@ class ContributingReplica:
 
 
 def _mean_square(sums: Sums) -> Any:
-    """Returns the squared norm of the mean gradient of some sums."""
     floats = (g.astype(jnp.float32) for g in sums.gradients)
     return sum(jnp.vdot(g, g) for g in floats) / sums.weight.astype(jnp.float32) ** 2

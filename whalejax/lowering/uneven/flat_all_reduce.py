@@ -234,10 +234,8 @@ def _all_gather(buffer: Any) -> Any:
 
 
 def _one_behind_the_other(rows: Sequence[Any], devices: int) -> Any:
-    """Concatenates the buffers of all replicas, device by device."""
     return jnp.stack([x.reshape(devices, -1) for x in rows], axis=1).reshape(-1)
 
 
 def _has_several_kinds(mesh: Mesh) -> bool:
-    """Whether devices of this process are of several kinds."""
     return len({device.device_kind for device in mesh.local_devices}) > 1

@@ -77,8 +77,7 @@ class StatisticsReduction:
         Args:
             number: Number of the leaf.
             old: Leaf before the step.
-            total: Sum of all replicas' contributions; unused for leaves that
-                ``is_own``.
+            total: Sum of all replicas' contributions; unused if ``is_own``.
         """
         if self.is_own(number, old):
             added = self.count * self.counters.get(number, 0)

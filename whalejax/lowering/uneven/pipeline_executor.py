@@ -65,8 +65,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     Attributes:
         pipelines: Executor of each pipeline.
-        program: Loss, optimizer and plan of the full model, on the first replica's
-            devices.
+        program: Loss, optimizer and plan of the model on the first replica's devices.
         mesh: Mesh of all devices, by stage, the first pipeline's first.
     """
 
@@ -139,7 +138,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         return {r: trees[r].unflatten(several) for r, several in leaves.items()}
 
     def _agree(self) -> None:
-        """Compares plans and shares with other processes at the first call."""
         self._agreement.check(self.program, self._described, plan=self._plan)
 
     def _described(self) -> dict[str, object]:
@@ -150,8 +148,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         return result
 
     def _assemble_global(self, copies: Mapping[int, Any]) -> Any:
-        """Returns a tree on all devices from those of the pipelines here."""
-
         def one(sharding: NamedSharding, *leaves: Any) -> Any:
             here = [x for x in leaves if is_here(x.sharding)]
             return (
@@ -163,7 +159,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     def _local_view(
         self, state: TrainState, replica: int, *, whole: bool = True
     ) -> TrainState:
-        """Returns the state, or its part for evaluation, on one pipeline's devices."""
         places = self.pipelines[replica].shardings
 
         def one(leaf: Any, sharding: NamedSharding) -> Any:
@@ -237,7 +232,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     def _order(
         self, replica: int, count: int
     ) -> tuple[ScheduleRow | ScheduledTransfer, ...]:
-        """Returns the order in which a pipeline issues ``count`` micro-batches."""
         if not count:
             return ()
         key = replica, count
@@ -275,7 +269,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         parts: Sequence[Any],
         sharding: NamedSharding,
     ) -> Any:
-        """Returns a leaf of the global batch with the samples of some micro-batches."""
         raw = jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval
         whole = np.zeros(raw.shape, raw.dtype)
         cut = MicroBatchRows.of(self._plan)
@@ -286,7 +279,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _batch_avals(self) -> list[Any]:
-        """The abstract leaves of the global batch."""
         first = self.pipelines[0].first_batch
         avals = self.program.captured.jaxpr.in_avals[first:]
         return [
@@ -298,7 +290,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _groups(self) -> dict[tuple[int, ...], StageGroup]:
-        """The groups of stages with the same arrays, in exchange order."""
         meshes = [pipeline.meshes for pipeline in self.pipelines]
         return groups_of([*self._owners, self._starts, self._ends], meshes)
 
@@ -309,7 +300,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     @property
     def _ends(self) -> tuple[int, ...]:
-        """The last stage of each pipeline."""
         return tuple(len(pipeline.plans) - 1 for pipeline in self.pipelines)
 
     @functools.cached_property
@@ -323,7 +313,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     @property
     def _first_rest(self) -> int:
-        """The number of the loss's first non-trainable input."""
         return len(self.program.adapter.param_paths)
 
     @functools.cached_property
@@ -380,7 +369,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         }
 
     def _told_of(self, run: SchedulePass, numbers: Sequence[int]) -> dict[int, Any]:
-        """Returns a pipeline's contributions to the non-trainable state, by number."""
         old = jax.tree.leaves(run.state.rest)
         replica = [*map(id, self.pipelines)].index(id(run.apart))
         ran, later = self.shares[replica], sum(self.shares[replica + 1 :])
@@ -430,7 +418,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         }
 
     def _agreed(self, copies: Mapping[int, Any]) -> Any:
-        """Returns metrics for all processes, from those of the pipelines here."""
         if not self.mesh.is_multi_process:
             return copies[self._mine[0]]
         everywhere = {r: NamedSharding(self.pipelines[r].mesh, WHOLE) for r in copies}

@@ -37,14 +37,13 @@ class Replica:
 
     Attributes:
         program: Program with the plan on the replica's devices.
-        begin, begin_eval: Functions that return zero sums, of ``add`` and of
-            ``evaluate``.
+        begin, begin_eval: Functions that return zero sums of ``add`` and ``evaluate``.
         add: Function from sums, non-trainable state, ``inputs_of`` the state, a
             micro-batch and its number to sums and non-trainable state.
-        pack: Function from sums, the non-trainable state before and after, the number
-            of micro-batches that ran here, the number that others run later, and
-            ``replica_timing.told_pace`` to buffers for the exchange, and a scalar that
-            is ready when all buffers are.
+        pack: Function that returns buffers for the exchange, and a scalar that is ready
+            when all buffers are. Its arguments are the sums, the non-trainable state
+            before and after, the numbers of micro-batches that ran here and that others
+            run later, and ``replica_timing.told_pace``.
         finish: Function from the state and the exchanged buffers to the next state,
             metrics and the paces of all replicas.
         evaluate: Function from sums, ``inputs_of`` the state, a micro-batch and its
@@ -123,7 +122,6 @@ class Replica:
         )
 
     def _rest_places(self, rest: Any) -> Any:
-        """Returns the shardings of the non-trainable state."""
         place = rest_layouts(self.program, self.program.mesh)
         tree: Any = jax.tree.structure(rest)
         return tree.unflatten([place(i) for i in range(tree.num_leaves)])
@@ -175,7 +173,6 @@ class Replica:
         return jax.tree.map(jnp.add, sums, added), rest
 
     def _advance_counters(self, before: Any, rest: Any, number: Any) -> Any:
-        """Sets counters to their values after ``number`` micro-batches."""
         structure: Any = jax.tree.structure(rest)
         leaves = jax.tree.leaves(rest)
         for i, old in enumerate(jax.tree.leaves(before)):
@@ -222,7 +219,6 @@ class Replica:
         return *finished(self.program, state, sums, rest), paces
 
     def _contributions(self, before: Any, rest: Any, ran: Any, later: Any) -> list[Any]:
-        """Returns a replica's contributions to the non-trainable state."""
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(rest), strict=True)
         return [
             self._untrained.contribution(i, old, new, ran, later)
@@ -231,7 +227,6 @@ class Replica:
         ]
 
     def _after(self, before: Any, told: Sequence[Any]) -> Any:
-        """Returns the non-trainable state after the step of all replicas."""
         structure: Any = jax.tree.structure(before)
         sums, result = iter(told), []
         for i, old in enumerate(jax.tree.leaves(before)):

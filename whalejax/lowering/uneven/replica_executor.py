@@ -161,13 +161,11 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         return replica_state
 
     def _agree(self) -> None:
-        """Compares the plan with other processes' at the first call."""
         self._agreement.check(
             self.program, lambda: {"shares": self.shares}, plan=self._plan
         )
 
     def _on(self, replica: int, *, whole: bool = True) -> TrainState:
-        """Returns a replica's shardings of a state, or of the parts for evaluation."""
         result: TrainState = jax.tree.map(
             lambda s: NamedSharding(self._meshes[replica], s.spec),
             self.shardings if whole else bare(self.shardings),
@@ -175,7 +173,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         return result
 
     def _assemble_global(self, copies: Mapping[int, TrainState]) -> TrainState:
-        """Returns the state on all devices from those of the replicas here."""
         result: TrainState = jax.tree.map(
             lambda sharding, *leaves: assemble_global(
                 leaves, sharding, _times(leaves[0].shape, sharding, len(self._meshes))
@@ -188,7 +185,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _local_view(
         self, state: TrainState, replica: int, *, whole: bool = True
     ) -> TrainState:
-        """Returns the state, or its part for evaluation, on one replica's devices."""
         local_view: TrainState = jax.tree.map(
             lambda leaf, sharding: seen_on(
                 leaf, sharding, _times(leaf.shape, sharding, 1 / len(self._meshes))
@@ -214,7 +210,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _finished(
         self, seen: Mapping[int, TrainState], told: Mapping[int, Sequence[Any]]
     ) -> tuple[dict[int, TrainState], dict[int, Metrics], Any]:
-        """Runs the update on exchanged buffers; returns states, metrics and paces."""
         new, metrics, paces = dict[int, TrainState](), dict[int, Metrics](), None
         if not self._plan.zero:
             for r in self._mine:
@@ -233,7 +228,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _ran(
         self, seen: Mapping[int, TrainState], batch: MicroBatches
     ) -> dict[int, list[Any]]:
-        """Runs all micro-batches here, and returns each replica's buffers."""
         timed = self._start()
         sums = {r: self._replicas[r].begin() for r in self._mine}
         rest = {r: seen[r].rest for r in self._mine}
@@ -300,7 +294,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _numbers(self) -> dict[int, list[Any]]:
-        """The indices of the micro-batches as arrays on each replica here."""
         count = self._plan.num_micro_batches
         return {
             r: [put_global(np.int32(m), self._wholes[r]) for m in range(count)]
@@ -308,7 +301,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         }
 
     def _agreed(self, copies: Mapping[int, Any]) -> Any:
-        """Returns metrics on all devices from those of the replicas here."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         result: Any = jax.tree.map(
             lambda *leaves: assemble_global(leaves, whole), *copies.values()
@@ -319,7 +311,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _replicas(self) -> dict[int, Replica]:
-        """The replicas with devices here."""
         if self._plan.zero:
             return {**self._owning}
         return {
@@ -328,7 +319,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _owning(self) -> dict[int, OwningReplica]:
-        """The replicas with devices here, if each updates slices."""
         return {
             r: OwningReplica(*self._replica_arguments(r), replica=r, **self._common)
             for r in self._mine
@@ -351,7 +341,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     @property
     def _micro_batch(self) -> list[Any]:
-        """The abstract leaves of a micro-batch."""
         micro_batch = []
         for leaf, axis in zip(self._plan.batch, self.program.batch_axes, strict=True):
             shape = list(leaf.shape)
@@ -389,7 +378,6 @@ def _times(
 
 
 def _cut(sharding: NamedSharding) -> list[int]:
-    """Returns the dimensions that are sharded over replicas."""
     return [
         dim
         for dim, axes in enumerate(sharding.spec)

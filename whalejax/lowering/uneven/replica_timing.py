@@ -97,23 +97,17 @@ class AdaptiveSharesRunner(StepRunner):
         return [m for r in self._mine for m in micro_batch_ranges(self.shares)[r]]
 
     def _start(self) -> list[int]:
-        """Starts the timers before a step; returns the replicas that are measured."""
         timed = [r for r in self._mine if self.shares[r] and r in self._begins]
         for r in timed:  # Issuing takes time, while programs already run.
             self._stopwatches[r].start(self._begins[r])
         return timed
 
     def _pace(self, replica: int, row: Mesh) -> Any:
-        """Returns ``told_pace`` of a replica here, on some of its devices."""
         seconds = self._stopwatches[replica].seconds if self.rebalances else 0.0
         return told_pace(seconds, self.shares, replica, row)
 
     def _settle(self, paces: Any) -> None:
-        """Sets the shares of the next step from the paces of the previous one.
-
-        Raises:
-            PlanError: Replicas used different shares in that step.
-        """
+        """Sets the next step's shares from measured paces; refuses different shares."""
         told, self._told = self._told, (paces, self.shares)
         if told is None:
             return
@@ -131,7 +125,6 @@ def _mark_of(shares: Sequence[int]) -> int:
 
 
 def _check_marks(said: np.ndarray, shares: Sequence[int]) -> None:
-    """Raises if replicas used different shares."""
     mark = _mark_of(shares)
     others = np.flatnonzero((said != [[mark], [_MARKS - mark]]).any(axis=0)).tolist()
     if others:

@@ -118,7 +118,6 @@ class StageGroup:
     def _row_arrays(
         self, arrays: Mapping[int, Sequence[Any]], specs: Sequence[PartitionSpec]
     ) -> dict[int, list[Any]]:
-        """Converts arrays of stages to arrays of rows."""
         return {
             r: [
                 seen_on(x, NamedSharding(self.rows[r], spec))
@@ -129,8 +128,6 @@ class StageGroup:
 
 
 class _Added:
-    """Sums arrays of given shapes over the rows of a group."""
-
     def __init__(
         self,
         mesh: Mesh,

@@ -221,8 +221,8 @@ class GatheredPiece:
     Attributes:
         shard: Shape of a device's part of the full array.
         spec: Spec of the array on a replica.
-        dim: Dimension of the replicas' slices; None if all have the full array, of
-            which each sends an equal chunk.
+        dim: Dimension of the replicas' slices; None if all have the full array; then
+            each sends an equal chunk.
     """
 
     shard: tuple[int, ...]

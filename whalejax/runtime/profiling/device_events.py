@@ -149,7 +149,7 @@ def within(spans: Spans, start: float, end: float) -> Spans:
 
 
 def without(spans: Spans, others: Spans) -> Spans:
-    """Returns the parts of spans that no other span covers.
+    """Returns the parts of spans that ``others`` do not cover.
 
     >>> without(union([(0, 10)]), union([(2, 3), (5, 12)])).tolist()
     [[0.0, 2.0], [3.0, 5.0]]

@@ -236,8 +236,7 @@ def profiled(
 
     Args:
         plan: Plan of the steps.
-        program: Function that returns the text of the compiled program, or "" if there
-            are several.
+        program: Function that returns the compiled program's text; "" if several.
         run: Function that runs a step to completion: from a state to the next one.
         state: State to train; its buffers are donated.
         steps: Number of steps to trace.

@@ -1,8 +1,8 @@
 """Moves devices between jobs, as the schedule decides.
 
-A device goes to another job only after the process that used it has ended, and a job
-that is to grow waits until enough devices are free. All state between two turns is in
-the journals, so it does not matter when a scheduler is killed.
+A device goes to another job only after the process that used it has ended. A job that
+is to grow waits until enough devices are free. All state between two turns is in the
+journals, so it does not matter when a scheduler is killed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ MOST_LAUNCHES: Final = 6
 """Number of starts of a run without a new step after which its job fails."""
 
 MOST_FAILURES: Final = 3
-"""Number of processes in a row, lost before they were ready for steps, after which
-their device counts as failed."""
+"""Number of failures in a row after which a device counts as failed.
+
+A failure is a process that is lost before it is ready for steps.
+"""
 
 _MOST_FAILED_STARTS: Final = 2
-"""Number of failed starts of supervisors after which a job fails: the first may have
-found its port taken, or the disk full."""
+"""Number of failed starts of supervisors after which a job fails.
+
+The first may have found its port taken, or the disk full.
+"""
 
 _STARTING_SECONDS: Final = 10.0
 _ERRORS: Final = (1, 2)
@@ -46,8 +50,11 @@ _ENDS: Final[Mapping[Ending, str]] = {
     Ending.FAILED: FAILED,
     Ending.REFUSED: REFUSED,
 }
-"""Ends of a run that also end its job. After others the run starts again: it was asked
-to end, or lost its hosts while no scheduler gave it others."""
+"""Ends of a run that also end its job.
+
+After others the run starts again: it was asked to end, or lost its hosts and no
+scheduler gave it others.
+"""
 
 
 class Placing:
@@ -115,7 +122,6 @@ class Placing:
         self._away = None
 
     def _in_order(self) -> list[LiveJob]:
-        """Returns the jobs that have not ended, in the order of admission."""
         return sorted(
             self._book.unfinished(),
             key=lambda job: (-job.request.priority, job.added_at),
@@ -144,7 +150,6 @@ class Placing:
         return {**away, **lost}
 
     def _away_devices(self) -> dict[str, str]:
-        """Returns the devices of hosts without an agent, with reasons."""
         now, devices, away = time.time(), self._devices, dict[str, str]()
         for job in self._book.unfinished() if devices.has_hosts else ():
             for host in self._away_hosts(job, now):
@@ -156,8 +161,7 @@ class Placing:
     def _away_hosts(self, job: LiveJob, now: float) -> list[str]:
         """Returns the hosts of a job that have had no agent for a while.
 
-        A job that waits in the queue of an engine goes on waiting until it has enough
-        hosts to run.
+        A job in the queue of an engine keeps waiting until it has enough hosts to run.
         """
         run, devices = self._runs[job.name], self._devices
         if not run.is_alive:
@@ -167,7 +171,6 @@ class Placing:
         return run.reader.away_hosts(run.wanted_hosts, now)
 
     def _has_fewest(self, job: LiveJob) -> bool:
-        """Whether an engine has given a job enough of its hosts to run."""
         devices, agents = self._devices, self._runs[job.name].reader.agents
         hosts = agents.intersection(devices.hosts_of(job.devices))
         there = sum(len(devices.of_host(host)) for host in hosts)
@@ -176,8 +179,10 @@ class Placing:
     # What an engine does not give.
 
     def _find_refused(self) -> None:
-        """Excludes the hosts that an engine refuses, with all hosts of the same
-        request, unless it has given one of these.
+        """Excludes the hosts that an engine refuses.
+
+        All hosts of the same request are excluded too, unless the engine has given one
+        of them.
         """
         if self._devices.engine is None:
             return
@@ -190,7 +195,6 @@ class Placing:
                     self.refused.setdefault(name, why)
 
     def _refusal_of(self, job: LiveJob) -> str:
-        """Returns the engine's reason if a job never fits on the hosts it gives."""
         devices = self._devices
         refused = {name for host in self.refused for name in devices.of_host(host)}
         counts = devices.counts(n for n in devices.names if n not in refused)
@@ -203,8 +207,9 @@ class Placing:
         )
 
     def _give_back(self, job: LiveJob) -> None:
-        """Lets a job give its nodes back if an earlier one waits for nodes, too, and
-        neither has enough to run: each could wait for those of the other for ever.
+        """Lets a job give its nodes back if an earlier one waits for nodes, too.
+
+        If neither has enough to run, each could wait for the other's nodes for ever.
         """
         has_some = self._runs[job.name].reader.agents
         if job.behind or not (has_some and self._waits_long(job)):
@@ -225,7 +230,7 @@ class Placing:
         return bool(is_away) and not self._has_fewest(job)
 
     def _is_behind(self, job: LiveJob) -> bool:
-        """Whether the job for which a job gave its nodes back still needs them."""
+        """Whether the earlier job still needs the nodes that a job gave back for it."""
         earlier = self._book.jobs.get(job.behind)
         if earlier is None or not (earlier.wants_devices and earlier.target):
             return False
@@ -239,12 +244,6 @@ class Placing:
             run.want_hosts([*self._devices.hosts_of(job.devices), *away])
 
     def _candidates(self, job: LiveJob) -> list[str]:
-        """Returns the devices of its target's kind that a job may have, in order of
-        preference.
-
-        Its own come first, then those on its own hosts, then those on the hosts with
-        most free devices.
-        """
         own, hosts = self._healthy_devices(job), self._runs[job.name].wanted_hosts
         names = own + self._devices.near(hosts, self.free())
         return [name for name in names if self._devices.kinds.get(name) == job.place[0]]
@@ -297,7 +296,6 @@ class Placing:
     # Starts and resizes.
 
     def _begin(self, job: LiveJob, run: JobRun, *, may_start: bool) -> None:
-        """Starts a run that has no process, once enough devices are free."""
         if job.devices and not job.target:
             self._set_devices(job, [])
         if not (job.target and may_start) or self._is_behind(job):
@@ -325,8 +323,9 @@ class Placing:
             self._start(job, run, job.target)
 
     def _may_be_starting(self, job: LiveJob) -> bool:
-        """Whether an earlier scheduler has just started a process for a job, which may
-        not have locked the job's folder yet.
+        """Whether an earlier scheduler has just started a process for a job.
+
+        That process may not have locked the job's folder yet.
         """
         at = job.launched_at[-1][0] if job.launched_at else -math.inf
         return at < self._began_at and time.time() - at < _STARTING_SECONDS
@@ -372,8 +371,9 @@ class Placing:
                     run.resize(job.target, self._mask(job))
 
     def _without_failed(self, job: LiveJob) -> int:
-        """Returns the number of members before the first one on a lost device; 0 if
-        they are too few, or on another kind of devices than the target.
+        """Returns the number of members before the first one on a lost device.
+
+        0 if they are too few, or on another kind of devices than the target.
         """
         if any(self._devices.kinds.get(name) != job.place[0] for name in job.devices):
             return 0
@@ -392,8 +392,9 @@ class Placing:
         return {*self._devices.hosts_of(names)} <= {*away}
 
     def _size_with_queued(self, job: LiveJob, lost: Mapping[str, str]) -> int:
-        """Returns the size of a run whose first nodes may be the queued ones: their
-        slots are filled when the engine gives them, and other members stay.
+        """Returns the size of a run whose first nodes may still be queued.
+
+        Their slots are filled when the engine gives them, and other members stay.
         """
         members = [n for n, name in enumerate(job.devices, 1) if name not in lost]
         wanted = min(job.target, len(members))

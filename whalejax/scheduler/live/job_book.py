@@ -1,7 +1,7 @@
 """The jobs of a scheduler, as its journal records them.
 
-A scheduler applies each event as it writes it, and one that restarts replays the
-journal by the same function.
+A scheduler applies each event as it writes it. After a restart it replays the journal
+by the same function.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class LiveJob:
         larger: Predicted options with larger allowed batches, by samples.
         wanted: Target batch, and its progress per sample relative to the job's own
             batch; (0, 1) for its own batch.
-        segments: First step, batch and relative progress per sample of each launch, in
-            order.
+        segments: First step, batch and progress per sample of each launch.
         run_steps: Number of the step after which the present run ends.
         launched_at: Unix time, batch and device kind of each launch.
         place: Target device kind and number of devices.
@@ -122,9 +121,7 @@ class LiveJob:
 
     @property
     def wants_devices(self) -> bool:
-        """Whether it may get devices: it is planned, and not ended, paused or
-        cancelled.
-        """
+        """Whether it may get devices: planned, and not ended, paused or cancelled."""
         return bool(self.options) and not (self.how or self.paused or self.cancelled)
 
 

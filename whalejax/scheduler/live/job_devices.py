@@ -36,9 +36,10 @@ class JobDevices:
         return [*self.kinds]
 
     def masks(self, names: Sequence[str]) -> list[str]:
-        """Returns the device names for the members of a run, as its supervisor gets
-        them: a GPU's name for ``CUDA_VISIBLE_DEVICES``, on named hosts after the host
-        and a ``/``; empty if all may use all devices.
+        """Returns the names of devices as a run's supervisor gets them for members.
+
+        A GPU's name is for ``CUDA_VISIBLE_DEVICES``. On named hosts the host and a
+        ``/`` come first. A name is empty if the member may use all devices.
 
         Args:
             names: Names of the devices, by slot; all of one kind.
@@ -71,8 +72,9 @@ class JobDevices:
 
     @property
     def units(self) -> dict[str, int]:
-        """Number of devices that a job gets together, by kind: those of a host where an
-        engine gives hosts, else 1.
+        """Number of devices that a job gets together, by kind.
+
+        It is the number of a host's devices if an engine gives hosts, else 1.
         """
         units = dict.fromkeys(self.platforms, 1)
         if self.engine is not None:
@@ -83,8 +85,9 @@ class JobDevices:
         return units
 
     def near(self, hosts: Collection[str], free: Sequence[str]) -> list[str]:
-        """Returns free devices in the order in which a job gets them: first those on
-        its own hosts, then those on hosts with most free devices.
+        """Returns free devices in the order in which a job gets them.
+
+        Devices on its own hosts come first, then those on hosts with most free devices.
 
         Args:
             hosts: Names of the job's hosts.
@@ -151,7 +154,6 @@ def job_devices(
 
 
 def _check_one_machine(cluster: Cluster) -> None:
-    """Refuses a cluster of several machines."""
     nodes = cluster.nodes
     if max(Counter(node.kind.platform for node in nodes).values()) > 1:
         first = nodes[0]

@@ -1,7 +1,7 @@
 """Plans jobs in the background, each in its own process.
 
-Usually that is one at a time. A job that takes long, or whose code hangs, does not keep
-the later ones waiting: another begins in parallel.
+Usually one is planned at a time. If a job takes long, or its code hangs, another begins
+in parallel, so later jobs do not wait.
 """
 
 from __future__ import annotations
@@ -54,11 +54,7 @@ class PlannedJob:
 class _PlanProcess:
     """A process that plans a job.
 
-    Attributes:
-        name: Name of the job.
-        process: The process.
-        output: Descriptor of the file that it writes to.
-        began: Monotonic time of its start.
+    ``output`` is the descriptor of the file that it writes to; ``began`` is monotonic.
     """
 
     name: str
@@ -68,11 +64,9 @@ class _PlanProcess:
 
     @property
     def seconds(self) -> float:
-        """Seconds since its start."""
         return time.monotonic() - self.began
 
     def close(self) -> None:
-        """Ends it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -112,8 +106,9 @@ class Planning:
             self._running.pop().close()
 
     def poll(self) -> PlannedJob | None:
-        """Returns a job whose planning has ended, or None; starts the next one if
-        nothing is being planned, or only what takes long.
+        """Returns a job whose planning has ended, or None.
+
+        It starts the next one if all jobs that are being planned take long.
         """
         for one in self._running:
             if one.process.poll() is not None:
@@ -170,9 +165,7 @@ class Planning:
 
 
 def _result_in(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Returns the result among the lines that a process and the user's code printed, or
-    None.
-    """
+    """Returns the result among the printed lines; None without one."""
     for line in reversed(lines):
         try:
             told = json.loads(line)
@@ -184,7 +177,6 @@ def _result_in(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _planned_job(ended: _PlanProcess) -> PlannedJob:
-    """Returns the result of a process that has ended."""
     name = ended.name
     os.lseek(ended.output, 0, os.SEEK_SET)
     with os.fdopen(ended.output, "rb") as file:

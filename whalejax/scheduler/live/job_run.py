@@ -166,8 +166,7 @@ class JobRun:
             batch: Samples of the global batch; 0 for that of the request.
             steps: Number of steps after which the run ends; 0 for the request's.
             rate: Ratio of the learning rate to that of the job's own batch.
-            platform: Platform of the devices, ``"cpu"`` or ``"gpu"``; JAX chooses if
-                empty.
+            platform: ``"cpu"`` or ``"gpu"``; JAX chooses if empty.
 
         Raises:
             OSError: The process cannot be started.
@@ -270,9 +269,7 @@ class JobRun:
         return _last_lines(self.home / LOG, 3)
 
     def missing_agent(self) -> str:
-        """Returns the last output of a missing agent's command; empty if none is
-        missing.
-        """
+        """Returns the last output of a missing agent's command; empty without one."""
         for host in self.wanted_hosts if self.is_alive else ():
             if host not in self.reader.agents:
                 line = _last_lines(self.home / FOLDER / f"agent-{host}.log", 1)
@@ -321,9 +318,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _ask(home: Path, size: int, devices: list[str] | None) -> str:
-    """Asks a supervisor to resize its run; returns the reason of a refusal, or an empty
-    text.
-    """
+    """Asks a supervisor to resize its run; returns why it refuses, or ""."""
     folder = home / FOLDER
     try:
         said = json.loads((folder / ADDRESS).read_text())["address"]

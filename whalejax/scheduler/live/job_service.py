@@ -241,8 +241,10 @@ class JobService:
         self._remove_idle()
 
     def _remove_idle(self) -> None:
-        """Releases the devices of jobs that want none: after a kill of the scheduler,
-        the journal may have a job's pause or cancellation without this release.
+        """Releases the devices of jobs that want none.
+
+        If a scheduler is killed, the journal may have a job's pause or cancellation
+        without this release.
         """
         for job in self._book.jobs.values():
             if not job.wants_devices:
@@ -251,7 +253,6 @@ class JobService:
                     self._place(job, NOWHERE)
 
     def _write(self) -> None:
-        """Writes delayed events; reports when the disk becomes full, or has space."""
         was = self._problem
         self._book.write()
         self._look_at_disk()
@@ -261,9 +262,7 @@ class JobService:
             say_in_background("whalejax: there is space again")
 
     def _look_at_disk(self) -> None:
-        """Finds out whether the disk is too full for the journal, or for the files of
-        a start.
-        """
+        """Finds out whether the disk is too full for the journal, or to start a run."""
         folder, self._problem = self._settings.folder, ""
         goes_on = "jobs go on, and none is started until there is space"
         if why := self._book.problem:
@@ -282,7 +281,6 @@ class JobService:
                 )
 
     def _look_at(self, job: LiveJob) -> None:
-        """Reads the progress of a job's run."""
         run, step = self._runs[job.name], self._runs[job.name].reader.step
         run.poll()
         if run.reader.step > step and job.launches:
@@ -333,11 +331,9 @@ class JobService:
             say_in_background(f"whalejax: {self._failed_note()}")
 
     def _fits(self, job: LiveJob) -> bool:
-        """Returns whether there are enough usable devices for a job."""
         return any(count <= self._devices.get(kind, 0) for kind, count in job.options)
 
     def _enter(self, job: LiveJob) -> None:
-        """Adds a job to the schedule, if there are enough usable devices."""
         if job.wants_devices and self._fits(job):
             self._schedule.add(self._table(job), self._remaining_steps(job))
 
@@ -389,7 +385,6 @@ class JobService:
     def _table(
         self, job: LiveJob, costs: Mapping[str, float] | None = None
     ) -> ScheduledJob:
-        """Returns the table of a job, with measurements in place of predictions."""
         run, known = self._runs[job.name], self._costs() if costs is None else costs
         measured = {
             place: job.run_batch * steps
@@ -566,7 +561,6 @@ class JobService:
 
 
 def _each_with_reason(lost: Mapping[str, str]) -> str:
-    """Returns names with their reasons, each reason once."""
     names: dict[str, list[str]] = {}
     for name, why in lost.items():
         names.setdefault(why, []).append(name)
@@ -574,7 +568,6 @@ def _each_with_reason(lost: Mapping[str, str]) -> str:
 
 
 def _bytes_of(cluster: str) -> bytes:
-    """Returns the contents of a cluster's file; empty if it is not a file."""
     path = Path(cluster)
     try:
         return path.read_bytes() if path.suffix in (".toml", ".json") else b""

@@ -101,8 +101,9 @@ def _settings(told: JobLaunch) -> SupervisorSettings:
 
 
 def _outlives_supervisor(home: Path) -> bool:
-    """Waits for a supervisor whose own such process was killed, if there is one;
-    returns whether it has ended its run.
+    """Waits for a supervisor whose own such process was killed, if there is one.
+
+    Returns whether the supervisor has ended its run.
     """
     if not is_held(home / FOLDER):
         return False
@@ -154,8 +155,9 @@ def _start_agents(
 
 
 def _follow_hosts(agents: HostAgents, home: Path, is_over: threading.Event) -> None:
-    """Starts and ends agents as the scheduler changes the hosts of the job, and tells
-    it which hosts are refused.
+    """Starts and ends agents as the scheduler changes the hosts of the job.
+
+    It tells the scheduler which hosts are refused.
     """
     before: dict[str, float] | None = None
     told: dict[str, str] = {}

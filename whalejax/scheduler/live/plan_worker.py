@@ -124,9 +124,7 @@ def error_text(error: Exception) -> str:
 def _refusal(
     job: Job, cluster: Cluster, batch: int, told: dict[str, Any], precision: Any
 ) -> str:
-    """Returns the reason why a job fits on no number of devices, with the planner's own
-    refusal.
-    """
+    """Returns why a job fits on no number of devices, as the planner says it."""
     least, most = told["devices"]
     why = ""
     try:

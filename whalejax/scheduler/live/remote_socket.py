@@ -1,7 +1,7 @@
 """Requests to a scheduler from other machines, by its key.
 
-Adding a job runs code as the user of ``jobs serve``, so a command needs the key that is
-in the scheduler's folder, or a copy of it. Connections are encrypted, and each side
+Adding a job runs code as the user of ``jobs serve``. So a command needs the scheduler's
+key, which is in its folder, or a copy of it. Connections are encrypted, and each side
 shows a certificate of the key.
 """
 
@@ -53,7 +53,7 @@ class SchedulerAddress:
     Attributes:
         folder: Folder of ``jobs serve --save``, with the socket and the key.
         address: Host and port of ``jobs serve --listen``; None for the socket.
-        key: File of the key; None for that in the folder.
+        key: File of the key; None for the one in the folder.
     """
 
     folder: Path

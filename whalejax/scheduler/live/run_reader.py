@@ -80,11 +80,7 @@ class ChangeCosts:
 
 @dataclass(slots=True)
 class _Process:
-    """A member's process.
-
-    Attributes:
-        agent: Name of its agent, which is also the host's; empty on this machine.
-    """
+    """A member's process; ``agent`` names its agent and host, empty on this machine."""
 
     slot: int
     pid: int
@@ -100,13 +96,10 @@ class _RecordedDecision:
 
 
 class _Lines:
-    """Reader of the lines that are added to a file."""
-
     def __init__(self, path: Path) -> None:
         self._path, self._place, self._rest = path, 0, b""
 
     def new(self) -> Iterator[Mapping[str, Any]]:
-        """Yields the complete events that were written since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._place)
@@ -186,8 +179,8 @@ class RunReader:
         drains: Whether the newest run was asked to end.
         costs: Measured costs of changes.
         first_step_at: Unix time of the first step of all runs.
-        failures: Number of processes in a row that were lost before they were ready
-            for steps, by slot; those that the run has refused do not count.
+        failures: Number of processes in a row that were lost before they were ready for
+            steps, by slot. Processes that the run has refused do not count.
         refusal: Reason why the run refused its newest process, such as a script that
             was changed; empty once a later one is ready.
         agents: Names of the present agents of the newest run.
@@ -277,7 +270,6 @@ class RunReader:
         self._launches.append((at, batch, kind))
 
     def _pace(self, at: float, count: int) -> _Pace:
-        """Returns the speed record for steps of a number of members at a time."""
         launches = ((b, k) for then, b, k in reversed(self._launches) if then <= at)
         batch, kind = next(launches, (0, ""))
         return self._paces.setdefault((batch, kind, count), _Pace())
@@ -394,7 +386,6 @@ class RunReader:
             self.step, self.loss = step, said["loss"]
 
     def _measure(self, generation: int, at: float, last_at: float) -> None:
-        """Measures the cost of the change that led to this generation."""
         count, begun_at = self._begun[generation]
         asked = next((a for a in reversed(self._asked) if a.at <= begun_at), None)
         if asked is None or asked.after != count:

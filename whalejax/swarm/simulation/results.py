@@ -19,16 +19,14 @@ class SwarmSimulation:
         seconds: Simulated seconds.
         micro_batches: Micro-batches of committed steps and of the current step, each
             counted once; without those of steps that a run rolled back.
-        step_seconds: Duration of each committed step, including its waits for new
-            peers.
+        step_seconds: Duration of each committed step with its waits for new peers.
         busy_seconds: Computing time of each peer.
         present_seconds: Time of each peer from joining to its end.
         max_flow: Micro-batches that the best placement of the present peers could have
             computed, without sums, fills or shared links.
         changes: Joins, leaves and deaths after the start.
         moves: Number of moves between stages.
-        emptied_by_moves: Moves that left a stage without peers; above 0 only by a
-            defect.
+        emptied_by_moves: Moves that emptied a stage; above 0 only by a defect.
         empty_seconds: Seconds in which some stage had no serving peer.
         went_back: Number of rollbacks to a snapshot.
         recomputed: Gradients that were recomputed because their peer was lost.
@@ -87,11 +85,10 @@ class SwarmSimulation:
         )
 
     def chart(self) -> SimulatedChart:
-        """Returns a chart of serving peers by stage, and micro-batches per second, over
-        time.
+        """Returns a chart of serving peers by stage, and throughput, over time.
 
         Returns:
-            Chart that a notebook draws and ``print`` describes; ``save`` writes it to a
+            Chart that a notebook draws, ``print`` describes and ``save`` writes to a
             file.
         """
         from whalejax.display.swarms import SimulatedChart

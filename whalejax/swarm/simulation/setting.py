@@ -21,8 +21,7 @@ class StageCost:
         backward_seconds: Duration of a backward pass with its recomputation.
         forward_bytes: Bytes received and sent in a forward pass.
         backward_bytes: Bytes received and sent in a backward pass.
-        state_bytes: Bytes of parameters and optimizer state, which a new peer
-            downloads.
+        state_bytes: Bytes of parameters and optimizer state that a new peer downloads.
         gradient_bytes: Bytes of gradients that the stage's peers reduce in a step, in
             the wire format.
         update_seconds: Duration of the optimizer's update.
@@ -44,16 +43,14 @@ class Setting:
     Attributes:
         stages: Costs of the stages, in order.
         micro_batches: Micro-batches of a step, over all trainers.
-        in_flight: Micro-batches in flight, over all trainers; 0 means two for each
-            serving peer.
+        in_flight: Micro-batches in flight over all trainers; 0: two per serving peer.
         trainers: Number of trainers; each has its own wirings.
         rule: Rule of rebalancing; with ``Rule.NONE`` no peer changes stage, not even to
             an empty one.
         period: Seconds between checks of the peers.
         oracle: Whether peers are placed optimally after each change, immediately and
             for free, and new peers need no download: the reference for rebalancing.
-        compile_seconds: Compile time of a new or moving peer, before it downloads the
-            state.
+        compile_seconds: Compile time of a new or moving peer, before its download.
         notice_seconds: Seconds until trainers notice a death that breaks connections.
         forget_seconds: Seconds after which the announcement of a dead peer expires.
         threshold: Smallest relative gain in speed for which a peer moves.

@@ -163,7 +163,6 @@ class SimulatedCalls(abc.ABC):
         """Sums the gradients of the step, if all are available."""
 
     def _begin_micro_batches(self) -> None:
-        """Begins the first micro-batches of a step."""
         self._holders.clear()
         for trainer, waiting in enumerate(self._waiting):
             waiting.clear()
@@ -175,7 +174,6 @@ class SimulatedCalls(abc.ABC):
             self._begin_more(trainer)
 
     def _begin_more(self, trainer: int) -> None:
-        """Begins micro-batches up to the limit in flight."""
         limit = -(-self._in_flight() // self.setting.trainers)
         while self._waiting[trainer] and self._under_way[trainer] < limit:
             number = self._waiting[trainer].popleft()
@@ -188,7 +186,6 @@ class SimulatedCalls(abc.ABC):
         return self.setting.in_flight or max(self._count, 2 * self._serving)
 
     def _send_parked(self, stage: int) -> None:
-        """Sends calls that waited for a peer of a stage."""
         parked, self._parked[stage] = self._parked[stage], deque()
         for number, phase, alone, avoid in parked:
             self._call(stage, number, phase, alone=alone, avoid=avoid)
@@ -347,7 +344,6 @@ class SimulatedCalls(abc.ABC):
     def _failed(
         self, peer: SimulatedPeer, call: SimulatedCall, *, is_gone: bool
     ) -> None:
-        """Reports a call without an answer to the wiring."""
         self._wirings[call.trainer][call.attempt.stage].failed(
             peer.name,
             self.now - call.sent,
