@@ -14,8 +14,9 @@ import pytest
 import whalejax as wh
 from whalejax import jobs, models
 from whalejax.meshes import Cluster
-from whalejax.planner.plan import uneven_replica_plans
+from whalejax.planner.plan import pipeline_mpmd, uneven_replica_plans
 from whalejax.planner.search import least_paces
+from whalejax.planner.search.least_paces import StageBounds
 from whalejax.planner.search.likely_replicas import LikelyReplicas
 
 
@@ -234,3 +235,59 @@ def test_stages_that_no_device_holds_are_not_weighed() -> None:
     plan = planned("gpt-small", 8, machine)
     assert plan.stages is None and "params" in plan.offload
     assert plan.memory.total_bytes <= machine.memory_bytes
+
+
+SMALL_TIED: dict[str, Any] = {
+    "layers": 4,
+    "embed": 512,
+    "heads": 8,
+    "mlp": 2048,
+    "vocab": 8192,
+    "sequence": 256,
+}
+"""A GPT that reads its table of tokens in the first and the last stage."""
+
+
+def small_tied_plan(machine: str, batch: int, **options: Any) -> wh.Plan:
+    job = models.job("gpt-small", **SMALL_TIED)
+    given = jax.eval_shape(lambda: job.batch_at(0, batch))
+    return wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        given,
+        optimizer=optax.adam(1e-4),
+        cluster=machine,
+        precision="bf16",
+        **options,
+    )
+
+
+def test_a_stage_takes_the_layout_that_is_best_for_the_pipeline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask = functools.partial(small_tied_plan, "v5e:8", 32, mesh={"stage": 2})
+    plan = ask()
+    monkeypatch.setattr(pipeline_mpmd, "MOST_IMPROVED", 0)
+    alone = ask()
+    assert plan.time.step_seconds < alone.time.step_seconds * 0.99
+    assert plan.num_micro_batches == alone.num_micro_batches
+    assert plan.memory.total_bytes <= plan.cluster.memory_bytes
+
+
+def test_bounds_on_shares_leave_out_no_faster_pipelines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine, batch = "a100-40:1x4+h100:1x4", 32
+    ask = functools.partial(small_tied_plan, machine, batch, mesh={"stage": 2})
+    counts: list[tuple[int, int]] = []
+    most_within = StageBounds.most_within
+
+    def all_of_them(self: StageBounds, seconds: float, count: int) -> int:
+        counts.append((most_within(self, seconds, count), count))
+        return count
+
+    plan = ask()
+    monkeypatch.setattr(StageBounds, "most_within", all_of_them)
+    unbounded = ask()
+    assert plan.time == unbounded.time and plan.shares == unbounded.shares
+    assert any(most < count for most, count in counts)
