@@ -121,3 +121,25 @@ def test_who_lacks_memory_whatever_its_share_is_named() -> None:
     said = str(caught.value)
     assert "P100-16 needs 17.2 GB before it takes a micro-batch" in said
     assert "lacks 3.67 MB (" in said and "cut the model into stages" in said
+
+
+@pytest.mark.relaxed_promotion
+def test_a_plan_names_the_kind_that_is_faster_alone() -> None:
+    sizes = {"layers": 2, "embed": 512, "heads": 8, "mlp": 2048, "vocab": 8192}
+    job = models.job("bert-base", **sizes, sequence=256)
+
+    def plan(machine: str, samples: int = 64) -> wh.Plan:
+        batch = jax.eval_shape(lambda: job.batch_at(0, samples))
+        given = job.loss_fn, jobs.abstract_model(job), batch
+        adam = optax.adam(1e-4)
+        return wh.plan(*given, optimizer=adam, cluster=machine, precision="bf16")
+
+    both, fast = plan("h100:1x4+a100-40:1x4"), plan("h100:4")
+    notes = [note for note in both.notes if "alone take" in note]
+    assert len(notes) == 1 and notes[0].startswith("the 4 H100 alone take ")
+    number = re.search(r"([\d.]+) × as fast", notes[0])
+    assert number is not None
+    times = both.time.step_seconds / fast.time.step_seconds
+    assert float(number[1]) == pytest.approx(times, rel=0.1)
+    large = plan("h100:1x4+a100-40:1x4", 4096)
+    assert not [note for note in large.notes if "alone take" in note]
