@@ -166,6 +166,9 @@ class _Launched:
     def react(self, now: float, event: ev.Event) -> list[ev.Effect]:
         """Applies an event by the rules of a fixed run; see ``RunPolicy``."""
         self._policy.written_at = {r: pump.last for r, pump in enumerate(self._pumps)}
+        if isinstance(event, ev.Tick):
+            there = self._loop.processes
+            self._policy.states = {name: there.state(name) for name in there.names}
         return self._policy.react(now, event)
 
     def start(self, slot: int) -> None:
