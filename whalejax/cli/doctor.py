@@ -77,7 +77,6 @@ def _count(command: DoctorCommand) -> int:
 
 
 def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
-    """Starts ``whalejax doctor`` on every host, and returns the exit status."""
     if command.coordinator is not None or command.processes is not None:
         raise WhaleError(
             "--hosts starts whalejax doctor on every host; --coordinator and "

@@ -38,7 +38,6 @@ def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
 
 
 def _run(folder: Path, status: int, seconds: float) -> RunStatus | None:
-    """Returns the status of the run that a command started; None without a run."""
     if status == _NOT_RUN:
         events = read_events(folder / FOLDER / EVENTS)
         opened = [said for said in events if said["event"] == "opened"]

@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand
 from whalejax.distributed.launch_env import PORT, joined_address
@@ -16,10 +16,6 @@ from whalejax.meshes.errors import Problems
 from whalejax.processes.launch_spec import check_hosts, is_here, shell_words
 from whalejax.processes.local_gpus import refusal, visible_gpus
 from whalejax.wire.connection import listen
-
-
-if TYPE_CHECKING:
-    from whalejax.elastic.engines.ray_agents import RayAgents
 
 
 _HERE: Final = LaunchCommand(script=Path()).hosts
@@ -90,7 +86,11 @@ def start_agents(
     awaited = hosts
     with contextlib.ExitStack() as stack:
         if command.ray is not None:
-            agents = stack.enter_context(_on_ray(command.ray, where, folder, most))
+            from whalejax.elastic.engines.ray_agents import RayAgents
+
+            agents = stack.enter_context(
+                RayAgents(command.ray, where, folder, processes=most)
+            )
             awaited = tuple(agents.names)
         elif hosts:
             stack.enter_context(
@@ -106,12 +106,6 @@ def start_agents(
 
 def _hosts(command: LaunchCommand | TrainCommand) -> tuple[str, ...]:
     return () if command.hosts == _HERE else tuple(command.hosts.split(","))
-
-
-def _on_ray(address: str, where: str, folder: Path, most: int) -> RayAgents:
-    from whalejax.elastic.engines.ray_agents import RayAgents
-
-    return RayAgents(address, where, folder, processes=most)
 
 
 def address_for(hosts: Sequence[str]) -> str:

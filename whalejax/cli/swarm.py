@@ -88,12 +88,12 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         from whalejax.cli.swarm_processes import serve_with_peers
 
         return serve_with_peers(command)
-    from whalejax.swarm_runtime.registry_server import open_listener
+    from whalejax.swarm_runtime.swarm_process import open_listener
     from whalejax.wire.keys import make_key
 
     # First, so that joining processes see that the registry starts, while it traces.
     make_key(command.key)
-    with open_listener(command.host, command.port) as listening:
+    with open_listener("the registry", command.host, command.port) as listening:
         return _serve(command, find_job, listening)
 
 
@@ -186,7 +186,6 @@ def _step_words(
 
 
 def _unsaved(command: SwarmServeCommand, step: int) -> str:
-    """Describes the loss of ending a run after a step."""
     if command.save is None:
         return f"ended after step {step}; nothing is saved without --save"
     return (
@@ -307,7 +306,6 @@ def _cut_by(
     command: SwarmJoinCommand | SwarmTrainCommand,
     find_job: FindJob,
 ) -> StagedJob:
-    """Returns the job in stages, cut as by the registry's process."""
     from whalejax.swarm_runtime.staged_job import StagedJob
 
     return StagedJob(
@@ -325,11 +323,6 @@ def _until_over(
     process: Peer | SecondaryTrainer, started: Callable[[], str], leaving: str
 ) -> None:
     """Runs a process of a swarm until the run is over or it has left.
-
-    Args:
-        process: Process that was not started yet.
-        started: Returns the message about its work, once started.
-        leaving: Message when it is asked to leave.
 
     Raises:
         WhaleError: It cannot start, or ended unexpectedly.

@@ -155,7 +155,6 @@ def _join(command: SwarmServeCommand, host: str) -> SwarmJoinCommand:
 
 
 def _words(verb: str, command: SwarmServeCommand | SwarmJoinCommand) -> list[str]:
-    """Returns the command line that runs ``whalejax`` with these options."""
     return [sys.executable, "-m", "whalejax", "swarm", verb, *_options(command)]
 
 

@@ -261,7 +261,6 @@ class RendezvousServer:
     # In the loop.
 
     def _notice(self, channel: Channel) -> None:
-        """Handles a message of a connection, or its end."""
         try:
             while (message := channel.next(_TO_HOST)) is not None:
                 if isinstance(message, Arrival):
@@ -280,7 +279,6 @@ class RendezvousServer:
             channel.close()
 
     def _enter(self, channel: Channel, message: Arrival) -> None:
-        """Admits a process, or refuses it with a reason."""
         rank, count = message.rank, message.count
         with self._changed:
             if count != self._place.count:
@@ -314,7 +312,6 @@ class RendezvousServer:
                 channel.post(some)
 
     def _leave(self, channel: Channel) -> None:
-        """Handles the end of a connection."""
         with self._changed:
             rank = self._ranks.pop(channel, None)
             if rank is None or rank in self._joined:
@@ -412,7 +409,6 @@ class RendezvousClient:
             self._channel.close()
 
     def _arrive(self, deadline: float) -> Channel:
-        """Returns a connection to process 0, after it was sent this rank."""
         place = self._place
         where = f"pid {os.getpid()} on {socket.gethostname()}"
         try:

@@ -122,11 +122,9 @@ class _SupervisorProcess:
         self._hears = self._was_asked = self._is_due = False
 
     def run(self) -> int:
-        """Runs the supervisor to its end, and returns its exit status."""
         return self._loop.run().status
 
     def react(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
-        """Applies an event, and yields its effects; see ``RunPolicy``."""
         del now
         match event:
             case ev.StartsAllowedEvent():
@@ -173,7 +171,6 @@ class _SupervisorProcess:
             yield ev.TerminateEffect(_NAME, AT_ONCE)
 
     def start(self, slot: int) -> None:
-        """Starts the supervisor, or its successor."""
         del slot
         again = self._starts > 0
         run = dataclasses.replace(self._run, again=again)

@@ -329,7 +329,6 @@ class ReplicaPrograms:
 
     @functools.cached_property
     def _batches(self) -> Callable[[int], Any]:
-        """Function from the number of earlier samples to a global batch."""
         return batches_by_samples(self.job, self.size)
 
     def add_up(
@@ -429,13 +428,7 @@ def most_micro_batches(size: int, group: int = 1) -> int:
 def _with_fewer(
     planned: Callable[[int], Plan], size: int, error: DependentSamplesError
 ) -> tuple[Plan, int]:
-    """Returns a plan with as many micro-batches as the loss allows, and that number.
-
-    Args:
-        planned: Function that plans with a number of micro-batches.
-        size: Samples of the batch.
-        error: Error that rules out the usual number.
-    """
+    """Returns a plan with as many micro-batches as the loss allows, and that number."""
     whole = [n for n in range(2, MICRO_BATCHES) if size % n == 0] if error.unit else []
     for count in reversed(whole):
         try:

@@ -277,7 +277,6 @@ def _home(folder: Path) -> Path:
 
 
 def _before_end(events: Events) -> Events:
-    """Returns the events before a run's end; members that leave then are not lost."""
     for place, said in enumerate(events):
         if said["event"] == "ending":
             return events[:place]
@@ -285,7 +284,6 @@ def _before_end(events: Events) -> Events:
 
 
 def _end_of(ending: Mapping[str, Any]) -> str:
-    """Describes the end of a run, by its event or its exit status."""
     by_status = {0: "complete", TERMINATED: "interrupted"}
     return str(ending.get("how") or by_status.get(ending["status"], "failed"))
 
@@ -367,7 +365,6 @@ def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _times(commits: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    """Returns the times of the commits, and the seconds from one to the next."""
     newest: dict[int, float] = {}
     for said in commits:
         newest[said["step"]] = said["time"]

@@ -127,7 +127,6 @@ class FixedRun:
         return [ev.End(Ending.FAILED, "", shell_status(status))]
 
     def _on_end(self, now: float, rank: int, status: int) -> None:
-        """Records the end of a process; a status below 0 means a signal."""
         if rank in self.over:
             return
         self.over.add(rank)
@@ -171,7 +170,6 @@ class FixedRun:
         return [rank for rank in range(self.processes) if rank not in self.over]
 
     def _first_failure(self) -> tuple[int, str]:
-        """Returns the rank that failed first, and text that says how."""
         if not self._blamed and {*self.failed.values()} <= {*_FOR_ANOTHER}:
             # All ended because of another one, and none could name it.
             for rank in self.running_ranks():

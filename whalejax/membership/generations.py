@@ -282,7 +282,6 @@ def _is_late(run: ElasticRun, now: float, member: MemberRecord) -> bool:
 
 
 def _form(run: ElasticRun, now: float) -> None:
-    """Begins the generation; all members have stopped."""
     asked = [run.members[name] for name in run.target]
     if run.stops and any(m.status == "active" for m in asked):
         # They cannot change their world while it runs. Wait for as many members as now;

@@ -160,7 +160,6 @@ class LocalRun:
         self._carry_out()
 
     def _take_ends(self, seconds: float) -> None:
-        """Waits at most ``seconds`` for processes to end, and reports their ends."""
         for key, _ in self._selector.select(seconds):
             name = key.data
             if not isinstance(name, str):
@@ -221,7 +220,6 @@ class LocalRun:
             self._react(ev.NotStarted(slot, error.strerror or str(error)))
 
     def _release(self, name: str) -> None:
-        """Frees what a process that did not end by itself has left elsewhere."""
         words = self._releases.get(name)
         if not words:
             return

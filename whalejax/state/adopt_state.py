@@ -101,7 +101,6 @@ def check_leaves(state: TrainState, own: TrainState, *, trains: bool) -> None:
 
 
 def _is_loose(leaf: Any) -> bool:
-    """Whether a leaf is an array that is not committed to devices."""
     if isinstance(leaf, jax.Array) and _compat.is_concrete(leaf):
         return not leaf.committed
     return isinstance(leaf, np.ndarray | np.generic)
@@ -358,7 +357,6 @@ def _check_reach(state: TrainState, abstract: TrainState) -> None:
 
 
 def _relayout(leaf: Any, target: Any) -> Any:
-    """Returns a copy of an array in another layout."""
     # A moved array may share the memory of shards that do not move.
     leaf = jnp.copy(leaf)
     if _lies(leaf, target):

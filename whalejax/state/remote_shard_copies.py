@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import numpy as np
 from msgspec import Meta
@@ -259,13 +259,3 @@ def remove_others(folder: Path, kept: Iterable[str]) -> None:
     for name in {*names_in(folder)} - {*kept}:
         with contextlib.suppress(OSError):
             (folder / name).unlink()
-
-
-def holder_from(told: Mapping[str, Any]) -> CopyHolder:
-    """Returns the holder from another process's report."""
-    return CopyHolder(
-        machine=str(told["machine"]),
-        folder=str(told["folder"]),
-        host=str(told["host"]),
-        port=int(told["port"]),
-    )

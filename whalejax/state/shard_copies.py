@@ -414,7 +414,6 @@ def _dimensions(aval: Any) -> int:
 
 
 def _read_header(file: CopyFile, name: str) -> tuple[dict[str, Any], int, CopyFile]:
-    """Returns the table at the beginning of a file, its end, and the file."""
     size = int.from_bytes(file[:_HEADER_BYTES].tobytes(), "little")
     if not 0 < size < min(file.size, _LONGEST_HEADER):
         raise ValueError(f"{name} has no table")
@@ -458,7 +457,6 @@ def _filler(found: Sequence[CopiedPart], name: str) -> Filler:
 
 
 def _make_sharded_array(aval: Any, fill: Filler) -> Any:
-    """Returns an array of which each device gets its part."""
     key = is_key(aval)
     raw = jax.eval_shape(jax.random.key_data, aval) if key else aval
     dtype, sharding = np.dtype(raw.dtype), aval.sharding

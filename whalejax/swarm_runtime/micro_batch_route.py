@@ -125,6 +125,17 @@ class StepContext:
         """Returns run, generation and step, as every question has them."""
         return {"run": self.run, "generation": self.generation, "step": self.step}
 
+    def count_failure(
+        self, error: UnreachableProcessError | RefusedRequestError
+    ) -> None:
+        """Counts a call without an answer."""
+        with self.lock:
+            self.counts.failed += 1
+            if isinstance(error, RefusedRequestError):
+                self.counts.refused += 1
+            else:
+                self.counts.late += error.late
+
     def lose(self, member: PeerRecord, why: str) -> None:
         """Records that a peer did not answer, so that its results are recomputed."""
         with self.lock:
@@ -454,7 +465,6 @@ class MicroBatchRoute:
                 self.backward[stage] = result
 
     def _ask(self, stage: int, phase: Phase) -> StageResult | None:
-        """Makes one attempt; returns None if it failed."""
         context = self._context
         if context.stop.is_set():
             raise StopRequested
@@ -575,11 +585,7 @@ class MicroBatchRoute:
         with context.lock:
             if attempt is not None:
                 context.ledger.give_up(attempt)
-            context.counts.failed += 1
-            context.counts.late += (
-                isinstance(error, UnreachableProcessError) and error.late
-            )
-            context.counts.refused += isinstance(error, RefusedRequestError)
+        context.count_failure(error)
         if isinstance(error, UnreachableProcessError):
             context.caller.forget(member.address)
             fleet.failed(member, task, seconds, ban=True)
@@ -636,7 +642,6 @@ class MicroBatchRoute:
             context.tell("refused", peer=error.blame, why=error.why)
 
     def _made_by(self, name: str) -> tuple[int, Phase, StageResult] | None:
-        """Returns stage, phase and result of a peer for this micro-batch, or None."""
         for phase, held in (
             (Phase.FORWARD, self._forward),
             (Phase.BACKWARD, self.backward),

@@ -159,7 +159,6 @@ class Fleet:
             return self._wirings[member.stage].seconds_per_task(member.name)
 
     def _refresh(self) -> None:
-        """Reports all announced peers to the wirings."""
         now = self._clock()
         for m in self.synced():
             self._wirings[m.stage].announce(m.name, m.incarnation, now, m.expires)

@@ -215,7 +215,6 @@ class StagedJob:
             raise PlanError("a swarm cannot train this model: " + "; ".join(result))
 
     def _too_large(self, stage: int) -> list[str]:
-        """Describes arrays that are too large for one message between peers."""
         part = self.division.parts[stage]
         every = [self.avals[v] for v in part.exports]
         border = sum(math.prod(x.shape) * x.dtype.itemsize for x in every)

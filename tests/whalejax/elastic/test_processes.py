@@ -44,7 +44,8 @@ def started(folder: Path, *command: str) -> Iterator[Processes]:
         try:
             yield found
         finally:
-            found.end_all()
+            for name in found.names:
+                found.take_exit_status(name)
 
 
 def test_a_process_runs_when_it_was_written_down(tmp_path: Path) -> None:

@@ -708,7 +708,7 @@ def test_a_peer_that_leaves_stays_as_long_as_the_step_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(monotonic=itertools.count(0.0, 20.0).__next__)
-    monkeypatch.setattr("whalejax.swarm_runtime.peer.time", clock)
+    monkeypatch.setattr("whalejax.swarm_runtime.swarm_process.time", clock)
     monkeypatch.setattr("whalejax.swarm_runtime.peer.LEAVE_BEAT_SECONDS", 0.001)
     answers = iter([*[heard()] * 20, heard(known=False, free=True)])
     peer = peer_with(lambda *given, **more: next(answers))

@@ -59,34 +59,12 @@ from whalejax.processes.local_gpus import HELD_SECONDS, SlotGpus
 from whalejax.processes.local_processes import began_at, machine
 from whalejax.processes.local_run import TICK_SECONDS, LocalRun
 from whalejax.state.folder_lock import FolderLock
+from whalejax.wire import run_messages as wire
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, ConnectionClosedError, listen
 from whalejax.wire.connection_loop import Waker
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message, WireError
-from whalejax.wire.run_messages import (
-    TO_SUPERVISOR,
-    AgentBeat,
-    Beat,
-    Committed,
-    Enlist,
-    EventNoted,
-    Exited,
-    MemberWelcome,
-    OfAgent,
-    OfMember,
-    ReductionDecision,
-    ReductionOffer,
-    Refusal,
-    Register,
-    RegistrationRefused,
-    Report,
-    ReportReceived,
-    Resize,
-    ResizeDone,
-    RunEnded,
-    Way,
-)
 
 
 ADDRESS: Final = "supervisor.json"
@@ -124,7 +102,9 @@ class Supervisor:
         )
         self._processes = self._loop.processes
         self._processes.command = list(run.command)
-        self._events: queue.Queue[tuple[Channel, OfMember | OfAgent | Resize | None]]
+        self._events: queue.Queue[
+            tuple[Channel, wire.OfMember | wire.OfAgent | wire.Resize | None]
+        ]
         self._events = queue.Queue(_MOST_EVENTS)
         self._waker: Waker | None = None
         self._channels: dict[str, Channel] = {}
@@ -267,7 +247,6 @@ class Supervisor:
         write_pointer(self._folder / ADDRESS, address)
 
     def _take_back(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Adopts the members of a killed supervisor."""
         now = time.monotonic()
         self._journal.write("restarted", {})
         commits = journal.read_commits(self._folder / journal.COMMITS)
@@ -375,7 +354,6 @@ class Supervisor:
         return self._commits.flush() and written
 
     def _is_over(self) -> bool:
-        """Whether no process is left, and agents have had time to learn of the end."""
         # Processes of failed agents are no longer listed.
         there, now = [*self._processes.names, *self._fleet.names], time.monotonic()
         if now > self._ends_at:
@@ -407,10 +385,9 @@ class Supervisor:
         return ()
 
     def _serve(self, channel: Channel) -> None:
-        """Turns messages into the supervisor's events, on the wire's thread."""
         try:
-            while (said := channel.next(TO_SUPERVISOR)) is not None:
-                if isinstance(said, Report) and not said.number:
+            while (said := channel.next(wire.TO_SUPERVISOR)) is not None:
+                if isinstance(said, wire.Report) and not said.number:
                     raise WireError("a report has no number")
                 self._tell(channel, said)
         except ConnectionClosedError:
@@ -419,7 +396,9 @@ class Supervisor:
             channel.close()  # reported in the same way
 
     def _tell(
-        self, channel: Channel, message: OfMember | OfAgent | Resize | None
+        self,
+        channel: Channel,
+        message: wire.OfMember | wire.OfAgent | wire.Resize | None,
     ) -> None:
         """Queues a message, or the end of a connection, for the loop."""
         while not self._is_closed:
@@ -429,7 +408,9 @@ class Supervisor:
             except queue.Full:
                 continue
         # Heartbeats are frequent, and can wait for the next tick.
-        if self._waker is not None and not isinstance(message, Beat | AgentBeat):
+        if self._waker is not None and not isinstance(
+            message, wire.Beat | wire.AgentBeat
+        ):
             self._waker.wake()
 
     def _say_refused(self, now: float) -> None:
@@ -452,22 +433,22 @@ class Supervisor:
                 if name is not None and self._channels.get(name) is channel:
                     del self._channels[name]
                     self._take(now, ev.Disconnected(name))
-            elif isinstance(message, Register):
+            elif isinstance(message, wire.Register):
                 self._register(now, channel, message)
-            elif isinstance(message, ReductionOffer):
+            elif isinstance(message, wire.ReductionOffer):
                 self._say_adding_up(now, channel, message)
-            elif isinstance(message, Refusal):
+            elif isinstance(message, wire.Refusal):
                 self._on_refusal(now, channel, message)
-            elif isinstance(message, Enlist):
+            elif isinstance(message, wire.Enlist):
                 self._enlist(now, channel, message)
-            elif isinstance(message, Resize):
+            elif isinstance(message, wire.Resize):
                 self._resize(now, channel, message)
-            elif isinstance(message, OfAgent):
+            elif isinstance(message, wire.OfAgent):
                 self._heard_agent(now, channel, message)
             elif channel in self._names:
                 name = self._names[channel]
                 self._take(now, ev.MemberMessageEvent(name, message))
-                if not isinstance(message, Committed):  # These are frequent.
+                if not isinstance(message, wire.Committed):  # These are frequent.
                     self._unacknowledged[channel] = name
 
     def _acknowledge(self) -> None:
@@ -486,15 +467,15 @@ class Supervisor:
             # A member without new reports gets an answer twice in a lease.
             if number > before or now - at > self._state.lease.seconds / 2:
                 self._acknowledged[channel] = number, now
-                self._send(channel, ReportReceived(goodput=goodput, number=number))
+                self._send(channel, wire.ReportReceived(goodput=goodput, number=number))
         answers, self._answers = self._answers, []
         for channel, answer in answers:
             if is_written or not isinstance(
-                answer, EventNoted | ResizeDone
+                answer, wire.EventNoted | wire.ResizeDone
             ):  # otherwise it is sent again
                 self._send(channel, answer)
 
-    def _register(self, now: float, channel: Channel, message: Register) -> None:
+    def _register(self, now: float, channel: Channel, message: wire.Register) -> None:
         name, slot = self._assign_name(message)
         # Only the folder of an accepted member is locked.
         why = self._other_run(message.run)
@@ -502,7 +483,7 @@ class Supervisor:
         why = why or self._lock_save(message.save)
         if why:
             self._record("refused", name=name, why=why)
-            self._answers.append((channel, RegistrationRefused(why=why)))
+            self._answers.append((channel, wire.RegistrationRefused(why=why)))
             return
         self._take(now, ev.RegisterEvent(name, slot, message))
         old = self._channels.get(name)
@@ -512,35 +493,28 @@ class Supervisor:
         self._channels[name], self._names[channel] = channel, name
         beats = self._run.settings.beat_seconds
         self._send(
-            channel, MemberWelcome(run=self._name, name=name, beat_seconds=beats)
+            channel, wire.MemberWelcome(run=self._name, name=name, beat_seconds=beats)
         )
 
     def _other_run(self, run: str) -> str:
-        """Returns the reason why a member of another run is refused, or an
-        empty text.
-        """
         if run in ("", self._name):  # unknown to processes that were started by hand
             return ""
         return "this member is of an earlier run in the same folder, which is over"
 
-    def _on_refusal(self, now: float, channel: Channel, message: Refusal) -> None:
-        """Handles a process's report, before it joins, that it cannot run."""
+    def _on_refusal(self, now: float, channel: Channel, message: wire.Refusal) -> None:
         member = self._starting_member(message.machine, message.pid)
         if member is not None:
             self._take(now, ev.Unrunnable(member.name, message.why))
-        self._send(channel, RunEnded(why="it cannot be run", well=False))
+        self._send(channel, wire.RunEnded(why="it cannot be run", well=False))
 
     def _starting_member(self, where: str, pid: int) -> MemberRecord | None:
-        """Returns the member of a process that was started and has not joined yet, or
-        None.
-        """
         for member in self._state.members.values():
             is_there = where == (member.machine or machine()) and pid == member.pid
             if member.status == "starting" and is_there:
                 return member
         return None
 
-    def _assign_name(self, message: Register) -> tuple[str, int | None]:
+    def _assign_name(self, message: wire.Register) -> tuple[str, int | None]:
         """Returns a member's name, and its slot if it was started here."""
         members = self._state.members
         if message.name:
@@ -557,9 +531,6 @@ class Supervisor:
         return f"x{self._count}", None
 
     def _lock_save(self, save: str) -> str:
-        """Locks the folder of checkpoints; returns the reason on failure,
-        else empty.
-        """
         if not save or self._save is not None:
             return ""
         try:
@@ -573,17 +544,16 @@ class Supervisor:
         self._save = Path(save)
         return ""
 
-    def _resize(self, now: float, channel: Channel, message: Resize) -> None:
-        """Handles a scheduler's request for another number of members."""
+    def _resize(self, now: float, channel: Channel, message: wire.Resize) -> None:
         devices = None if message.devices is None else tuple(message.devices)
         why = resize_refusal(self._state, message.size)
         if devices is not None and len(devices) < message.size:
             why = f"{len(devices)} devices for {message.size} members; expected as many"
         if why:
-            self._answers.append((channel, RegistrationRefused(why=why)))
+            self._answers.append((channel, wire.RegistrationRefused(why=why)))
             return
         self._take(now, ev.ResizeEvent(message.size, devices))
-        self._answers.append((channel, ResizeDone(size=message.size)))
+        self._answers.append((channel, wire.ResizeDone(size=message.size)))
 
     def _send(self, channel: Channel, message: Message) -> None:
         with contextlib.suppress(WireError):
@@ -592,7 +562,6 @@ class Supervisor:
     # Agents.
 
     def _open_fleet(self) -> None:
-        """Opens the run for agents, and reports how they join."""
         command = self._run.command
         self._fleet.program = program(command, self._environment, sys.executable)
         self._state.placed = True
@@ -605,23 +574,23 @@ class Supervisor:
         tell_user(text)
 
     def _say_adding_up(
-        self, now: float, channel: Channel, message: ReductionOffer
+        self, now: float, channel: Channel, message: wire.ReductionOffer
     ) -> None:
         """Answers a process that asks for the gradient reduction before it joins."""
         if other := self._other_run(message.run):
-            self._send(channel, RegistrationRefused(why=other))
+            self._send(channel, wire.RegistrationRefused(why=other))
             return
         self._take(now, ev.ReductionProposed(message.by, message.why))
         by, why = self._state.adding_up
-        decision = ReductionDecision(
-            by=cast(Way, by),
+        decision = wire.ReductionDecision(
+            by=cast(wire.Way, by),
             why=why,
             processes=self._run.settings.most,
             hosts=self._state.hosts(),
         )
         self._answers.append((channel, decision))
 
-    def _enlist(self, now: float, channel: Channel, message: Enlist) -> None:
+    def _enlist(self, now: float, channel: Channel, message: wire.Enlist) -> None:
         why = self._fleet.refusal(message)
         if not self._run.places:
             why = (
@@ -630,16 +599,16 @@ class Supervisor:
             )
         if why:
             self._record("agent_refused", agent=message.agent, why=why)
-            self._answers.append((channel, RegistrationRefused(why=why)))
+            self._answers.append((channel, wire.RegistrationRefused(why=why)))
             return
         self._fleet.enlist(now, channel, message)
 
-    def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
+    def _heard_agent(self, now: float, channel: Channel, message: wire.OfAgent) -> None:
         self._fleet.on_message(now, channel, message)
-        if isinstance(message, Exited):
+        if isinstance(message, wire.Exited):
             if self._state.devices is not None:  # schedulers wait for this
                 self._record("process_ended", name=message.name)
-            self._answers.append((channel, EventNoted(name=message.name)))
+            self._answers.append((channel, wire.EventNoted(name=message.name)))
 
     # Effects.
 
@@ -653,7 +622,6 @@ class Supervisor:
         self._acknowledge()
 
     def _record(self, event: str, **fields: object) -> None:
-        """Records an event that the rules do not know."""
         self._effects.append(ev.WriteEvent(event, fields))
 
     def _write(self, effect: ev.Effect) -> None:
@@ -706,7 +674,6 @@ class Supervisor:
         self._take(now, ev.Started(name, slot, pid, began))
 
     def _is_taken(self, now: float, slot: int) -> bool:
-        """Whether an earlier process of a slot has not ended yet."""
         members = self._state.members
         there = [members[n] for n in self._processes.names if n in members]
         holder = next((member for member in there if member.slot == slot), None)

@@ -63,7 +63,6 @@ def _digits(*what: object) -> str:
 
 
 def _results(closed: Any, constant: Constant) -> list[str]:
-    """Returns the hash of each result of a program, with its inputs numbered."""
     jaxpr = getattr(closed, "jaxpr", closed)
     known: dict[Any, str] = {x: f"input {n}" for n, x in enumerate(jaxpr.invars)}
     constants = zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False)

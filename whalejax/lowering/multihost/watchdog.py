@@ -135,7 +135,6 @@ class Watch:
             raise
 
     def _settle(self) -> None:
-        """Removes finished steps and updates the longest seconds."""
         while self._open and _results_ready(self._open[0][2]):
             kind, began, _ = self._open.popleft()
             took, longest = time.monotonic() - began, self._longest.get(kind)
@@ -143,7 +142,6 @@ class Watch:
             self._longest[kind] = 0.0 if longest is None else max(took, longest)
 
     def _overdue(self) -> tuple[str, float, float] | None:
-        """Returns an overdue kind, its seconds and the longest earlier, or None."""
         with self._lock:
             self._settle()
             if not self._open:

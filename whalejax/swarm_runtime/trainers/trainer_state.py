@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,7 +28,15 @@ from whalejax.wire.service import (
     RefusedRequestError,
     UnreachableProcessError,
 )
-from whalejax.wire.swarm_messages import At, FetchState, Holder, StateChunk, Sync
+from whalejax.wire.swarm_messages import (
+    At,
+    Batch,
+    FetchState,
+    Holder,
+    StateChunk,
+    Sync,
+    Tensors,
+)
 
 
 STATE_SECONDS: Final = 600.0
@@ -189,12 +197,7 @@ class TrainerState:
         return self._snapshot
 
     def _check_now(self, asked: At, *, ahead: int = 0) -> None:
-        """Refuses a question of another run, generation or step.
-
-        Args:
-            asked: Question to check.
-            ahead: Steps that it may be ahead of the completed ones.
-        """
+        """Refuses a question of another run, generation or step."""
         now = self._now()
         if self.step < asked.step <= self.step + ahead:
             now["step"] = asked.step
@@ -276,16 +279,12 @@ class TrainerState:
         return {c.stage for c in self._coming.values() if c.keeps and c.at == now}
 
     def _coming_now(self) -> dict[tuple[str, int], _JoiningPeer]:
-        """Returns the peers that download the state of this step, by name and
-        incarnation.
-        """
         here = {(m.name, m.incarnation) for m in self.fleet.members()}
         with self._lock:
             now = self.generation, self.step
             return {k: c for k, c in self._coming.items() if c.at == now and k in here}
 
     def _waits_for_newcomers(self, since: float) -> bool:
-        """Whether a ready step still waits for peers that download its state."""
         with self._lock:
             given_up = set(self._given_up)
         coming, now = self._coming_now(), self.fleet.now()
@@ -358,7 +357,6 @@ class TrainerState:
         keeps: bool,
         at: tuple[int, int],
     ) -> None:
-        """Brings a peer to the step, in a separate thread."""
         begun = self.fleet.now()
         tries = [keeps, False] if keeps and sources is not None else [keeps]
         failed = ""
@@ -486,7 +484,6 @@ class TrainerState:
             raise pull.error
 
     def _end_snapshots(self) -> None:
-        """Cancels the snapshot that is being downloaded."""
         pull, self._pull = self._pull, None
         if pull is not None:
             with self._snapshot_lock:
@@ -561,3 +558,20 @@ def digests_of(snapshot: Snapshot) -> dict[int, str]:
     """Returns the digest of each stage's state in a snapshot."""
     arrays = snapshot.arrays or {}
     return {stage: digest_of(several) for stage, several in arrays.items()}
+
+
+def given_leaves(leaves: Sequence[Any], asked: Batch) -> Tensors:
+    """Returns the requested leaves of a micro-batch.
+
+    Args:
+        leaves: All leaves of the micro-batch.
+        asked: Request of a peer.
+
+    Raises:
+        RefusedRequestError: There is no such leaf.
+    """
+    if any(not 0 <= place < len(leaves) for place in asked.places):
+        raise RefusedRequestError(
+            "stale", f"a batch has {len(leaves)} leaves, not {asked.places}"
+        )
+    return Tensors(arrays=tuple(leaves[place] for place in asked.places))
