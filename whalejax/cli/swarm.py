@@ -21,7 +21,7 @@ from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.user_code.losses import Job
 from whalejax.wire.keys import Key, load_key
 from whalejax.wire.messages import A, Question
-from whalejax.wire.service import Address
+from whalejax.wire.service import Address, UnansweredError
 from whalejax.wire.swarm_messages import AskTerms, ShowSwarm, Terms
 
 
@@ -453,14 +453,13 @@ class _Absent(WhaleError):
 def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
     from whalejax.wire.service import (
         Caller,
-        RefusedRequestError,
         UnreachableProcessError,
     )
 
     caller = Caller(key)
     try:
         return caller.ask(address, question, seconds=_ASK_SECONDS)
-    except (UnreachableProcessError, RefusedRequestError) as error:
+    except UnansweredError as error:
         text = (
             f"{address[0]}:{address[1]}: no registry of a swarm answers there with "
             f"this key ({error}). Give the address that whalejax swarm serve says it "

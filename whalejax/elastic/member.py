@@ -29,21 +29,9 @@ from whalejax.elastic.supervisor_client import (
     on_notice,
 )
 from whalejax.lowering.train_state import TrainState
+from whalejax.membership import phases
 from whalejax.membership.assignment import Node
 from whalejax.membership.exit_status import TERMINATED
-from whalejax.membership.phases import (
-    BETWEEN,
-    COMPILING,
-    COMPUTING,
-    CONNECTING,
-    FETCHING,
-    FINISHED,
-    HANDING_OVER,
-    RESTORING,
-    SAVING,
-    STOPPED,
-    WAITING,
-)
 from whalejax.meshes.errors import WhaleError
 from whalejax.state.async_checkpoints import Saver
 from whalejax.state.folder_lock import LOCK
@@ -159,9 +147,9 @@ class ElasticMember:
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
             stack.enter_context(on_notice(self._leave))
-            self._control.phase = COMPILING
+            self._control.phase = phases.COMPILING
             self._programs.warm_up()
-            self._control.phase = STOPPED
+            self._control.phase = phases.STOPPED
             self._control.post(wire.Ready())
             while True:
                 try:
@@ -171,7 +159,7 @@ class ElasticMember:
                     continue
                 except GeneratorExit:
                     self._control.post(wire.MemberLeft(step=self._at))
-                    self._control.phase = SAVING
+                    self._control.phase = phases.SAVING
                     self._saver.wait()
                     raise
                 except NoSupervisorError:
@@ -191,11 +179,11 @@ class ElasticMember:
             metrics = self._step()
             self._save_if_due()
             assert self._state is not None
-            self._control.phase = BETWEEN
+            self._control.phase = phases.BETWEEN
             yield self._state, metrics
-        self._control.phase = SAVING
+        self._control.phase = phases.SAVING
         self._saver.wait(self._look)
-        self._control.phase = FINISHED
+        self._control.phase = phases.FINISHED
         self._control.post(wire.Finished(step=self._at))
         if self._asked is not None:  # The boundary is after the last step.
             raise _Regroup
@@ -250,7 +238,7 @@ class ElasticMember:
     def _stop(self, said: wire.Stop) -> None:
         """Ends this member's run, after a checkpoint if it is to write one."""
         if said.saves and self._state is not None and self._training.save:
-            self._control.phase = SAVING
+            self._control.phase = phases.SAVING
             self._saver.save(self._state, self._at)
             while not self._saver.wait():
                 pass  # The supervisor ends this process if it takes too long.
@@ -264,7 +252,7 @@ class ElasticMember:
             raise _Regroup
 
     def _await_begin(self) -> wire.Begin | None:
-        self._control.phase = STOPPED
+        self._control.phase = phases.STOPPED
         while True:
             if self._asked is not None:
                 self._answer(self._asked)
@@ -299,13 +287,13 @@ class ElasticMember:
             {n: shares.get(n, []) for n in self._names}
             for shares in (begin.first, begin.later)
         )
-        self._control.phase = CONNECTING
+        self._control.phase = phases.CONNECTING
         self._connect(members)
         sources = begin.sources
         if name in sources:
             self._fetch(sources[name])
         elif self._state is None:
-            self._control.phase = RESTORING
+            self._control.phase = phases.RESTORING
             self._set(self._programs.newest(self._training.save, self._control.post))
         for other in self._names:
             if sources.get(other) == name:
@@ -324,13 +312,13 @@ class ElasticMember:
             self._pause()
 
     def _pause(self) -> None:
-        self._control.phase = WAITING
+        self._control.phase = phases.WAITING
         while True:
             self._look()
             self._listen()
 
     def _fetch(self, source: str) -> None:
-        self._control.phase = FETCHING
+        self._control.phase = phases.FETCHING
 
         def take() -> wire.State:
             self._control.done += 1
@@ -340,7 +328,7 @@ class ElasticMember:
 
     def _hand_over(self, other: str) -> None:
         assert self._state is not None
-        self._control.phase = HANDING_OVER
+        self._control.phase = phases.HANDING_OVER
         with contextlib.suppress(WireError):  # A failed member needs no state.
             for piece in self._programs.pieces(self._state):
                 self._control.done += 1
@@ -362,7 +350,7 @@ class ElasticMember:
             last = last and self._training.save is not None and not self._has_saved
             if last or self._saver.is_due(self._at, self._training.steps):
                 self._has_saved = self._has_saved or last
-                self._control.phase = SAVING
+                self._control.phase = phases.SAVING
                 # The finished step goes to the user's loop before anything else.
                 self._saver.save(self._state, self._at, self._look_later)
 
@@ -372,7 +360,7 @@ class ElasticMember:
             return
         there = [name for name in self._names if name not in self._peers.broken]
         if there and there[0] == self._control.name:
-            self._control.phase = SAVING
+            self._control.phase = phases.SAVING
             self._saver.save(self._state, self._at)
             self._saver.wait()
 
@@ -382,17 +370,17 @@ class ElasticMember:
         assert self._state is not None
         step, programs, control = self._at, self._programs, self._control
         given = self._first if step == self._began_at else self._later
-        control.phase = COMPUTING
+        control.phase = phases.COMPUTING
         if self._batch[0] != step:
             self._batch = step, programs.batch(step, self._state.samples)
         self._add_up(given[control.name])
-        control.phase = WAITING
+        control.phase = phases.WAITING
         sums, came = self._exchanged(step)
-        control.phase = COMPUTING
+        control.phase = phases.COMPUTING
         self._state, metrics = programs.finish(self._state, sums)
         self._held = {}
         loss = float(metrics["loss"])
-        control.phase = BETWEEN  # Set first: the next step has not begun.
+        control.phase = phases.BETWEEN  # Set first: the next step has not begun.
         control.step = step + 1
         committed = wire.Committed(
             generation=self._generation,
@@ -450,7 +438,7 @@ class ElasticMember:
     def _close(self) -> None:
         # The connection stays until the process ends: the script may go on for long,
         # and a silent member counts as frozen.
-        self._control.phase = FINISHED
+        self._control.phase = phases.FINISHED
         self._control.flush(_FLUSH_SECONDS)
         self._peers.close()
 

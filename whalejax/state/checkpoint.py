@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
 from whalejax.adapters.base import dotted
-from whalejax.lowering.global_arrays import settle
+from whalejax.lowering.global_arrays import raw_array, settle
 from whalejax.lowering.loss_scale import LossScale
 from whalejax.lowering.optimizer_schedules import COUNT
 from whalejax.lowering.stage_arrays import collected, spread, spread_sharding
@@ -389,12 +389,6 @@ def nested(entries: Iterable[tuple[Leaf, Any]]) -> dict[str, dict[str, Any]]:
         if math.prod(leaf.shape):  # Orbax refuses arrays without elements
             tree.setdefault(leaf.section, {})[leaf.name] = value
     return tree
-
-
-def raw_array(array: Any) -> Any:
-    """Returns the array itself; for random keys, their data."""
-    is_key = _compat.is_key_dtype(array.dtype)
-    return jax.random.key_data(array) if is_key else array
 
 
 def _request(leaf: Leaf, sharding: Any) -> Any:

@@ -24,7 +24,7 @@ from whalejax.wire.service import (
     Caller,
     RefusedRequestError,
     Service,
-    UnreachableProcessError,
+    UnansweredError,
 )
 
 
@@ -150,7 +150,7 @@ class CopyExchange:
             question = Put(name=path.name, place=place, last=last, arrays=(part,))
             try:
                 self._caller.ask(address, question, seconds=_seconds(part))
-            except (UnreachableProcessError, RefusedRequestError) as error:
+            except UnansweredError as error:
                 raise OSError(
                     f"{holder.host} did not take copies of this machine: {error}"
                 ) from None
@@ -239,7 +239,7 @@ class RemoteCopy:
             return self._caller.ask(
                 self._address, question, seconds=_seconds(np.empty(0))
             )
-        except (UnreachableProcessError, RefusedRequestError) as error:
+        except UnansweredError as error:
             raise OSError(f"{self._name} did not come: {error}") from None
 
 

@@ -30,7 +30,12 @@ from whalejax.swarm_runtime.micro_batch_route import (
 from whalejax.swarm_runtime.registry import PeerRecord
 from whalejax.wire.connection import SLOWEST_BYTES_PER_SECOND
 from whalejax.wire.messages import A, Question
-from whalejax.wire.service import RefusedRequestError, UnreachableProcessError, ask_all
+from whalejax.wire.service import (
+    RefusedRequestError,
+    UnansweredError,
+    UnreachableProcessError,
+    ask_all,
+)
 from whalejax.wire.swarm_messages import Holders, StageValues, Sum, Summed, UpdateStage
 
 
@@ -204,7 +209,7 @@ class SwarmStepCommit:
         answers = ask_all(context.caller, addresses, question, seconds)
         result: dict[str, A] = {}
         for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, UnreachableProcessError | RefusedRequestError):
+            if isinstance(answer, UnansweredError):
                 self._failed(stage, member, question.kind, answer)
             else:
                 result[member.name] = answer
@@ -215,22 +220,19 @@ class SwarmStepCommit:
         stage: int,
         member: PeerRecord,
         kind: str,
-        error: UnreachableProcessError | RefusedRequestError,
+        error: UnansweredError,
     ) -> None:
         context = self._context
         context.count_failure(error)
         self._failures[stage] = f"{member.name}: {error}"
-        if isinstance(error, UnreachableProcessError) or error.code in (
-            "stale",
-            "failed",
-            "answer",
-        ):
-            if isinstance(error, UnreachableProcessError):
+        is_gone = isinstance(error, UnreachableProcessError)
+        if is_gone or error.code in ("stale", "failed", "answer"):
+            if is_gone:
                 context.caller.forget(member.address)
             context.fleet.failed(member, FORWARD_TASK, context.call_seconds, ban=True)
             if kind == "sum":
                 context.lose(member, str(error))
-            if not isinstance(error, UnreachableProcessError):
+            if not is_gone:
                 context.fleet.drop(member.name)
                 context.tell("failed", peer=member.name, why=str(error))
                 if error.code == "failed":

@@ -30,6 +30,7 @@ from whalejax.wire.service import (
     Address,
     Caller,
     RefusedRequestError,
+    UnansweredError,
     UnreachableProcessError,
 )
 from whalejax.wire.swarm_messages import BackwardCall, Forward, MadeBy, Ping, Receipt
@@ -125,16 +126,12 @@ class StepContext:
         """Returns run, generation and step, as every question has them."""
         return {"run": self.run, "generation": self.generation, "step": self.step}
 
-    def count_failure(
-        self, error: UnreachableProcessError | RefusedRequestError
-    ) -> None:
+    def count_failure(self, error: UnansweredError) -> None:
         """Counts a call without an answer."""
         with self.lock:
             self.counts.failed += 1
-            if isinstance(error, RefusedRequestError):
-                self.counts.refused += 1
-            else:
-                self.counts.late += error.late
+            self.counts.refused += isinstance(error, RefusedRequestError)
+            self.counts.late += error.late
 
     def lose(self, member: PeerRecord, why: str) -> None:
         """Records that a peer did not answer, so that its results are recomputed."""
@@ -182,7 +179,7 @@ class StepContext:
         try:
             seconds = min(PING_SECONDS, self.call_seconds)
             self.caller.ask(blamed.address, Ping(), seconds=seconds)
-        except (UnreachableProcessError, RefusedRequestError):
+        except UnansweredError:
             fleet.failed(blamed, FORWARD_TASK, 0.0, ban=True)
         else:
             first = late and fleet.is_first_delay(reporter, blamed)
@@ -510,7 +507,7 @@ class MicroBatchRoute:
             answer: Receipt = context.caller.ask(
                 member.address, question, seconds=context.call_seconds
             )
-        except (UnreachableProcessError, RefusedRequestError) as error:
+        except UnansweredError as error:
             self._failed(stage, phase, member, attempt, error, begun, task)
             return None
         context.fleet.completed(member, task, context.fleet.now() - begun)
@@ -572,7 +569,7 @@ class MicroBatchRoute:
         phase: Phase,
         member: PeerRecord,
         attempt: Attempt | None,
-        error: UnreachableProcessError | RefusedRequestError,
+        error: UnansweredError,
         begun: float,
         task: float,
     ) -> None:
@@ -622,7 +619,7 @@ class MicroBatchRoute:
             context.fleet.pause(member)
             context.lose(member, why)
 
-    def _blamed(self, reporter: PeerRecord, error: RefusedRequestError) -> None:
+    def _blamed(self, reporter: PeerRecord, error: UnansweredError) -> None:
         """Handles a report that another peer did not give a requested value."""
         context = self._context
         result = self._made_by(error.blame)

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax.adapters.leaves import is_key
 from whalejax.jaxpr.steps import FixedValue, Operand
+from whalejax.lowering.global_arrays import raw_array
 from whalejax.swarm_runtime.staged_job import StagedJob
 
 
@@ -111,10 +111,7 @@ class StagePrograms:
 
     def raw(self, state: StageState) -> list[np.ndarray]:
         """Returns a state as NumPy arrays, with random keys as their data."""
-        return [
-            np.asarray(jax.random.key_data(x) if is_key(x) else x)
-            for x in (*state.leaves, *state.late)
-        ]
+        return [np.asarray(raw_array(x)) for x in (*state.leaves, *state.late)]
 
     def typed(self, arrays: Sequence[np.ndarray], step: int) -> StageState:
         """Returns a state from NumPy arrays."""
@@ -382,7 +379,7 @@ def ready_stage(cut: StagedJob, number: int) -> StagePrograms:
 def warm_up(stage: StagePrograms) -> None:
     """Compiles the programs of a step, on zeros."""
     cut = stage.cut
-    nothing = [np.zeros(shape, dtype) for shape, dtype in cut.raw_avals(stage.number)]
+    nothing = [np.zeros(x.shape, x.dtype) for x in cut.raw_avals(stage.number)]
     state = stage.typed(nothing, 0)
     first = cut.params + cut.rest
     batch: list[Any] = [None] * len(cut.program.batch_axes)

@@ -15,16 +15,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from whalejax.state.state_bytes import digest_of, packed
 from whalejax.swarm_runtime.peer_programs import StagePrograms, StageState
 from whalejax.swarm_runtime.peer_store.gradient_sums import SumHolder
 from whalejax.swarm_runtime.peer_store.stage_store import Part, at
 from whalejax.swarm_runtime.wire import tensor_codec
-from whalejax.swarm_runtime.wire.state_transfer import (
-    digest_of,
-    downloaded,
-    packed,
-    piece,
-)
+from whalejax.swarm_runtime.wire.state_transfer import downloaded, piece
 from whalejax.wire import swarm_messages as messages
 from whalejax.wire.connection import SLOWEST_BYTES_PER_SECOND
 from whalejax.wire.service import Handlers, RefusedRequestError, ask_all

@@ -46,7 +46,7 @@ from whalejax.swarm_runtime.trainers.trainer_state import (
     digests_of,
     given_leaves,
 )
-from whalejax.wire.service import Caller, RefusedRequestError, UnreachableProcessError
+from whalejax.wire.service import Caller, RefusedRequestError, UnansweredError
 from whalejax.wire.swarm_messages import Batch, MovePeer, Tensors
 
 
@@ -512,7 +512,7 @@ class Trainer(TrainerState):
                     MovePeer(stage=target),
                     seconds=self.settings.state_seconds,
                 )
-            except (UnreachableProcessError, RefusedRequestError) as error:
+            except UnansweredError as error:
                 with self._lock:
                     self.moving.pop(member.name, None)
                 self.tell("failed", peer=member.name, why=str(error))

@@ -50,7 +50,14 @@ Handlers = Mapping[type[Question[Any]], Callable[[Any], Message]]
 """Function that answers each type of question."""
 
 
-class RefusedRequestError(WhaleError):
+class UnansweredError(WhaleError):
+    """A question got no answer; see the attributes of both kinds of it."""
+
+    code, why, blame = "", "", ""
+    late = hopeless = False
+
+
+class RefusedRequestError(UnansweredError):
     """A question was refused.
 
     Attributes:
@@ -69,7 +76,7 @@ class RefusedRequestError(WhaleError):
         self.code, self.why, self.blame = code, why, blame
 
 
-class UnreachableProcessError(WhaleError):
+class UnreachableProcessError(UnansweredError):
     """A process did not answer, or not in time.
 
     Attributes:
@@ -317,7 +324,7 @@ class Caller:
 
 def ask_all(
     caller: Caller, addresses: Sequence[Address], question: Question[A], seconds: float
-) -> list[A | UnreachableProcessError | RefusedRequestError]:
+) -> list[A | UnansweredError]:
     """Returns the answers of several processes, or their errors, in order.
 
     Args:
@@ -326,10 +333,10 @@ def ask_all(
         question, seconds: Arguments of ``Caller.ask``.
     """
 
-    def one(address: Address) -> A | UnreachableProcessError | RefusedRequestError:
+    def one(address: Address) -> A | UnansweredError:
         try:
             return caller.ask(address, question, seconds=seconds)
-        except (UnreachableProcessError, RefusedRequestError) as error:
+        except UnansweredError as error:
             return error
 
     with ThreadPoolExecutor(max(1, min(len(addresses), _MOST_AT_ONCE))) as pool:

@@ -372,9 +372,12 @@ START = """
 import json, sys
 from pathlib import Path
 from whalejax.elastic.launching import supervise
-from whalejax.membership.settings import SupervisorSettings
+from whalejax.membership.settings import Supervised, SupervisorSettings
 settings = SupervisorSettings(least=1, most=1)
-sys.exit(supervise(("sleep", "1000"), Path(sys.argv[1]), settings))
+run = Supervised(
+    command=("sleep", "1000"), folder=Path(sys.argv[1]), settings=settings
+)
+sys.exit(supervise(run))
 """
 
 

@@ -40,6 +40,7 @@ from whalejax.wire.service import (
     Address,
     Handlers,
     RefusedRequestError,
+    UnansweredError,
     UnreachableProcessError,
 )
 
@@ -278,7 +279,7 @@ class SecondaryTrainer(SwarmProcess):
         try:
             self._caller.ask(self._registry, question, seconds=self._call_seconds)
             self.led += not why
-        except (UnreachableProcessError, RefusedRequestError) as error:
+        except UnansweredError as error:
             if not self._ended.is_set():
                 self._tell("not counted", number=share.number, why=str(error))
         finally:

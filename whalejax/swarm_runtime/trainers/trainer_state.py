@@ -10,24 +10,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from whalejax.state.state_bytes import digest_of, packed
 from whalejax.swarm.deadlines import NEWCOMER_SECONDS, SPARE_SECONDS
 from whalejax.swarm.rebalancing import pays_to_wait
 from whalejax.swarm_runtime.micro_batch_route import Counts
 from whalejax.swarm_runtime.peer_fleet import Fleet
 from whalejax.swarm_runtime.registry import PeerRecord, Registry
 from whalejax.swarm_runtime.staged_job import StagedJob
-from whalejax.swarm_runtime.wire.state_transfer import (
-    digest_of,
-    downloaded,
-    packed,
-    piece,
-)
-from whalejax.wire.service import (
-    Address,
-    Caller,
-    RefusedRequestError,
-    UnreachableProcessError,
-)
+from whalejax.swarm_runtime.wire.state_transfer import downloaded, piece
+from whalejax.wire.service import Address, Caller, RefusedRequestError, UnansweredError
 from whalejax.wire.swarm_messages import (
     At,
     Batch,
@@ -432,12 +423,12 @@ class TrainerState:
             answer = self.caller.ask(
                 member.address, question, seconds=self.settings.state_seconds
             )
-        except (UnreachableProcessError, RefusedRequestError) as error:
-            is_late = isinstance(error, RefusedRequestError) and error.code in GONE_ON
+        except UnansweredError as error:
+            is_late = error.code in GONE_ON
             if is_late and (self.generation, self.step) != at:
                 return None, ""
             self.tell("not synced", peer=member.name, why=str(error))
-            if isinstance(error, RefusedRequestError) and error.code == "shape":
+            if error.code == "shape":
                 for mate in self.fleet.usable(member.stage):
                     if mate.name == error.blame:
                         self.fleet.failed(mate, 1.0, 0.0, ban=True)
@@ -544,10 +535,10 @@ class TrainerState:
 
             try:
                 return downloaded(ask, self.cut, stage, member.name)
-            except (UnreachableProcessError, RefusedRequestError) as error:
+            except UnansweredError as error:
                 if pull.is_cancelled:
                     return None
-                if isinstance(error, RefusedRequestError) and error.code in GONE_ON:
+                if error.code in GONE_ON:
                     continue  # It moves, or downloads the state itself.
                 self.fleet.failed(member, 1.0, 0.0, ban=True)
                 self.tell("failed", peer=member.name, why=str(error))
