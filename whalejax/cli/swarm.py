@@ -21,7 +21,12 @@ from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.user_code.losses import Job
 from whalejax.wire.keys import Key, load_key
 from whalejax.wire.messages import A, Question
-from whalejax.wire.service import Address, UnansweredError
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    UnansweredError,
+    UnreachableProcessError,
+)
 from whalejax.wire.swarm_messages import AskTerms, ShowSwarm, Terms
 
 
@@ -451,11 +456,6 @@ class _Absent(WhaleError):
 
 
 def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
-    from whalejax.wire.service import (
-        Caller,
-        UnreachableProcessError,
-    )
-
     caller = Caller(key)
     try:
         return caller.ask(address, question, seconds=_ASK_SECONDS)

@@ -126,16 +126,6 @@ class StagePrograms:
         """Shapes and dtypes of the imports."""
         return [self._aval(v) for v in self.place.part.imports]
 
-    @functools.cached_property
-    def exports(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the exports."""
-        return [self._aval(v) for v in self.place.part.exports]
-
-    @functools.cached_property
-    def received(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the cotangents that the stage returns."""
-        return [self._aval(v) for v in self.place.received]
-
     def _aval(self, value: Any) -> jax.ShapeDtypeStruct:
         aval = self.cut.avals[value]
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

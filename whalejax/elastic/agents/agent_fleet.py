@@ -168,7 +168,7 @@ class AgentFleet(Generic[Link]):
 
     def on_message(self, now: float, link: Link, message: Message) -> None:
         """Handles any other message of an agent."""
-        record = self._of(link)
+        record = self._linked.get(link)
         if record is None:
             return
         self._lease.renew(record.name, now)
@@ -192,7 +192,7 @@ class AgentFleet(Generic[Link]):
 
     def on_disconnect(self, now: float, link: Link) -> None:
         """Handles the end of an agent's connection; the agent may reconnect."""
-        record = self._of(link)
+        record = self._linked.get(link)
         if record is None:
             return
         self._unlink(record)
@@ -314,13 +314,6 @@ class AgentFleet(Generic[Link]):
     def names(self) -> list[str]:
         """Names of processes whose end was not reported."""
         return [name for r in self._agents.values() for name in sorted(r.there)]
-
-    def holds(self, link: Link) -> bool:
-        """Whether a connection belongs to an agent."""
-        return self._of(link) is not None
-
-    def _of(self, link: Link) -> AgentRecord[Link] | None:
-        return self._linked.get(link)
 
     def _tell_holder(self, name: str, message: wire.ToAgent) -> None:
         member = self._run.members.get(name)
