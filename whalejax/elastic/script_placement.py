@@ -67,14 +67,16 @@ def await_placement(
     address = environment.get(SUPERVISOR)
     if address is None:
         return None
+    from whalejax.agreement.facts import versions
     from whalejax.elastic.supervisor_client import Control
+    from whalejax.membership.elastic_run import IN_GENERATIONS, MODE
 
     host = local_host(address)
     # For the coordinator, if this is the first process of a generation.
     port = reserve_port(host)
 
     more = {"micro_batches": 0, "steps": 0, "save": "", "facts": {}, **(told or {})}
-    more["facts"] = {**_facts(), **more["facts"]}
+    more["facts"] = {MODE: IN_GENERATIONS, **versions(), **more["facts"]}
 
     def registers() -> dict[str, Any]:
         return {"host": host, "port": port, "generation": 0, **more}
@@ -118,13 +120,6 @@ def listens(coordinator: str) -> str:
         f"the key of the run, so that {who} can end a generation or join it "
         "(docs/survive/machines.md, Security)"
     )
-
-
-def _facts() -> dict[str, str]:
-    from whalejax.agreement.facts import versions
-    from whalejax.membership.elastic_run import IN_GENERATIONS, MODE
-
-    return {MODE: IN_GENERATIONS, **versions()}
 
 
 def _obey(control: Any, said: Any) -> None:

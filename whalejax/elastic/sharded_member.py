@@ -182,7 +182,9 @@ class SpreadMember:
             control.generation,
             every=self._training.copy_every,
             mtbf=self._training.mtbf,
-            tell=self._not_copied,
+            tell=lambda done, why: self._post_first(
+                wire.NotCopied(step=done, why=why[:_MOST_WORDS])
+            ),
         )
         paths = agreed_checkpoints(save) if save is not None else []
         saved = int(paths[0].name.removeprefix("step_")) if paths else 0
@@ -198,9 +200,6 @@ class SpreadMember:
         placed = self._programs.new_placement(done)
         if placed is not None:
             self._post_first(placed)
-
-    def _not_copied(self, done: int, why: str) -> None:
-        self._post_first(wire.NotCopied(step=done, why=why[:_MOST_WORDS]))
 
     def _look_ahead(self, done: int) -> None:
         """Prepares for other numbers of processes, once the step time is known."""
@@ -364,7 +363,9 @@ class SpreadMember:
         try:
             self._programs.save(path, state, lambda: self._approve(done))
         except WhaleError as error:
-            self._not_saved(done, str(error))
+            self._post_first(wire.NotSaved(step=done, why=str(error)[:_MOST_WORDS]))
+            if self._control is None:
+                warn(f"no checkpoint was written after step {done}: {error}")
             return
         self._post_first(wire.Saved(step=done, path=str(path)))
         if jax.process_index() == 0:
@@ -372,11 +373,6 @@ class SpreadMember:
                 remove_old_checkpoints(folder, self._training.keep)
             except OSError as error:
                 warn(f"old checkpoints stay in {folder}: {error}")
-
-    def _not_saved(self, done: int, why: str) -> None:
-        self._post_first(wire.NotSaved(step=done, why=why[:_MOST_WORDS]))
-        if self._control is None:
-            warn(f"no checkpoint was written after step {done}: {why}")
 
     def _approve(self, done: int) -> None:
         error = ""

@@ -303,28 +303,24 @@ def _members(events: Events) -> dict[str, MemberStatus]:
                 members, name, state=_state_at_end(said, was, place > before, ending)
             )
         elif state is not None:
-            if said["event"] == "registered" and not _begins(members, name):
+            begins = name not in members or members[name].state in (
+                "",
+                STATE_OF["started"],
+            )
+            if said["event"] == "registered" and not begins:
                 continue  # It rejoined a restarted supervisor.
             known = {key: said[key] for key in ("pid", "host") if key in said}
             _change(members, name, state=state, **known)
     if ending is not None:
-        for name in _still_there(members):
+        there = {*STATE_OF.values(), "training"} - {"failed"}
+        for name in [n for n, member in members.items() if member.state in there]:
             _change(members, name, state=_member_state_at_end(ending))
     return members
-
-
-def _begins(found: Mapping[str, MemberStatus], name: str) -> bool:
-    return name not in found or found[name].state in ("", STATE_OF["started"])
 
 
 def _change(found: dict[str, MemberStatus], name: str, **changed: Any) -> None:
     known = found.get(name, MemberStatus(state="", rank=None, pid=None, host=None))
     found[name] = dataclasses.replace(known, **changed)
-
-
-def _still_there(found: Mapping[str, MemberStatus]) -> list[str]:
-    there = {*STATE_OF.values(), "training"} - {"failed"}
-    return [name for name, member in found.items() if member.state in there]
 
 
 def _state_at_end(

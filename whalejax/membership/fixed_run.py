@@ -46,10 +46,6 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def _rank_of(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
 @dataclass(slots=True, kw_only=True)
 class FixedRun:
     """Processes of a fixed run, by rank.
@@ -113,7 +109,7 @@ class FixedRun:
                 return [ev.End(Ending.INTERRUPTED, "", 128 + number)]
             case ev.ProcessExitEvent(name=name, status=status):
                 assert status is not None  # Each is a child of the loop.
-                self._on_end(now, _rank_of(name), status)
+                self._on_end(now, int(name.rpartition("-")[2]), status)
             case ev.NotStarted(slot=slot, why=why):
                 self._give_up(now, slot, f"cannot be started: {why}")
             case ev.Tick():

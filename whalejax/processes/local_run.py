@@ -127,10 +127,15 @@ class LocalRun:
         """Watches another source of effects, such as messages.
 
         Args:
-            source: Object that becomes readable with them.
+            source: Object that becomes readable with them, and is then reset.
             read: Function that yields effects; each is carried out before the next.
         """
-        self._selector.register(source, selectors.EVENT_READ, read)
+
+        def take() -> Iterable[ev.Effect]:
+            source.clear()
+            return read()
+
+        self._selector.register(source, selectors.EVENT_READ, take)
 
     def run(self) -> ev.End:
         """Runs the processes; returns the policy's end, when none is left.

@@ -274,10 +274,11 @@ def restore_model(
     places = {leaf.place: leaf for leaf, _ in wanted}
     saved = _by_place(record, places)
     check_same(target, saved, places)
-    entries = [
-        (saved[leaf.place], None if on_host else _on_device(array.sharding))
-        for leaf, array in wanted
-    ]
+    entries: list[tuple[Leaf, Any]] = []
+    for leaf, array in wanted:
+        # In device memory, even if the state's arrays are in host memory.
+        there = None if on_host else (array.sharding.mesh, array.sharding.spec)
+        entries.append((saved[leaf.place], there and NamedSharding(*there)))
     counters = [(leaf, None) for leaf in record.leaves if _counts_updates(leaf)]
     values = read_leaves(target, record, [*entries, *counters])
     tree: Any = jax.tree.structure(parts)
@@ -307,10 +308,6 @@ def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]
     saved = {x.place: x for x in record.leaves if x.section in _KEPT_WITH_MODEL}
     moved = moved_places(saved, wanted)
     return {moved.get(place, place): leaf for place, leaf in saved.items()}
-
-
-def _on_device(sharding: Any) -> Any:
-    return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def checked(target: Path) -> Record:

@@ -94,7 +94,13 @@ class FolderLock:
         space. With a full disk a new folder is refused, as nothing could be saved
         there.
         """
-        text = json.dumps(_who()).encode()
+        owner = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "started": began_at(os.getpid()),
+        }
+        text = json.dumps(owner).encode()
         try:
             os.pwrite(self._opened, text, 0)
         except OSError as error:
@@ -202,15 +208,6 @@ def _is_at(opened: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(opened), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _who() -> dict[str, Any]:
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "started": began_at(os.getpid()),
-    }
 
 
 def _read(opened: int) -> dict[str, Any]:

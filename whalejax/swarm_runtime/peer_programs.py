@@ -78,7 +78,7 @@ class StagePrograms:
 
     def init_state(self) -> StageState:
         """Returns the initial state of a run."""
-        leaves = tuple(self._init_leaves(self._key))
+        leaves = tuple(self._init_leaves(jax.random.key(self.cut.seed)))
         return StageState(step=0, leaves=leaves, late=self.late_of(leaves))
 
     def late_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -105,10 +105,6 @@ class StagePrograms:
     def _init_leaves(self) -> Any:
         return jax.jit(self.cut.init_function(self.number))
 
-    @property
-    def _key(self) -> Any:
-        return jax.random.key(self.cut.seed)
-
     def raw(self, state: StageState) -> list[np.ndarray]:
         """Returns a state as NumPy arrays, with random keys as their data."""
         return [np.asarray(raw_array(x)) for x in (*state.leaves, *state.late)]
@@ -124,11 +120,8 @@ class StagePrograms:
     @functools.cached_property
     def imports(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the imports."""
-        return [self._aval(v) for v in self.place.part.imports]
-
-    def _aval(self, value: Any) -> jax.ShapeDtypeStruct:
-        aval = self.cut.avals[value]
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        avals = [self.cut.avals[v] for v in self.place.part.imports]
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
     @functools.cached_property
     def gradients(self) -> list[jax.ShapeDtypeStruct]:

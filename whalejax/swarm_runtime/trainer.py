@@ -241,19 +241,12 @@ class Trainer(TrainerState):
         if not self.cut.delayed_updates:
             return self._committed(computed)
         computed.context.state = self.step
-        if self._is_alone():
+        is_last = self.step + 1 == self.settings.steps
+        if is_last or any(m.leaving for m in self.fleet.members()):
             commit, self._pending = self._committed(computed), None
         else:
             commit, self._pending = self._overlapped(computed)
         return commit
-
-    def _is_alone(self) -> bool:
-        """Whether a step must be applied before another begins.
-
-        That is true for the last step, and if a peer is leaving.
-        """
-        is_last = self.step + 1 == self.settings.steps
-        return is_last or any(m.leaving for m in self.fleet.members())
 
     def _compute_step(self, context: StepContext) -> _ComputedStep:
         count = self.cut.count

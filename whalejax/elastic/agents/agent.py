@@ -254,21 +254,16 @@ class Agent:
         self._say(enlist)
 
     def _listen(self) -> Iterator[ev.Effect]:
-        self._waker.clear()
         while self._channel is not None:
             try:
                 said = self._channel.next(wire.TO_AGENT)
             except WireError:
-                self._drop()
+                self._channel.close()
+                self._channel, self._away_since = None, time.monotonic()
                 return
             if said is None:
                 return
             yield from self._hear(said)
-
-    def _drop(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel, self._away_since = None, time.monotonic()
 
     def _say(self, message: wire.OfAgent) -> None:
         if self._channel is None:

@@ -238,7 +238,7 @@ class Supervisor:
             ) from error
         self._waker = Waker()
         self._held.callback(self._waker.close)
-        self._loop.watch(self._waker, self._clear)
+        self._loop.watch(self._waker, tuple)
         self._acceptor = Acceptor(self._listening, self._key, self._serve)
         self._held.callback(self._close_channels)
         name = self._listening.getsockname()
@@ -296,7 +296,10 @@ class Supervisor:
             return
         if now - self._ticked_at >= TICK_SECONDS:
             self._ticked_at = now
-            self._say_refused(now)
+            # An event for each stranger could fill the disk.
+            if (refused := self._acceptor.take_refused(now)) is not None:
+                told = {"count": refused.count, "why": refused.why}
+                self._journal.write("stranger", told)
             self._beat(now)
             self._write_kept()
             if self._at_once:
@@ -379,11 +382,6 @@ class Supervisor:
 
     # Connections.
 
-    def _clear(self) -> tuple[()]:
-        if self._waker is not None:
-            self._waker.clear()
-        return ()
-
     def _serve(self, channel: Channel) -> None:
         try:
             while (said := channel.next(wire.TO_SUPERVISOR)) is not None:
@@ -412,15 +410,6 @@ class Supervisor:
             message, wire.Beat | wire.AgentBeat
         ):
             self._waker.wake()
-
-    def _say_refused(self, now: float) -> None:
-        """Records the number of refused strangers; an event for each could fill the
-        disk.
-        """
-        refused = self._acceptor.take_refused(now)
-        if refused is not None:
-            told = {"count": refused.count, "why": refused.why}
-            self._journal.write("stranger", told)
 
     def _take_events(self) -> None:
         now = time.monotonic()
