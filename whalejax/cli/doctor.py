@@ -63,7 +63,6 @@ def doctor(command: DoctorCommand) -> int:
 
 
 def _count(command: DoctorCommand) -> int:
-    """Returns the number of processes that should meet."""
     launch = launched()
     count = command.processes or (launch[1] if launch else None)
     tasks = os.environ.get(_SLURM_TASKS, "0")

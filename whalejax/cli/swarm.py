@@ -475,11 +475,7 @@ def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
 def _check(
     command: SwarmServeCommand | SwarmJoinCommand | SwarmTrainCommand,
 ) -> None:
-    """Refuses numbers that no run can have.
-
-    Raises:
-        WhaleError: A number is out of range; lists all.
-    """
+    """Refuses numbers that no run can have."""
     problems = Problems("options")
     if isinstance(command, SwarmServeCommand):
         limits = {

@@ -137,7 +137,6 @@ def _places(command: SwarmServeCommand) -> tuple[Sequence[str], list[str]]:
 
 
 def _engine(command: SwarmServeCommand) -> str:
-    """Returns the name of the hosts or system of the peers, for messages."""
     if command.slurm is not None:
         return "Slurm"
     return f"--hosts {command.hosts}" if command.ray is None else "Ray"

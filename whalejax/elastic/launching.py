@@ -65,7 +65,6 @@ class _SupervisorProcess:
     """
 
     def __init__(self, run: Supervised) -> None:
-        """Prepares the process; starts none yet."""
         hold_standard_streams()
         self._run = run
         seconds = max(run.settings.lease_seconds, 4 * BEAT_SECONDS)

@@ -230,9 +230,6 @@ class SpreadMember:
                 break
 
     def _planned_for(self, count: int) -> Plan | None:
-        """Returns a plan for a number of processes; else None, after a
-        report.
-        """
         assert self._control is not None
         if self._over:
             return None
@@ -352,7 +349,6 @@ class SpreadMember:
     # Saving.
 
     def _save(self, state: TrainState, done: int) -> None:
-        """Writes a checkpoint; a failed write does not end the run."""
         folder = self._training.save
         if folder is None:
             return

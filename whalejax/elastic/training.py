@@ -342,7 +342,6 @@ def _agreed(
     training: Training,
     address: str,
 ) -> tuple[Way, PlannedReplica | None]:
-    """Returns the run's gradient reduction, and the replica if it was planned."""
     from whalejax import _compat_processes
     from whalejax.elastic.gradient_reduction.reduction_agreement import Arbiter, agreed
     from whalejax.elastic.gradient_reduction.reduction_cost import ReductionProcesses
@@ -391,7 +390,6 @@ def _train_sharded(
 def _spread(
     made: Callable[[], Any], mesh: Asked, training: Training, facts: dict[str, str]
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Returns the steps of one model over all processes."""
     from whalejax.elastic.sharded_member import SpreadMember
 
     if isinstance(mesh, Mapping | str):

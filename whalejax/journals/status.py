@@ -326,7 +326,6 @@ def _change(found: dict[str, MemberStatus], name: str, **changed: Any) -> None:
 def _state_at_end(
     said: Mapping[str, Any], was: str, after: bool, ending: Mapping[str, Any] | None
 ) -> str:
-    """Describes the end of a member, by its last state and whether the run was over."""
     if said["event"] == "ended" and "how" in said:
         return str(said["how"])
     if after and ending is not None:

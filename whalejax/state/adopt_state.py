@@ -107,8 +107,6 @@ def _is_loose(leaf: Any) -> bool:
 
 
 def _place_loose_leaves(state: TrainState, own: TrainState) -> TrainState:
-    """Returns the state with uncommitted arrays in the step's shardings."""
-
     def put(leaf: Any, aval: Any) -> Any:
         return jax.device_put(leaf, aval.sharding) if _is_loose(leaf) else leaf
 
@@ -343,7 +341,6 @@ def check_values(state: TrainState) -> None:
 
 
 def _check_reach(state: TrainState, abstract: TrainState) -> None:
-    """Refuses a state that cannot be moved from device to device."""
     if jax.process_count() == 1:
         return
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)

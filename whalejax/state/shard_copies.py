@@ -418,7 +418,6 @@ def _read_header(file: CopyFile, name: str) -> tuple[dict[str, Any], int, CopyFi
 def _relative_slices(
     pairs: Sequence[tuple[int, int]], box: Sequence[tuple[int, int]]
 ) -> tuple[slice, ...]:
-    """Returns a part of a leaf, relative to the start of a box that contains it."""
     both = zip(pairs, box, strict=True)
     return tuple(slice(x - a, y - a) for (x, y), (a, _) in both)
 
@@ -427,8 +426,6 @@ Filler = Callable[[Box, np.dtype], np.ndarray]
 
 
 def _filler(found: Sequence[CopiedPart], name: str) -> Filler:
-    """Returns a function that assembles any part of a leaf from its copied chunks."""
-
     def fill(box: Box, dtype: np.dtype) -> np.ndarray:
         part = np.empty([end - begin for begin, end in box], dtype)
         filled = 0

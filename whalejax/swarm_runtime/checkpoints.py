@@ -81,9 +81,6 @@ class Checkpoints:
 
         Peers identify a batch by the number of its step, so samples would be skipped or
         used twice.
-
-        Raises:
-            WhaleError: The number of samples does not match such batches.
         """
         step, size = int(np.asarray(state.step)), self._cut.size
         if state.samples in (None, step * size):

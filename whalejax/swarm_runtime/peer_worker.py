@@ -58,7 +58,6 @@ class Worker(SumHolder):
     def _computes_with(
         self, asked: messages.StageCall
     ) -> tuple[StagePrograms, StageState]:
-        """Returns the stage, and its state for the step of a call."""
         stage, state = self._at(asked, asked.stage)
         step, delay = asked.step, int(self.cut.delayed_updates)
         if not state.step <= step <= state.step + delay:
@@ -425,7 +424,6 @@ class Worker(SumHolder):
     # Other peers.
 
     def _reach(self, asked: messages.Reach) -> messages.PeersReached:
-        """Returns the peers that do not answer this one, with the reasons."""
         answers = ask_all(
             self._caller,
             [address for _, address in asked.peers],

@@ -200,11 +200,7 @@ class RegistryServer:
         others: Sequence[PeerRecord],
         outward: Mapping[str, str],
     ) -> None:
-        """Refuses a joining peer that cannot exchange messages with most others.
-
-        Raises:
-            RefusedRequestError: Names the peers and the reasons.
-        """
+        """Refuses a joining peer that cannot exchange messages with most others."""
         where = f"{address[0]}:{address[1]}"
         question = messages.Reach(peers=[(where, address)])
         addresses = [m.address for m in others]
@@ -270,7 +266,6 @@ class RegistryServer:
         return messages.TrainerEnlisted(run=self.trainer.run_id)
 
     def _terms(self, asked: messages.AskTerms) -> messages.Terms:
-        """Returns the terms by which a joining process cuts the job the same way."""
         del asked
         cut = self.trainer.cut
         return messages.Terms(

@@ -173,11 +173,7 @@ class StagedJob:
         self._refuse()
 
     def _refuse(self) -> None:
-        """Refuses what stages without shared memory cannot run.
-
-        Raises:
-            PlanError: Names the part of the model and the remedy.
-        """
+        """Refuses what stages without shared memory cannot run."""
         result = []
         for number in range(self.params + self.rest):
             if number >= self.params and number not in self.division.units.frozen:

@@ -385,7 +385,6 @@ class Trainer(TrainerState):
     def _make_again(
         self, context: StepContext, passages: Sequence[MicroBatchRoute], count: int
     ) -> None:
-        """Recomputes lost results, several at once."""
         stages = range(self.cut.stages)
         for stage in stages:
             context.lose_gone(stage)

@@ -364,7 +364,6 @@ class Channel:
                 self._has_read()
 
     def _has_read(self) -> None:
-        """Handles a complete header, or the data that it announced."""
         self.heard_at = time.monotonic()
         if self._in_header:
             text_bytes, array_bytes = _HEADER.unpack(self._header)

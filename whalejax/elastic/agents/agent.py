@@ -84,11 +84,7 @@ class AgentOptions:
 
 
 def _check(name: str, host: str | None) -> str | None:
-    """Returns the numeric address; refuses invalid names and addresses.
-
-    Raises:
-        WhaleError: The name or the address is invalid.
-    """
+    """Returns the numeric address; refuses invalid names and addresses."""
     with Problems("whalejax agent") as problems:
         if not _NAME.fullmatch(name):
             problems.add(

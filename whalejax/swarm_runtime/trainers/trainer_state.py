@@ -442,7 +442,6 @@ class TrainerState:
     # Snapshots.
 
     def _begin_snapshot(self) -> None:
-        """Takes a snapshot if one is due, while the step is computed."""
         pull = SnapshotDownload()
 
         def take() -> None:
