@@ -108,14 +108,6 @@ class ProcessPlace:
     key: Key | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
-    """A connected process: its location and its connection."""
-
-    where: str
-    channel: Channel
-
-
 class LostProcessError(WhaleError):
     """A process is missing, or has failed; ``rank`` is its rank."""
 
@@ -178,7 +170,8 @@ class RendezvousServer:
         """
         self._place = place
         self._end = end
-        self._here: dict[int, _Member] = {}
+        # Where each process is, and its connection.
+        self._here: dict[int, tuple[str, Channel]] = {}
         self._ranks: dict[Channel, int] = {}
         self._joined: set[int] = set()
         self._gone: dict[int, str] = {}
@@ -254,9 +247,9 @@ class RendezvousServer:
         return [rank for rank in range(1, self._place.count) if rank not in self._here]
 
     def _tell_all(self, message: Message) -> None:
-        for member in [*self._here.values()]:
+        for _, channel in [*self._here.values()]:
             with contextlib.suppress(WireError):
-                member.channel.post(message)
+                channel.post(message)
 
     # In the loop.
 
@@ -291,11 +284,11 @@ class RendezvousServer:
             elif rank in self._here or channel in self._ranks:
                 wrong = f"process_id {rank} was given to two processes"
                 if rank in self._here:
-                    wrong += f": {self._here[rank].where} came before"
+                    wrong += f": {self._here[rank][0]} came before"
             else:
                 self._gone.pop(rank, None)
                 where = printable(message.where)[:200]
-                self._here[rank] = _Member(where=where, channel=channel)
+                self._here[rank] = where, channel
                 self._ranks[channel] = rank
                 wrong = ""
             missing = self._missing()
@@ -316,7 +309,7 @@ class RendezvousServer:
             rank = self._ranks.pop(channel, None)
             if rank is None or rank in self._joined:
                 return
-            where = self._here[rank].where
+            where, _ = self._here[rank]
             self._gone[rank] = f"({where}) came and ended before JAX had joined all"
             if not self._began:
                 del self._here[rank]

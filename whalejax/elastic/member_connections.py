@@ -169,11 +169,6 @@ class Peers:
                 self._changed.wait(_TICK_SECONDS)
             look()
 
-    def wake(self) -> None:
-        """Wakes all waiting threads."""
-        with self._changed:
-            self._changed.notify_all()
-
     def close(self) -> None:
         """Ends all connections."""
         self._leave(_CLOSED)

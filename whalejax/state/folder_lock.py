@@ -15,7 +15,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from whalejax.meshes.errors import WhaleError
@@ -79,12 +78,7 @@ class FolderLock:
             ) from error
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._give_up()
 
     def _say_who(self) -> None:
