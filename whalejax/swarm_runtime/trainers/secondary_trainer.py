@@ -52,28 +52,6 @@ _MOST_WORDS: Final = 2000
 At = tuple[str, int, int]
 
 
-class _ReportedPeers:
-    def __init__(self) -> None:
-        self._members: list[PeerRecord] = []
-
-    def members(self, now: float) -> list[PeerRecord]:
-        return [m for m in self._members if m.expires > now]
-
-    def take(self, peers: messages.ServingPeers) -> None:
-        self._members = [
-            PeerRecord(
-                name=name,
-                address=(address[0], address[1]),
-                stage=stage,
-                incarnation=incarnation,
-                queue=queue,
-                expires=expires,
-                ready=True,
-            )
-            for name, address, stage, incarnation, queue, expires in peers
-        ]
-
-
 class SecondaryTrainer(SwarmProcess):
     """A trainer without the registry, in its own threads.
 
@@ -122,7 +100,8 @@ class SecondaryTrainer(SwarmProcess):
             patience_seconds=patience_seconds,
         )
         self._tell, self._call_seconds, self._sum_wire = tell, call_seconds, sum_wire
-        self._told, self._clock_ahead = _ReportedPeers(), 0.0
+        self._told: list[PeerRecord] = []
+        self._clock_ahead = 0.0
         self._fleet = self._new_fleet()
         self.counts = Counts()
         self._at: At = ("", -1, -1)
@@ -141,7 +120,7 @@ class SecondaryTrainer(SwarmProcess):
         """Returns a fleet without measurements, with the registry's clock."""
         ahead = self._clock_ahead
         return Fleet(
-            self._told,
+            lambda now: [m for m in self._told if m.expires > now],
             self._cut.stages,
             seed=secrets.randbelow(1 << 30),  # Trainers should not make equal choices.
             clock=lambda: time.monotonic() + ahead,
@@ -217,8 +196,19 @@ class SecondaryTrainer(SwarmProcess):
                     self._fleet = self._new_fleet()
                 self._stop.set()  # The current micro-batches are of a finished step.
                 self._at, self._stop = at, threading.Event()
-            self._told.take(given.peers)
-            told = self._told.members(self._fleet.now())
+            self._told = [
+                PeerRecord(
+                    name=name,
+                    address=(address[0], address[1]),
+                    stage=stage,
+                    incarnation=incarnation,
+                    queue=queue,
+                    expires=expires,
+                    ready=True,
+                )
+                for name, address, stage, incarnation, queue, expires in given.peers
+            ]
+            told = self._fleet.members()
             for member in self._fleet.synced():
                 if member.name not in {m.name for m in told}:
                     self._fleet.drop(member.name)

@@ -160,7 +160,7 @@ class TrainerState:
         """Prepares the state; ``address`` must be set before a peer downloads it."""
         self.cut, self.registry, self.caller = cut, registry, caller
         self.settings, self.tell = settings, tell
-        self.fleet = Fleet(registry, cut.stages, seed=cut.seed, clock=clock)
+        self.fleet = Fleet(registry.members, cut.stages, seed=cut.seed, clock=clock)
         self._snapshot = snapshot or Snapshot(step=0, arrays=None)
         self.generation, self.step = generation, self._snapshot.step
         self._on_snapshot = on_snapshot
