@@ -39,12 +39,15 @@ STEPS: Final = 10**6
 START: Final = """
 import json, sys
 from pathlib import Path
-from whalejax.elastic.launching import ProcessPlaces, supervise
-from whalejax.membership.settings import SupervisorSettings
+from whalejax.elastic.launching import supervise
+from whalejax.membership.settings import Supervised, SupervisorSettings
 words, folder, settings, places = json.loads(sys.argv[1])
 settings = SupervisorSettings(**settings)
-places = ProcessPlaces(**places)
-sys.exit(supervise(words, Path(folder), settings, places, seconds=60.0))
+run = Supervised(
+    command=tuple(words), folder=Path(folder), settings=settings, exit_seconds=60.0,
+    **places
+)
+sys.exit(supervise(run))
 """
 
 
@@ -86,7 +89,7 @@ class Run:
         if spaces:
             port = reserve_port(BRIDGE_ADDRESS)
             release_port(port)
-            places = {"host": BRIDGE_ADDRESS, "port": port}
+            places = {"host": BRIDGE_ADDRESS, "port": port, "places": True}
         arguments = json.dumps([command, str(folder), settings, places])
         with (folder / "front.log").open("w") as log:
             self.front = subprocess.Popen(

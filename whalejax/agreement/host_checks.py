@@ -138,7 +138,6 @@ def _version(package: str) -> Check:
 
 
 def _required_versions(package: str) -> str:
-    """Returns the versions that this package requires, such as ``">=0.10.2,<0.13"``."""
     try:
         needed = metadata.requires("whalejax") or []
     except metadata.PackageNotFoundError:  # run from a checkout
@@ -182,7 +181,6 @@ def _within(version: str, wanted: str) -> bool:
 
 
 def _devices() -> tuple[list[Check], str]:
-    """Checks the devices of this host; also returns their kinds as text."""
     remedy = (
         "Run python -c 'import jax; print(jax.local_devices())' here: it says more. "
         "Drivers, and other processes that hold the devices, are what to look at"
@@ -218,7 +216,6 @@ def _devices() -> tuple[list[Check], str]:
 
 
 def _address() -> Check:
-    """Checks the address at which others reach this host by its name."""
     name = socket.gethostname()
     try:
         result = sorted({str(x[4][0]) for x in socket.getaddrinfo(name, None)})
@@ -241,7 +238,6 @@ def _address() -> Check:
 
 
 def _port(port: int) -> Check:
-    """Checks whether process 0 of a launcher could listen here."""
     try:
         with socket.socket() as result:
             result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -258,7 +254,6 @@ def _port(port: int) -> Check:
 
 
 def _coordinator(coordinator: str) -> Check:
-    """Checks whether the coordinator's name resolves here."""
     host, port = split_address(coordinator)
     try:
         where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -273,7 +268,6 @@ def _coordinator(coordinator: str) -> Check:
 
 
 def _proxies() -> Check:
-    """Checks whether traffic between hosts would be sent to a proxy."""
     given = [
         name for name in os.environ if name.lower() in ("http_proxy", "grpc_proxy")
     ]
@@ -289,7 +283,6 @@ def _proxies() -> Check:
 
 
 def _clock() -> Check:
-    """Checks whether the clock is synchronised."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     try:
         buffer = ctypes.create_string_buffer(512)  # struct timex, with room

@@ -143,7 +143,6 @@ class _HostCollector:
     def receive(
         self, listening: socket.socket, key: Key | None, end: float
     ) -> HostComparison:
-        """Receives the hosts' reports at a listener, and sends the result to all."""
         acceptor = Acceptor(listening, key, self._notice)
         with self._changed:
             self._changed.wait_for(self._is_full, max(0.0, end - time.monotonic()))
@@ -168,7 +167,6 @@ class _HostCollector:
         return len(self._came) >= self._count - 1
 
     def _notice(self, channel: Channel) -> None:
-        """Handles a connection that has received data or ended."""
         try:
             while (message := channel.next(_TO_HOST)) is not None:
                 self._hear(channel, message)
@@ -239,7 +237,6 @@ def compare_hosts(reports: Sequence[HostReport]) -> list[Check]:
 
 
 def _clocks(clocks: Sequence[tuple[str, float, float]]) -> list[Check]:
-    """Returns the offsets of clocks from the coordinator's."""
     if not clocks:
         return []
     words = [f"{host} {ahead:+.3f} s (±{sure:.3f})" for host, ahead, sure in clocks]

@@ -13,7 +13,11 @@ from whalejax.cli.options import LaunchCommand, TrainCommand, given_plan_options
 from whalejax.cli.process_places import check_places, start_agents
 from whalejax.elastic.elastic_worker import mesh_asked
 from whalejax.elastic.launching import supervise
-from whalejax.membership.settings import SupervisorSettings, least_and_most
+from whalejax.membership.settings import (
+    Supervised,
+    SupervisorSettings,
+    least_and_most,
+)
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -44,18 +48,16 @@ def launch_elastic(command: LaunchCommand) -> int:
                 f"--cpu-quota is {command.cpu_quota}; with MIN:MAX no process has one. "
                 "Leave it out"
             )
-    settings = _settings(command, command.processes)
-    words = (sys.executable, str(command.script), *command.arguments)
+    run = Supervised(
+        command=(sys.executable, str(command.script), *command.arguments),
+        folder=command.logs,
+        settings=_settings(command, command.processes),
+        exit_seconds=command.exit_timeout,
+        quiet=command.json or command.quiet,
+    )
     began = time.monotonic()
-    with start_agents(command, command.logs, most + command.spares) as places:
-        status = supervise(
-            words,
-            command.logs,
-            settings,
-            places,
-            seconds=command.exit_timeout,
-            quiet=command.json or command.quiet,
-        )
+    with start_agents(command, run) as placed:
+        status = supervise(placed)
     elastic_outcome.print_launched(command, status, time.monotonic() - began)
     return status
 
@@ -110,16 +112,16 @@ def train_elastically(command: TrainCommand) -> int:
         except WhaleError as error:
             problems.add(str(error))
     assert command.save is not None
-    words = (
-        sys.executable,
-        "-m",
-        "whalejax.elastic.elastic_worker",
-        encode_command(command),
+    module = "whalejax.elastic.elastic_worker"
+    run = Supervised(
+        command=(sys.executable, "-m", module, encode_command(command)),
+        folder=command.save,
+        settings=_settings(command, command.processes),
+        quiet=command.quiet,
     )
-    settings = _settings(command, command.processes)
     began = time.monotonic()
-    with start_agents(command, command.save, most + command.spares) as places:
-        status = supervise(words, command.save, settings, places, quiet=command.quiet)
+    with start_agents(command, run) as placed:
+        status = supervise(placed)
     elastic_outcome.print_trained(command, status, time.monotonic() - began)
     return status
 

@@ -49,7 +49,8 @@ def launch(command: LaunchCommand) -> int:
         return Keeper(
             [program], command.logs, lambda text: say(f"whalejax: {text}")
         ).run()
-    if ":" in command.processes or _needs_supervisor(command):
+    needs_agents = command.host is not None or command.ray is not None
+    if ":" in command.processes or needs_agents or command.spares or command.restarts:
         from whalejax.cli.elastic_launch import launch_elastic
 
         return launch_elastic(command)
@@ -71,12 +72,6 @@ def launch(command: LaunchCommand) -> int:
             exit_seconds=command.exit_timeout,
         )
     )
-
-
-def _needs_supervisor(command: LaunchCommand) -> bool:
-    """Returns whether a fixed number of processes needs agents, spares or restarts."""
-    held = command.host is not None or command.ray is not None
-    return held or bool(command.spares or command.restarts)
 
 
 def _percents(text: str) -> tuple[float, ...]:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand
 from whalejax.distributed.launch_env import PORT, joined_address
 from whalejax.elastic.agents.on_hosts import HostAgents
-from whalejax.elastic.launching import LOOPBACK, ProcessPlaces
+from whalejax.membership.settings import Supervised
 from whalejax.meshes.errors import Problems
 from whalejax.processes.launch_spec import check_hosts, is_here, shell_words
 from whalejax.processes.local_gpus import refusal, visible_gpus
 from whalejax.wire.connection import listen
-
-
-if TYPE_CHECKING:
-    from whalejax.elastic.engines.ray_agents import RayAgents
 
 
 _HERE: Final = LaunchCommand(script=Path()).hosts
@@ -65,55 +62,55 @@ def check_places(
 
 @contextlib.contextmanager
 def start_agents(
-    command: LaunchCommand | TrainCommand, folder: Path, most: int
-) -> Iterator[ProcessPlaces]:
-    """Starts the agents that a command asks for; they end with the context.
+    command: LaunchCommand | TrainCommand, run: Supervised
+) -> Iterator[Supervised]:
+    """Starts the agents that a command asks for; yields the run with their places.
 
     Args:
         command: Options of the command.
-        folder: Folder of the run.
-        most: Number of processes of the run, spares included.
+        run: Run of the command; its agents end with the context.
 
     Raises:
         WhaleError: An agent cannot be started.
     """
     hosts, host = _hosts(command), command.host
+    most = run.settings.most + run.settings.spares
     if host is None and hosts:
         host = address_for(hosts)
     if host is None and command.ray is not None:
         host = socket.gethostname()
     if host is None:
-        yield ProcessPlaces(port=command.port)
+        yield dataclasses.replace(run, port=command.port or 0)
         return
     port = command.port or PORT
     where = joined_address(host, port)
     awaited = hosts
     with contextlib.ExitStack() as stack:
         if command.ray is not None:
-            agents = stack.enter_context(_on_ray(command.ray, where, folder, most))
+            from whalejax.elastic.engines.ray_agents import RayAgents
+
+            agents = stack.enter_context(
+                RayAgents(command.ray, where, run.folder, processes=most)
+            )
             awaited = tuple(agents.names)
         elif hosts:
             stack.enter_context(
                 HostAgents(
                     dict.fromkeys(hosts, shell_words(command.remote_shell)),
                     where,
-                    folder,
+                    run.folder,
                     processes=-(-most // len(hosts)),
                 )
             )
-        yield ProcessPlaces(host=host, port=port, awaited=awaited)
+        yield dataclasses.replace(
+            run, host=host, port=port, places=True, awaited=awaited
+        )
 
 
 def _hosts(command: LaunchCommand | TrainCommand) -> tuple[str, ...]:
     return () if command.hosts == _HERE else tuple(command.hosts.split(","))
 
 
-def _on_ray(address: str, where: str, folder: Path, most: int) -> RayAgents:
-    from whalejax.elastic.engines.ray_agents import RayAgents
-
-    return RayAgents(address, where, folder, processes=most)
-
-
 def address_for(hosts: Sequence[str]) -> str:
     """Returns the address at which agents of these hosts reach this machine."""
-    return LOOPBACK if all(map(is_here, hosts)) else socket.gethostname()
+    return "127.0.0.1" if all(map(is_here, hosts)) else socket.gethostname()

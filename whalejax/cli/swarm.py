@@ -21,7 +21,12 @@ from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.user_code.losses import Job
 from whalejax.wire.keys import Key, load_key
 from whalejax.wire.messages import A, Question
-from whalejax.wire.service import Address
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    UnansweredError,
+    UnreachableProcessError,
+)
 from whalejax.wire.swarm_messages import AskTerms, ShowSwarm, Terms
 
 
@@ -88,12 +93,12 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         from whalejax.cli.swarm_processes import serve_with_peers
 
         return serve_with_peers(command)
-    from whalejax.swarm_runtime.registry_server import open_listener
+    from whalejax.swarm_runtime.swarm_process import open_listener
     from whalejax.wire.keys import make_key
 
     # First, so that joining processes see that the registry starts, while it traces.
     make_key(command.key)
-    with open_listener(command.host, command.port) as listening:
+    with open_listener("the registry", command.host, command.port) as listening:
         return _serve(command, find_job, listening)
 
 
@@ -302,7 +307,6 @@ def _cut_by(
     command: SwarmJoinCommand | SwarmTrainCommand,
     find_job: FindJob,
 ) -> StagedJob:
-    """Returns the job in stages, cut as by the registry's process."""
     from whalejax.swarm_runtime.staged_job import StagedJob
 
     return StagedJob(
@@ -321,7 +325,8 @@ def _until_over(
 ) -> None:
     """Runs a process of a swarm until the run is over or it has left.
 
-    ``leaving`` is the message when it is asked to leave.
+    Raises:
+        WhaleError: It cannot start, or ended unexpectedly.
     """
     asked = 0
 
@@ -443,16 +448,10 @@ class _Absent(WhaleError):
 
 
 def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
-    from whalejax.wire.service import (
-        Caller,
-        RefusedRequestError,
-        UnreachableProcessError,
-    )
-
     caller = Caller(key)
     try:
         return caller.ask(address, question, seconds=_ASK_SECONDS)
-    except (UnreachableProcessError, RefusedRequestError) as error:
+    except UnansweredError as error:
         text = (
             f"{address[0]}:{address[1]}: no registry of a swarm answers there with "
             f"this key ({error}). Give the address that whalejax swarm serve says it "
@@ -468,7 +467,7 @@ def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
 def _check(
     command: SwarmServeCommand | SwarmJoinCommand | SwarmTrainCommand,
 ) -> None:
-    """Refuses numbers that no run can have; lists all."""
+    """Refuses numbers that no run can have."""
     problems = Problems("options")
     if isinstance(command, SwarmServeCommand):
         limits = {

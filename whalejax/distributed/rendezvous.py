@@ -108,14 +108,6 @@ class ProcessPlace:
     key: Key | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
-    """A connected process: its location and its connection."""
-
-    where: str
-    channel: Channel
-
-
 class LostProcessError(WhaleError):
     """A process is missing, or has failed; ``rank`` is its rank."""
 
@@ -178,7 +170,8 @@ class RendezvousServer:
         """
         self._place = place
         self._end = end
-        self._here: dict[int, _Member] = {}
+        # Where each process is, and its connection.
+        self._here: dict[int, tuple[str, Channel]] = {}
         self._ranks: dict[Channel, int] = {}
         self._joined: set[int] = set()
         self._gone: dict[int, str] = {}
@@ -254,14 +247,13 @@ class RendezvousServer:
         return [rank for rank in range(1, self._place.count) if rank not in self._here]
 
     def _tell_all(self, message: Message) -> None:
-        for member in [*self._here.values()]:
+        for _, channel in [*self._here.values()]:
             with contextlib.suppress(WireError):
-                member.channel.post(message)
+                channel.post(message)
 
     # In the loop.
 
     def _notice(self, channel: Channel) -> None:
-        """Handles a message of a connection, or its end."""
         try:
             while (message := channel.next(_TO_HOST)) is not None:
                 if isinstance(message, Arrival):
@@ -280,7 +272,6 @@ class RendezvousServer:
             channel.close()
 
     def _enter(self, channel: Channel, message: Arrival) -> None:
-        """Admits a process, or refuses it with a reason."""
         rank, count = message.rank, message.count
         with self._changed:
             if count != self._place.count:
@@ -293,11 +284,11 @@ class RendezvousServer:
             elif rank in self._here or channel in self._ranks:
                 wrong = f"process_id {rank} was given to two processes"
                 if rank in self._here:
-                    wrong += f": {self._here[rank].where} came before"
+                    wrong += f": {self._here[rank][0]} came before"
             else:
                 self._gone.pop(rank, None)
                 where = printable(message.where)[:200]
-                self._here[rank] = _Member(where=where, channel=channel)
+                self._here[rank] = where, channel
                 self._ranks[channel] = rank
                 wrong = ""
             missing = self._missing()
@@ -314,12 +305,11 @@ class RendezvousServer:
                 channel.post(some)
 
     def _leave(self, channel: Channel) -> None:
-        """Handles the end of a connection."""
         with self._changed:
             rank = self._ranks.pop(channel, None)
             if rank is None or rank in self._joined:
                 return
-            where = self._here[rank].where
+            where, _ = self._here[rank]
             self._gone[rank] = f"({where}) came and ended before JAX had joined all"
             if not self._began:
                 del self._here[rank]
@@ -412,7 +402,6 @@ class RendezvousClient:
             self._channel.close()
 
     def _arrive(self, deadline: float) -> Channel:
-        """Returns a connection to process 0, after it was sent this rank."""
         place = self._place
         where = f"pid {os.getpid()} on {socket.gethostname()}"
         try:

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Final, TextIO, cast
 
 from whalejax.meshes.errors import WhaleError
@@ -52,28 +51,22 @@ class _Output:
         return getattr(self._out, name)
 
     def write(self, text: str) -> int:
-        with _OutputErrorContext():
+        with _output_errors():
             return self._out.write(text)
 
     def flush(self) -> None:
-        with _OutputErrorContext():
+        with _output_errors():
             self._out.flush()
 
 
-class _OutputErrorContext:
-    """Context for writes to standard output; converts system errors."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-            raise OutputWriteError(error) from error
+@contextlib.contextmanager
+def _output_errors() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputWriteError(error) from error
 
 
 @contextlib.contextmanager

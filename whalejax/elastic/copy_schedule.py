@@ -6,13 +6,14 @@ processes make the same decisions: whether to make a copy, and which set to use.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import jax
 
@@ -21,11 +22,10 @@ from whalejax.elastic.supervisor.memory_folder import memory_folder
 from whalejax.lowering.train_state import TrainState
 from whalejax.planner.plan.goodput import daly_seconds
 from whalejax.processes.local_processes import machine
-from whalejax.state.checkpoint_files import told_by_all
+from whalejax.state.checkpoint_files import first_error, told_by_all
 from whalejax.state.remote_shard_copies import (
     CopyExchange,
     CopyHolder,
-    holder_from,
     names_in,
     other_machine,
     remove_others,
@@ -87,11 +87,11 @@ class ShardCopyManager:
             self._copies = Copies(folder)
         except BadCopies as found:
             error = str(found)
-        mine = {"machine": machine(), "folder": str(folder), "host": "", "port": 0}
+        mine = CopyHolder(machine=machine(), folder=str(folder))
         if self._agreed(0, error):
             self._meet(mine, key)
 
-    def _meet(self, mine: dict[str, Any], key: Path) -> None:
+    def _meet(self, mine: CopyHolder, key: Path) -> None:
         """Finds the holders of copies, and serves copies to other processes
         if there are several folders.
         """
@@ -114,7 +114,8 @@ class ShardCopyManager:
                 file=sys.stderr,
                 flush=True,
             )
-            self._holders = _holders({**mine, "host": at[0], "port": at[1]})
+            mine = dataclasses.replace(mine, host=at[0], port=at[1])
+            self._holders = _holders(mine)
         here = jax.process_index()
         self._other = other_machine(self._holders, here)
         self._removes = places.index(places[here]) == here
@@ -127,13 +128,8 @@ class ShardCopyManager:
             self._exchange = None
 
     def _agreed(self, done: int, error: str) -> bool:
-        """Whether all processes continue with copies; none does if one cannot.
-
-        Args:
-            done: Number of the step.
-            error: Error of this process, or empty.
-        """
-        result = _first_error(error, "copies in memory")
+        """Whether all processes continue with copies; none does if one cannot."""
+        result = first_error(error, "copies in memory")
         if result:
             self._copies = None
             self.close()
@@ -169,7 +165,7 @@ class ShardCopyManager:
                 )
             except BadCopies as bad:
                 error = str(bad)
-            if problem := _first_error(error, f"copies of step {copied.step}"):
+            if problem := first_error(error, f"copies of step {copied.step}"):
                 self._tell(copied.step, problem)
                 whole.remove(copied)
                 continue
@@ -263,13 +259,12 @@ class ShardCopyManager:
         self._last, self._cost = done, time.monotonic() - began
 
     def _settle(self, done: int) -> None:
-        """Determines jointly whether the latest set is complete."""
         assert self._copies is not None
         if self._begun is None:
             return
         self._copies.wait()
         begun, self._begun = self._begun, None
-        problem = _first_error(self._copies.problem(), "copies in memory")
+        problem = first_error(self._copies.problem(), "copies in memory")
         if not problem:
             self._whole, self._failed = begun, 0
             return
@@ -290,20 +285,8 @@ class ShardCopyManager:
             self._copies.wait()
 
 
-def _first_error(error: str, what: str) -> str:
-    """Returns the first error of any process, or nothing; all processes call this.
-
-    Args:
-        error: Error of this process, or empty.
-        what: Action that failed, for the message.
-
-    Raises:
-        WhaleError: A process did not call this.
-    """
-    return next((text for text in told_by_all(error, what) if text), "")
-
-
-def _holders(mine: dict[str, Any]) -> list[CopyHolder]:
+def _holders(mine: CopyHolder) -> list[CopyHolder]:
     """Returns the holders of copies in all processes; all of them call this."""
-    said = told_by_all(json.dumps(mine), "where copies are")
-    return [holder_from(json.loads(text)) for text in said]
+    text = json.dumps(dataclasses.asdict(mine))
+    said = told_by_all(text, "where copies are")
+    return [CopyHolder(**json.loads(text)) for text in said]

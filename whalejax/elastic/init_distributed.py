@@ -114,7 +114,6 @@ def init_distributed(
 
 
 def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> ProcessPlace:
-    """Returns this process's rank and address, from the arguments or the cluster."""
     known: tuple[str, int, int] | None = None
     if given["coordinator"] is not None:
         known = given["coordinator"], given["num_processes"], given["process_id"]
@@ -139,7 +138,6 @@ def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> ProcessPl
 
 
 def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
-    """Joins the processes by JAX, once all are present."""
     if _compat_processes.backends_are_there():
         raise WhaleError(
             "init_distributed came too late. Call it before anything asks for devices "

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +19,7 @@ from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.membership import events as ev
 from whalejax.membership.exit_status import Ending, exit_text
-from whalejax.membership.settings import Supervised, SupervisorSettings
+from whalejax.membership.settings import Supervised
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.heartbeat_pipe import BEAT_SECONDS
 from whalejax.processes.local_run import LocalRun
@@ -42,45 +41,12 @@ _INTERRUPTED: Final = (
 )
 """Messages to a user who interrupts for the first, second and third time."""
 
-LOOPBACK: Final = "127.0.0.1"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessPlaces:
-    """Places of a run's processes: the supervisor's address and the expected agents.
-
-    Attributes:
-        host: Address at which agents join; None if all processes are on this machine.
-        port: Port of that address; a free one if None.
-        awaited: Names of agents that are started for the run.
-    """
-
-    host: str | None = None
-    port: int | None = None
-    awaited: tuple[str, ...] = ()
-
-
-def supervise(
-    words: Sequence[str],
-    folder: Path,
-    settings: SupervisorSettings,
-    places: ProcessPlaces | None = None,
-    *,
-    seconds: float = 300.0,
-    quiet: bool = False,
-    devices: tuple[str, ...] | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> int:
+def supervise(run: Supervised) -> int:
     """Runs a supervisor to its end, and restarts it when it is killed.
 
     Args:
-        words: Command of the processes that it starts.
-        folder: Folder of the run.
-        settings: Settings of the supervisor.
-        places: Placement of the processes; on this machine if None.
-        seconds: Deadline for processes to end after the run.
-        quiet: Whether to report errors only, and no progress.
-        devices, environment: Fields of ``Supervised``.
+        run: Command and settings of the run.
 
     Returns:
         Exit status of the supervisor.
@@ -88,20 +54,6 @@ def supervise(
     Raises:
         WhaleError: Signals ended the supervisor too many times.
     """
-    places = places or ProcessPlaces()
-    run = Supervised(
-        command=tuple(words),
-        folder=folder,
-        settings=settings,
-        host=places.host or LOOPBACK,
-        port=places.port or 0,
-        places=places.host is not None,
-        awaited=places.awaited,
-        exit_seconds=seconds,
-        quiet=quiet,
-        devices=devices,
-        environment=environment,
-    )
     return _SupervisorProcess(run).run()
 
 
@@ -113,7 +65,6 @@ class _SupervisorProcess:
     """
 
     def __init__(self, run: Supervised) -> None:
-        """Prepares the process; starts none yet."""
         hold_standard_streams()
         self._run = run
         seconds = max(run.settings.lease_seconds, 4 * BEAT_SECONDS)
@@ -122,11 +73,9 @@ class _SupervisorProcess:
         self._hears = self._was_asked = self._is_due = False
 
     def run(self) -> int:
-        """Runs the supervisor to its end, and returns its exit status."""
         return self._loop.run().status
 
     def react(self, now: float, event: ev.Event) -> Iterator[ev.Effect]:
-        """Applies an event, and yields its effects; see ``RunPolicy``."""
         del now
         match event:
             case ev.StartsAllowedEvent():
@@ -173,7 +122,6 @@ class _SupervisorProcess:
             yield ev.TerminateEffect(_NAME, AT_ONCE)
 
     def start(self, slot: int) -> None:
-        """Starts the supervisor, or its successor."""
         del slot
         again = self._starts > 0
         run = dataclasses.replace(self._run, again=again)

@@ -29,42 +29,14 @@ from whalejax.elastic.supervisor_client import (
     on_notice,
 )
 from whalejax.lowering.train_state import TrainState
+from whalejax.membership import phases
 from whalejax.membership.assignment import Node
 from whalejax.membership.exit_status import TERMINATED
-from whalejax.membership.phases import (
-    BETWEEN,
-    COMPILING,
-    COMPUTING,
-    CONNECTING,
-    FETCHING,
-    FINISHED,
-    HANDING_OVER,
-    RESTORING,
-    SAVING,
-    STOPPED,
-    WAITING,
-)
 from whalejax.meshes.errors import WhaleError
 from whalejax.state.async_checkpoints import Saver
 from whalejax.state.folder_lock import LOCK
+from whalejax.wire import run_messages as wire
 from whalejax.wire.messages import WireError
-from whalejax.wire.run_messages import (
-    Begin,
-    Committed,
-    Failed,
-    Finished,
-    Leaving,
-    MemberLeft,
-    Prepare,
-    Prepared,
-    Ready,
-    RunDone,
-    RunEnded,
-    State,
-    Stop,
-    Suspect,
-    ToMember,
-)
 
 
 _DRAINED_STATUS = 0
@@ -133,14 +105,13 @@ class ElasticMember:
         self._first: dict[str, list[Node]] = {}
         self._later: dict[str, list[Node]] = {}
         self._began_at = -1
-        self._asked: Prepare | None = None
+        self._asked: wire.Prepare | None = None
         self._suspected: set[str] = set()
         self._seconds = 0.0
         self._leaves = self._told_leaving = self._done = False
         self._has_saved = False  # Since the request to leave.
 
     def _registers(self) -> dict[str, Any]:
-        """Returns the fields of its registration."""
         training = self._training
         return {
             "host": self._peers.host,
@@ -158,7 +129,6 @@ class ElasticMember:
 
     @property
     def _at(self) -> int:
-        """Number of finished steps of the state; -1 without a state."""
         return self._control.step
 
     def run(self) -> Iterator[tuple[TrainState, dict[str, Any]]]:
@@ -177,10 +147,10 @@ class ElasticMember:
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
             stack.enter_context(on_notice(self._leave))
-            self._control.phase = COMPILING
+            self._control.phase = phases.COMPILING
             self._programs.warm_up()
-            self._control.phase = STOPPED
-            self._control.post(Ready())
+            self._control.phase = phases.STOPPED
+            self._control.post(wire.Ready())
             while True:
                 try:
                     yield from self._generations()
@@ -188,19 +158,18 @@ class ElasticMember:
                 except _Regroup:
                     continue
                 except GeneratorExit:
-                    self._control.post(MemberLeft(step=self._at))
-                    self._control.phase = SAVING
+                    self._control.post(wire.MemberLeft(step=self._at))
+                    self._control.phase = phases.SAVING
                     self._saver.wait()
                     raise
                 except NoSupervisorError:
                     self._save_last()
                     raise
                 except Exception as error:
-                    self._control.post(Failed(why=str(error)[-5000:]))
+                    self._control.post(wire.Failed(why=str(error)[-5000:]))
                     raise
 
     def _generations(self) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-        """Yields the steps of the next generation; returns at the end of the run."""
         begin = self._await_begin()
         if begin is None:
             return
@@ -210,12 +179,12 @@ class ElasticMember:
             metrics = self._step()
             self._save_if_due()
             assert self._state is not None
-            self._control.phase = BETWEEN
+            self._control.phase = phases.BETWEEN
             yield self._state, metrics
-        self._control.phase = SAVING
+        self._control.phase = phases.SAVING
         self._saver.wait(self._look)
-        self._control.phase = FINISHED
-        self._control.post(Finished(step=self._at))
+        self._control.phase = phases.FINISHED
+        self._control.post(wire.Finished(step=self._at))
         if self._asked is not None:  # The boundary is after the last step.
             raise _Regroup
         while not self._done:
@@ -224,7 +193,6 @@ class ElasticMember:
     # Messages of the supervisor.
 
     def _look(self) -> None:
-        """Handles new messages; raises if one ends the current work."""
         self._tell_leaving()
         while (said := self._control.poll()) is not None:
             self._hear(said)
@@ -232,7 +200,7 @@ class ElasticMember:
             for name, why in self._peers.broken.items():
                 if name not in self._suspected:
                     self._suspected.add(name)
-                    suspect = Suspect(
+                    suspect = wire.Suspect(
                         generation=self._generation, name=name, why=why[:500]
                     )
                     self._control.post(suspect)
@@ -250,27 +218,27 @@ class ElasticMember:
     def _tell_leaving(self) -> None:
         if self._leaves and not self._told_leaving:
             self._told_leaving = True
-            self._control.post(Leaving(why="it was asked to end (SIGTERM)"))
+            self._control.post(wire.Leaving(why="it was asked to end (SIGTERM)"))
 
-    def _hear(self, said: ToMember) -> None:
+    def _hear(self, said: wire.ToMember) -> None:
         match said:
-            case Prepare(after=after):
+            case wire.Prepare(after=after):
                 self._asked = said
                 if after < 0 or self._at >= self._training.steps:
                     raise _Regroup
-            case Stop():
+            case wire.Stop():
                 self._stop(said)
-            case RunEnded(why=why, well=well):
+            case wire.RunEnded(why=why, well=well):
                 if well:
                     raise SystemExit(_DRAINED_STATUS)
                 raise RunStopped(f"{self._control.name}: {why}")
-            case RunDone():
+            case wire.RunDone():
                 self._done = True
 
-    def _stop(self, said: Stop) -> None:
+    def _stop(self, said: wire.Stop) -> None:
         """Ends this member's run, after a checkpoint if it is to write one."""
         if said.saves and self._state is not None and self._training.save:
-            self._control.phase = SAVING
+            self._control.phase = phases.SAVING
             self._saver.save(self._state, self._at)
             while not self._saver.wait():
                 pass  # The supervisor ends this process if it takes too long.
@@ -283,9 +251,8 @@ class ElasticMember:
         if self._asked is not None and self._at >= self._asked.after:
             raise _Regroup
 
-    def _await_begin(self) -> Begin | None:
-        """Reports its state, and waits until a generation begins; None at the end."""
-        self._control.phase = STOPPED
+    def _await_begin(self) -> wire.Begin | None:
+        self._control.phase = phases.STOPPED
         while True:
             if self._asked is not None:
                 self._answer(self._asked)
@@ -296,23 +263,22 @@ class ElasticMember:
             said = self._control.wait()
             if said is None:
                 continue
-            if not isinstance(said, Begin):
+            if not isinstance(said, wire.Begin):
                 with contextlib.suppress(_Regroup):
                     self._hear(said)
             elif said.generation == self._generation:
                 return said
 
-    def _answer(self, asked: Prepare) -> None:
+    def _answer(self, asked: wire.Prepare) -> None:
         self._generation = asked.generation
-        prepared = Prepared(
+        prepared = wire.Prepared(
             generation=self._generation, step=self._at, held=sorted(self._held)
         )
         self._control.post(prepared)
 
     # A generation.
 
-    def _join(self, begin: Begin) -> None:
-        """Connects to the others, and brings all to the same state."""
+    def _join(self, begin: wire.Begin) -> None:
         name = self._control.name
         self._suspected.clear()
         members = begin.members
@@ -321,13 +287,13 @@ class ElasticMember:
             {n: shares.get(n, []) for n in self._names}
             for shares in (begin.first, begin.later)
         )
-        self._control.phase = CONNECTING
+        self._control.phase = phases.CONNECTING
         self._connect(members)
         sources = begin.sources
         if name in sources:
             self._fetch(sources[name])
         elif self._state is None:
-            self._control.phase = RESTORING
+            self._control.phase = phases.RESTORING
             self._set(self._programs.newest(self._training.save, self._control.post))
         for other in self._names:
             if sources.get(other) == name:
@@ -346,23 +312,23 @@ class ElasticMember:
             self._pause()
 
     def _pause(self) -> None:
-        self._control.phase = WAITING
+        self._control.phase = phases.WAITING
         while True:
             self._look()
             self._listen()
 
     def _fetch(self, source: str) -> None:
-        self._control.phase = FETCHING
+        self._control.phase = phases.FETCHING
 
-        def take() -> State:
+        def take() -> wire.State:
             self._control.done += 1
-            return self._peers.take(source, State, -1, self._look)
+            return self._peers.take(source, wire.State, -1, self._look)
 
         self._set(self._programs.assembled(take, source))
 
     def _hand_over(self, other: str) -> None:
         assert self._state is not None
-        self._control.phase = HANDING_OVER
+        self._control.phase = phases.HANDING_OVER
         with contextlib.suppress(WireError):  # A failed member needs no state.
             for piece in self._programs.pieces(self._state):
                 self._control.done += 1
@@ -384,7 +350,7 @@ class ElasticMember:
             last = last and self._training.save is not None and not self._has_saved
             if last or self._saver.is_due(self._at, self._training.steps):
                 self._has_saved = self._has_saved or last
-                self._control.phase = SAVING
+                self._control.phase = phases.SAVING
                 # The finished step goes to the user's loop before anything else.
                 self._saver.save(self._state, self._at, self._look_later)
 
@@ -394,7 +360,7 @@ class ElasticMember:
             return
         there = [name for name in self._names if name not in self._peers.broken]
         if there and there[0] == self._control.name:
-            self._control.phase = SAVING
+            self._control.phase = phases.SAVING
             self._saver.save(self._state, self._at)
             self._saver.wait()
 
@@ -404,19 +370,19 @@ class ElasticMember:
         assert self._state is not None
         step, programs, control = self._at, self._programs, self._control
         given = self._first if step == self._began_at else self._later
-        control.phase = COMPUTING
+        control.phase = phases.COMPUTING
         if self._batch[0] != step:
             self._batch = step, programs.batch(step, self._state.samples)
         self._add_up(given[control.name])
-        control.phase = WAITING
+        control.phase = phases.WAITING
         sums, came = self._exchanged(step)
-        control.phase = COMPUTING
+        control.phase = phases.COMPUTING
         self._state, metrics = programs.finish(self._state, sums)
         self._held = {}
         loss = float(metrics["loss"])
-        control.phase = BETWEEN  # Set first: the next step has not begun.
+        control.phase = phases.BETWEEN  # Set first: the next step has not begun.
         control.step = step + 1
-        committed = Committed(
+        committed = wire.Committed(
             generation=self._generation,
             step=step + 1,
             loss=loss,
@@ -472,7 +438,7 @@ class ElasticMember:
     def _close(self) -> None:
         # The connection stays until the process ends: the script may go on for long,
         # and a silent member counts as frozen.
-        self._control.phase = FINISHED
+        self._control.phase = phases.FINISHED
         self._control.flush(_FLUSH_SECONDS)
         self._peers.close()
 

@@ -11,18 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
+from whalejax.wire import run_messages as wire
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, ConnectionClosedError, dial, listen
 from whalejax.wire.keys import Key
 from whalejax.wire.messages import DATA_BYTES, M, Message, WireError
-from whalejax.wire.run_messages import (
-    HELLO,
-    TO_PEER,
-    GradientPart,
-    PeerHello,
-    State,
-    Total,
-)
 
 
 CONNECT_SECONDS: Final = 30.0
@@ -95,7 +88,7 @@ class Peers:
             try:
                 channel = self._dial((host, port), look)
                 self._take(generation, other, channel)
-                channel.send(PeerHello(generation=generation, name=name))
+                channel.send(wire.PeerHello(generation=generation, name=name))
             except WireError as error:
                 self._breaks(generation, other, str(error))
                 raise
@@ -176,11 +169,6 @@ class Peers:
                 self._changed.wait(_TICK_SECONDS)
             look()
 
-    def wake(self) -> None:
-        """Wakes all waiting threads."""
-        with self._changed:
-            self._changed.notify_all()
-
     def close(self) -> None:
         """Ends all connections."""
         self._leave(_CLOSED)
@@ -189,7 +177,6 @@ class Peers:
     # Threads.
 
     def _leave(self, generation: int) -> None:
-        """Ends the connections of generations before this one."""
         with self._changed:
             self._least = generation
             old = [key for key in self._channels if key[0] < generation]
@@ -201,7 +188,6 @@ class Peers:
             channel.close()
 
     def _take(self, generation: int, other: str, channel: Channel) -> None:
-        """Stores a connection; closes it if its generation is over."""
         with self._changed:
             if generation < self._least:
                 channel.close()
@@ -214,17 +200,16 @@ class Peers:
             old.close()
 
     def _notice(self, channel: Channel) -> None:
-        """Stores received messages, and handles the end of the connection."""
         try:
             while True:
                 who = self._who.get(channel)
                 if who is None:
-                    hello = channel.next(HELLO)
+                    hello = channel.next(wire.HELLO)
                     if hello is None:
                         return
                     self._take(hello.generation, hello.name, channel)
                     continue
-                said = channel.next(TO_PEER)
+                said = channel.next(wire.TO_PEER)
                 if said is None:
                     return
                 self._put(*who, said)
@@ -235,7 +220,10 @@ class Peers:
                 self._on_disconnect(*who, channel, str(error))
 
     def _put(
-        self, generation: int, other: str, said: GradientPart | Total | State
+        self,
+        generation: int,
+        other: str,
+        said: wire.GradientPart | wire.Total | wire.State,
     ) -> None:
         if getattr(said, "generation", generation) != generation:
             return  # Ignored: a message of another generation.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +13,12 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from whalejax.adapters.leaves import is_key
 from whalejax.agreement.facts import training_facts, values_hash
 from whalejax.api import job_plans
 from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.noise_scale import NoiseScale
-from whalejax.lowering.global_arrays import impl_of
+from whalejax.lowering.global_arrays import impl_of, raw_array, wrapped
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.lowering.train_state import TrainState
 from whalejax.lowering.uneven.contributing_replica import ContributingReplica
@@ -40,6 +38,13 @@ from whalejax.state.resume import (
     checkpoints,
     restore_newest,
 )
+from whalejax.state.state_bytes import (
+    PIECE_BYTES,
+    digest_of,
+    packed,
+    piece_count,
+    unpacked,
+)
 from whalejax.user_code.losses import Job
 from whalejax.wire.run_messages import Note, Recovered, State
 
@@ -47,9 +52,6 @@ from whalejax.wire.run_messages import Note, Recovered, State
 MICRO_BATCHES: Final = 16
 """Largest default number of micro-batches in a step: enough to divide among several
 members without long idle times."""
-
-PIECE_BYTES: Final = 1 << 24
-"""Bytes of a state in one message."""
 
 _LONGEST_NOTE: Final = 2000
 
@@ -233,14 +235,12 @@ class ReplicaPrograms:
 
     def pieces(self, state: TrainState) -> Iterator[State]:
         """Yields a state as messages; the last one has a hash of all."""
-        leaves = [np.asarray(_raw(x)) for x in jax.tree.leaves(state)]
-        flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
-        data = np.concatenate(flat)
+        data = packed([np.asarray(raw_array(x)) for x in jax.tree.leaves(state)])
         about = {
-            "sha256": hashlib.sha256(data.data).hexdigest(),
+            "sha256": digest_of([data]),
             "samples": state.samples,
         }
-        count = -(-data.size // PIECE_BYTES)
+        count = piece_count(data.size)
         for place in range(count):
             piece = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
             text = json.dumps(about) if place == count - 1 else ""
@@ -262,30 +262,19 @@ class ReplicaPrograms:
                 break
         data = np.concatenate([x.reshape(-1).view(np.uint8) for x in pieces])
         about = json.loads(said.text)
-        if hashlib.sha256(data.data).hexdigest() != about["sha256"]:
+        if digest_of([data]) != about["sha256"]:
             raise WhaleError(f"the state that {whose} sent is not as it was sent")
-        return self._unpacked(data, about["samples"], whose)
-
-    def _unpacked(self, data: np.ndarray, samples: Any, whose: str) -> TrainState:
         abstract = self.step.abstract_state()
-        leaves, place = [], 0
-        for aval in jax.tree.leaves(abstract):
-            raw = jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval
-            dtype = np.dtype(raw.dtype)
-            end = place + int(np.prod(raw.shape)) * dtype.itemsize
-            if end > data.size:
-                break
-            array = data[place:end].view(dtype).reshape(raw.shape)
-            leaves.append(_typed(array, aval))
-            place = end
-        tree: Any = jax.tree.structure(abstract)
-        if place != data.size or len(leaves) != tree.num_leaves:
+        avals = jax.tree.leaves(abstract)
+        arrays = unpacked([raw_array(aval) for aval in avals], data)
+        if arrays is None:
             raise WhaleError(
                 f"the state that {whose} sent has {data.size} bytes, which are not "
                 "those of this job's state. Run the same code in all members"
             )
-        state: TrainState = tree.unflatten(leaves)
-        return dataclasses.replace(state, samples=samples)
+        tree: Any = jax.tree.structure(abstract)
+        state: TrainState = tree.unflatten(map(_typed, arrays, avals))
+        return dataclasses.replace(state, samples=about["samples"])
 
     def save(
         self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
@@ -310,7 +299,7 @@ class ReplicaPrograms:
     def copy_state(self, state: TrainState) -> TrainState:
         """Returns a copy of the state, which no later step donates."""
         result: TrainState = jax.tree.map(
-            lambda x: _typed(np.array(_raw(x), copy=True), x), state
+            lambda x: _typed(np.array(raw_array(x), copy=True), x), state
         )
         return dataclasses.replace(result, samples=state.samples)
 
@@ -329,7 +318,6 @@ class ReplicaPrograms:
 
     @functools.cached_property
     def _batches(self) -> Callable[[int], Any]:
-        """Function from the number of earlier samples to a global batch."""
         return batches_by_samples(self.job, self.size)
 
     def add_up(
@@ -429,13 +417,7 @@ def most_micro_batches(size: int, group: int = 1) -> int:
 def _with_fewer(
     planned: Callable[[int], Plan], size: int, error: DependentSamplesError
 ) -> tuple[Plan, int]:
-    """Returns a plan with as many micro-batches as the loss allows, and that number.
-
-    Args:
-        planned: Function that plans with a number of micro-batches.
-        size: Samples of the batch.
-        error: Error that rules out the usual number.
-    """
+    """Returns a plan with as many micro-batches as the loss allows, and that number."""
     whole = [n for n in range(2, MICRO_BATCHES) if size % n == 0] if error.unit else []
     for count in reversed(whole):
         try:
@@ -455,15 +437,9 @@ def local_cluster() -> Cluster:
     return Cluster.detect()
 
 
-def _raw(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
-
-
 def _typed(array: np.ndarray, like: Any) -> Any:
     """Returns a NumPy array on devices, with the sharding and type of ``like``."""
     result = jax.device_put(array, like.sharding)
     # On CPUs the result may alias the NumPy memory, which a step would donate.
     result = jax.numpy.array(result, copy=True)
-    if is_key(like):
-        result = jax.random.wrap_key_data(result, impl=impl_of(like))
-    return jax.device_put(result, like.sharding)
+    return jax.device_put(wrapped(result, impl_of(like)), like.sharding)

@@ -24,15 +24,7 @@ from whalejax.distributed.launch_env import (
 from whalejax.distributed.reserved_port import reserve_port
 from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.membership.phases import STOPPED, WAITING
-from whalejax.wire.run_messages import (
-    Begin,
-    Finished,
-    Prepare,
-    Prepared,
-    Ready,
-    RunEnded,
-    Stop,
-)
+from whalejax.wire import run_messages as wire
 
 
 if TYPE_CHECKING:
@@ -75,14 +67,16 @@ def await_placement(
     address = environment.get(SUPERVISOR)
     if address is None:
         return None
+    from whalejax.agreement.facts import versions
     from whalejax.elastic.supervisor_client import Control
+    from whalejax.membership.elastic_run import IN_GENERATIONS, MODE
 
     host = local_host(address)
     # For the coordinator, if this is the first process of a generation.
     port = reserve_port(host)
 
     more = {"micro_batches": 0, "steps": 0, "save": "", "facts": {}, **(told or {})}
-    more["facts"] = {**_facts(), **more["facts"]}
+    more["facts"] = {MODE: IN_GENERATIONS, **versions(), **more["facts"]}
 
     def registers() -> dict[str, Any]:
         return {"host": host, "port": port, "generation": 0, **more}
@@ -90,12 +84,12 @@ def await_placement(
     control = Control(address, environment.get(KEY_FILE, ""), registers)
     control.open()
     control.phase = STOPPED
-    control.post(Ready())
+    control.post(wire.Ready())
     while True:
         said = control.wait()
         if said is None:
             continue
-        if isinstance(said, Begin):
+        if isinstance(said, wire.Begin):
             break
         _obey(control, said)
     control.phase, control.generation = WAITING, said.generation
@@ -128,19 +122,12 @@ def listens(coordinator: str) -> str:
     )
 
 
-def _facts() -> dict[str, str]:
-    from whalejax.agreement.facts import versions
-    from whalejax.membership.elastic_run import IN_GENERATIONS, MODE
-
-    return {MODE: IN_GENERATIONS, **versions()}
-
-
 def _obey(control: Any, said: Any) -> None:
     match said:
-        case Prepare(generation=generation):
-            control.post(Prepared(generation=generation, step=-1, held=[]))
-        case RunEnded() | Stop():
-            if isinstance(said, RunEnded) and said.well:
+        case wire.Prepare(generation=generation):
+            control.post(wire.Prepared(generation=generation, step=-1, held=[]))
+        case wire.RunEnded() | wire.Stop():
+            if isinstance(said, wire.RunEnded) and said.well:
                 control.flush(_FLUSH_SECONDS)
                 os._exit(0)  # Nobody needed it.
             os.kill(os.getpid(), signal.SIGTERM)
@@ -150,7 +137,7 @@ def _finished(control: Any) -> None:
     """Reports that the script ended without an error: a restarted supervisor cannot
     read the exit status of a process that it did not start."""
     if not hasattr(sys, "last_value"):  # No exception ended it.
-        control.post(Finished(step=-1))
+        control.post(wire.Finished(step=-1))
     control.flush(_FLUSH_SECONDS)
 
 

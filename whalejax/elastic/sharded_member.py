@@ -37,22 +37,7 @@ from whalejax.planner.plan_errors import PlanError
 from whalejax.state.async_checkpoints import remove_old_checkpoints
 from whalejax.state.checkpoint_files import fail_together, told_by_all
 from whalejax.state.resume import agreed_checkpoints
-from whalejax.wire.run_messages import (
-    Committed,
-    CompiledAhead,
-    Leaving,
-    NotCopied,
-    NotSaved,
-    Prepare,
-    Prepared,
-    Recovered,
-    Report,
-    RunEnded,
-    Saved,
-    Stop,
-    ToMember,
-    Unfit,
-)
+from whalejax.wire import run_messages as wire
 
 
 _KEEP_SECONDS: Final = 300.0
@@ -183,12 +168,11 @@ class SpreadMember:
                 raise
             why = str(error)[:_MOST_WORDS]
             print(f"whalejax: {why}", file=sys.stderr, flush=True)
-            self._control.post(Unfit(count=jax.process_count(), why=why))
+            self._control.post(wire.Unfit(count=jax.process_count(), why=why))
             while True:  # The supervisor ends all processes, and starts as many as fit.
                 self._wait()
 
     def _restore_or_init(self) -> TrainState:
-        """Returns the newest state, or an initial one; reports its source."""
         save, control = self._training.save, self._control
         if control is None or self._training.copy_every == 0:
             return self._programs.restore_or_init(save, self._post_first)
@@ -198,7 +182,9 @@ class SpreadMember:
             control.generation,
             every=self._training.copy_every,
             mtbf=self._training.mtbf,
-            tell=self._not_copied,
+            tell=lambda done, why: self._post_first(
+                wire.NotCopied(step=done, why=why[:_MOST_WORDS])
+            ),
         )
         paths = agreed_checkpoints(save) if save is not None else []
         saved = int(paths[0].name.removeprefix("step_")) if paths else 0
@@ -206,7 +192,7 @@ class SpreadMember:
         if state is not None:
             step = int(state.step)
             source = f"copies in memory, of step {step}"
-            self._post_first(Recovered(step=step, source=source))
+            self._post_first(wire.Recovered(step=step, source=source))
             return state
         return self._programs.restore_or_init(save, self._post_first)
 
@@ -214,9 +200,6 @@ class SpreadMember:
         placed = self._programs.new_placement(done)
         if placed is not None:
             self._post_first(placed)
-
-    def _not_copied(self, done: int, why: str) -> None:
-        self._post_first(NotCopied(step=done, why=why[:_MOST_WORDS]))
 
     def _look_ahead(self, done: int) -> None:
         """Prepares for other numbers of processes, once the step time is known."""
@@ -247,9 +230,6 @@ class SpreadMember:
                 break
 
     def _planned_for(self, count: int) -> Plan | None:
-        """Returns a plan for a number of processes; else None, after a
-        report.
-        """
         assert self._control is not None
         if self._over:
             return None
@@ -257,7 +237,7 @@ class SpreadMember:
             return self._programs.plan_for(count)
         except PlanError as error:
             why = str(error)[:_MOST_WORDS]
-            self._control.post(Unfit(count=count, why=why))
+            self._control.post(wire.Unfit(count=count, why=why))
         except Exception as error:
             # Not needed: the processes plan again when they begin.
             warn(f"no plan was made ahead for {count} processes: {error}")
@@ -271,7 +251,7 @@ class SpreadMember:
         try:
             if self._programs.compile_for(plan):
                 seconds = time.monotonic() - began
-                self._control.post(CompiledAhead(count=count, seconds=seconds))
+                self._control.post(wire.CompiledAhead(count=count, seconds=seconds))
         except Exception as error:  # They compile when they begin.
             warn(f"nothing was compiled ahead for {count} processes: {error}")
 
@@ -281,7 +261,7 @@ class SpreadMember:
         self._control.step = done
         self._has_committed = True
         if jax.process_index() == 0:
-            committed = Committed(
+            committed = wire.Committed(
                 generation=self._control.generation,
                 step=done,
                 loss=loss,
@@ -292,13 +272,12 @@ class SpreadMember:
 
     # Stopping.
 
-    def _hears(self, said: ToMember) -> bool:
-        """Handles the supervisor's messages, in a separate thread."""
+    def _hears(self, said: wire.ToMember) -> bool:
         with self._changed:
             match said:
-                case Prepare(generation=generation):
+                case wire.Prepare(generation=generation):
                     self._asked = generation
-                case Stop(why=why, well=well) | RunEnded(why=why, well=well):
+                case wire.Stop(why=why, well=well) | wire.RunEnded(why=why, well=well):
                     self._status = TERMINATED if well else 1
                     if not self._stopped:
                         text = f"whalejax: {why}\n"
@@ -314,7 +293,7 @@ class SpreadMember:
         assert self._control is not None
         if self._leaves and not self._told_leaving:
             self._told_leaving = True
-            self._control.post(Leaving(why="it was asked to end (SIGTERM)"))
+            self._control.post(wire.Leaving(why="it was asked to end (SIGTERM)"))
         due = self._copying is not None and self._copying.is_due(done)
         busy = self._copying is not None and self._copying.busy
         mine = _COPIES if due else _BUSY if busy else ""
@@ -347,7 +326,7 @@ class SpreadMember:
             asked = self._asked
             if asked > told:
                 told = asked
-                self._control.post(Prepared(generation=asked, step=done, held=[]))
+                self._control.post(wire.Prepared(generation=asked, step=done, held=[]))
             self._wait()
         self._control.flush(_FLUSH_SECONDS)
         raise SystemExit(self._status)
@@ -370,7 +349,6 @@ class SpreadMember:
     # Saving.
 
     def _save(self, state: TrainState, done: int) -> None:
-        """Writes a checkpoint; a failed write does not end the run."""
         folder = self._training.save
         if folder is None:
             return
@@ -381,22 +359,18 @@ class SpreadMember:
         try:
             self._programs.save(path, state, lambda: self._approve(done))
         except WhaleError as error:
-            self._not_saved(done, str(error))
+            self._post_first(wire.NotSaved(step=done, why=str(error)[:_MOST_WORDS]))
+            if self._control is None:
+                warn(f"no checkpoint was written after step {done}: {error}")
             return
-        self._post_first(Saved(step=done, path=str(path)))
+        self._post_first(wire.Saved(step=done, path=str(path)))
         if jax.process_index() == 0:
             try:
                 remove_old_checkpoints(folder, self._training.keep)
             except OSError as error:
                 warn(f"old checkpoints stay in {folder}: {error}")
 
-    def _not_saved(self, done: int, why: str) -> None:
-        self._post_first(NotSaved(step=done, why=why[:_MOST_WORDS]))
-        if self._control is None:
-            warn(f"no checkpoint was written after step {done}: {why}")
-
     def _approve(self, done: int) -> None:
-        """Refuses the checkpoint of a process that was given up."""
         error = ""
         if self._control is not None and jax.process_index() == 0:
             folder = self._training.save
@@ -405,8 +379,7 @@ class SpreadMember:
                 error = "the supervisor gave this process up, or is gone"
         fail_together(error, f"step {done} kept")
 
-    def _post_first(self, report: Report) -> None:
-        """Sends a report from only the first process, as it applies to all."""
+    def _post_first(self, report: wire.Report) -> None:
         if self._control is not None and jax.process_index() == 0:
             self._control.post(report)
 

@@ -164,7 +164,6 @@ class SpreadPrograms:
 
     @functools.cached_property
     def _batches(self) -> Callable[[int], Any]:
-        """Function from the number of earlier samples to a global batch."""
         return batches_by_samples(self._job, self.size)
 
     def new_placement(self, done: int) -> TablesPlaced | None:

@@ -24,6 +24,7 @@ from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.local_processes import machine
 from whalejax.state.folder_lock import is_free
+from whalejax.wire import run_messages as wire
 from whalejax.wire.connection import (
     Channel,
     OtherProtocol,
@@ -32,19 +33,6 @@ from whalejax.wire.connection import (
 )
 from whalejax.wire.keys import Key, load_key
 from whalejax.wire.messages import WireError
-from whalejax.wire.run_messages import (
-    TO_MEMBER,
-    Beat,
-    CheckpointWritten,
-    Keep,
-    MemberWelcome,
-    Register,
-    RegistrationRefused,
-    Report,
-    ReportReceived,
-    RunEnded,
-    ToMember,
-)
 
 
 FIRST_SECONDS: Final = 30.0
@@ -160,11 +148,11 @@ class Control:
         self._seconds = supervisor_seconds
         self._channel: Channel | None = None
         self._changed = threading.Condition()
-        self._heard: collections.deque[ToMember] = collections.deque()
+        self._heard: collections.deque[wire.ToMember] = collections.deque()
         # A killed supervisor may not have written the last reports: they stay here, and
         # are sent again, until they are acknowledged. Reports are numbered in sequence:
         # ``_sent`` is the newest sent over this connection, ``_number`` the newest.
-        self._reports: collections.deque[Report] = collections.deque()
+        self._reports: collections.deque[wire.Report] = collections.deque()
         self._sent = self._number = 0
         self._kept: set[int] = set()
         self._token = secrets.token_hex(16)
@@ -187,7 +175,7 @@ class Control:
 
     # For the member's own thread.
 
-    def post(self, report: Report) -> None:
+    def post(self, report: wire.Report) -> None:
         """Sends a report to the supervisor, again until it is acknowledged."""
         with self._changed:
             self._number += 1
@@ -223,13 +211,13 @@ class Control:
                 return False
             if time.monotonic() > ask_at:
                 ask_at = time.monotonic() + _ASK_SECONDS
-                self.post(CheckpointWritten(step=step))
+                self.post(wire.CheckpointWritten(step=step))
             with self._changed:
                 if step not in self._kept:
                     self._changed.wait(0.1)
         return False
 
-    def poll(self) -> ToMember | None:
+    def poll(self) -> wire.ToMember | None:
         """Returns the supervisor's next message, or None.
 
         Raises:
@@ -252,7 +240,7 @@ class Control:
             if self._error is not None:
                 raise self._error
 
-    def wait(self) -> ToMember | None:
+    def wait(self) -> wire.ToMember | None:
         """Returns the supervisor's next message, or None after a second without one."""
         said = self.poll()
         if said is not None:
@@ -324,13 +312,13 @@ class Control:
             "token": self._token,
             **self._registers(),
         }
-        channel.send(Register(**fields))
+        channel.send(wire.Register(**fields))
         while True:
-            said = channel.receive(TO_MEMBER, seconds=30.0)
-            if isinstance(said, RegistrationRefused | RunEnded):
+            said = channel.receive(wire.TO_MEMBER, seconds=30.0)
+            if isinstance(said, wire.RegistrationRefused | wire.RunEnded):
                 channel.close()
                 raise RunStopped(f"the supervisor refused this member: {said.why}")
-            if isinstance(said, MemberWelcome):
+            if isinstance(said, wire.MemberWelcome):
                 break
             self._hear(said)  # for example a missed message
         self.name, self._run_name = said.name, said.run
@@ -339,14 +327,14 @@ class Control:
             self._channel, self._sent = channel, 0
             self._changed.notify_all()
 
-    def _hear(self, said: ToMember) -> None:
+    def _hear(self, said: wire.ToMember) -> None:
         with self._changed:
             match said:
-                case ReportReceived(goodput=goodput, number=number):
+                case wire.ReportReceived(goodput=goodput, number=number):
                     self.goodput = goodput
                     while self._reports and self._reports[0].number <= number:
                         self._reports.popleft()
-                case Keep(step=step):
+                case wire.Keep(step=step):
                     self._kept.add(step)
                 case _:
                     self._heard.append(said)
@@ -358,7 +346,7 @@ class Control:
             assert channel is not None
             try:
                 silent = _SILENT_BEATS * self._beat_seconds
-                self._hear(channel.receive(TO_MEMBER, seconds=silent))
+                self._hear(channel.receive(wire.TO_MEMBER, seconds=silent))
             except WireError:
                 channel.close()
                 with self._changed:
@@ -379,7 +367,7 @@ class Control:
                 continue
             try:
                 if time.monotonic() >= beat_at:
-                    beat = Beat(phase=self.phase, step=self.step, done=self.done)
+                    beat = wire.Beat(phase=self.phase, step=self.step, done=self.done)
                     channel.send(beat)
                     beat_at = time.monotonic() + self._beat_seconds
                 if said is not None:
@@ -391,8 +379,7 @@ class Control:
                 channel.shut_down()  # The other thread reconnects.
                 time.sleep(_AGAIN_SECONDS)
 
-    def _unsent(self) -> Report | None:
-        """Returns the next report to send over this connection, or None."""
+    def _unsent(self) -> wire.Report | None:
         if not self._reports or self._sent >= self._number:
             return None
         place = self._sent + 1 - self._reports[0].number

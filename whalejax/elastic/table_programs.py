@@ -175,9 +175,6 @@ class TableSpreadPrograms(SpreadPrograms):
 def _first_plan(make: Callable[[], Plan]) -> Plan:
     """Returns the plan that the first process makes, in all of them.
 
-    Args:
-        make: Function that plans.
-
     Raises:
         PlanError: There is no plan; raised in all processes.
         WhaleError: Planning failed in another way; raised in all processes.

@@ -189,7 +189,6 @@ def _check_extent(
     copy_every: object,
     mtbf: Any,
 ) -> None:
-    """Refuses values of the job, the extent of its training, and its copies."""
     if not isinstance(job, Job):
         problems.refuse("job", job, "a wh.Job")
     problems.whole("steps", steps, least=1)
@@ -205,7 +204,6 @@ def _check_extent(
 
 
 def _check_mesh(problems: Arguments, mesh: object) -> None:
-    """Refuses a mesh that is neither None, a word, sizes, nor a function of them."""
     from whalejax.elastic.mesh_sizes import refusal
 
     if mesh is not None and (expected := refusal(mesh)):
@@ -215,7 +213,6 @@ def _check_mesh(problems: Arguments, mesh: object) -> None:
 
 
 def _check_noise_scale(problems: Arguments, noise_scale: bool, mesh: object) -> None:
-    """Refuses ``noise_scale`` for runs without replicas, which alone measure it."""
     from whalejax.elastic.mesh_sizes import REPLICAS
 
     problems.switch("noise_scale", noise_scale)
@@ -234,7 +231,6 @@ def _check_tables(
     num_micro_batches: object,
     noise_scale: object,
 ) -> None:
-    """Refuses arguments that exclude tables, or need them."""
     from whalejax.elastic.mesh_sizes import REPLICAS
     from whalejax.tables.sparse_optimizers import SparseOptimizer
 
@@ -273,7 +269,6 @@ def _train_tables(
     tables: SparseOptimizer,
     replace_every: int | None,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Returns the steps of a model with tables over all processes."""
     from whalejax.elastic.mesh_sizes import AUTO
     from whalejax.elastic.table_programs import TableSpreadPrograms
     from whalejax.journals.reduction_choice import COLLECTIVES, GradientReduction
@@ -305,7 +300,6 @@ def _train(
     mesh: Asked | None,
     noise_scale: bool,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Trains the job with the run's gradient reduction, and returns its steps."""
     from whalejax.elastic.member import ElasticMember
     from whalejax.elastic.mesh_sizes import AUTO, REPLICAS
     from whalejax.elastic.replica_programs import ReplicaPrograms
@@ -329,7 +323,6 @@ def _train(
 
 
 def _asked_reduction(mesh: Asked) -> GradientReduction:
-    """Returns the gradient reduction that a given mesh needs."""
     from whalejax.elastic.mesh_sizes import REPLICAS
     from whalejax.journals.reduction_choice import (
         COLLECTIVES,
@@ -349,7 +342,6 @@ def _agreed(
     training: Training,
     address: str,
 ) -> tuple[Way, PlannedReplica | None]:
-    """Returns the run's gradient reduction, and the replica if it was planned."""
     from whalejax import _compat_processes
     from whalejax.elastic.gradient_reduction.reduction_agreement import Arbiter, agreed
     from whalejax.elastic.gradient_reduction.reduction_cost import ReductionProcesses
@@ -387,7 +379,6 @@ def _agreed(
 def _train_sharded(
     job: Job, training: Any, settings: dict[str, Any], mesh: Any
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Returns the steps of one model over all processes."""
     from whalejax.elastic.sharded_programs import SpreadPrograms
 
     facts = {k: str(settings[k]) for k in ("batch", "precision", "seed")}
@@ -399,14 +390,6 @@ def _train_sharded(
 def _spread(
     made: Callable[[], Any], mesh: Asked, training: Training, facts: dict[str, str]
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Returns the steps of one model over all processes.
-
-    Args:
-        made: Function that plans and traces the model.
-        mesh: Sizes of mesh axes, or a rule for them.
-        training: Extent of the training.
-        facts: Facts that all processes must share, without the mesh.
-    """
     from whalejax.elastic.sharded_member import SpreadMember
 
     if isinstance(mesh, Mapping | str):
@@ -416,7 +399,6 @@ def _spread(
 
 
 def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Yields the steps of a run of one process, without a supervisor."""
     from whalejax.state.async_checkpoints import Saver
     from whalejax.state.resume import hold_folder
 

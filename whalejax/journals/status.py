@@ -277,7 +277,6 @@ def _home(folder: Path) -> Path:
 
 
 def _before_end(events: Events) -> Events:
-    """Returns the events before a run's end; members that leave then are not lost."""
     for place, said in enumerate(events):
         if said["event"] == "ending":
             return events[:place]
@@ -285,7 +284,6 @@ def _before_end(events: Events) -> Events:
 
 
 def _end_of(ending: Mapping[str, Any]) -> str:
-    """Describes the end of a run, by its event or its exit status."""
     by_status = {0: "complete", TERMINATED: "interrupted"}
     return str(ending.get("how") or by_status.get(ending["status"], "failed"))
 
@@ -305,18 +303,19 @@ def _members(events: Events) -> dict[str, MemberStatus]:
                 members, name, state=_state_at_end(said, was, place > before, ending)
             )
         elif state is not None:
-            if said["event"] == "registered" and not _begins(members, name):
+            begins = name not in members or members[name].state in (
+                "",
+                STATE_OF["started"],
+            )
+            if said["event"] == "registered" and not begins:
                 continue  # It rejoined a restarted supervisor.
             known = {key: said[key] for key in ("pid", "host") if key in said}
             _change(members, name, state=state, **known)
     if ending is not None:
-        for name in _still_there(members):
+        there = {*STATE_OF.values(), "training"} - {"failed"}
+        for name in [n for n, member in members.items() if member.state in there]:
             _change(members, name, state=_member_state_at_end(ending))
     return members
-
-
-def _begins(found: Mapping[str, MemberStatus], name: str) -> bool:
-    return name not in found or found[name].state in ("", STATE_OF["started"])
 
 
 def _change(found: dict[str, MemberStatus], name: str, **changed: Any) -> None:
@@ -324,15 +323,9 @@ def _change(found: dict[str, MemberStatus], name: str, **changed: Any) -> None:
     found[name] = dataclasses.replace(known, **changed)
 
 
-def _still_there(found: Mapping[str, MemberStatus]) -> list[str]:
-    there = {*STATE_OF.values(), "training"} - {"failed"}
-    return [name for name, member in found.items() if member.state in there]
-
-
 def _state_at_end(
     said: Mapping[str, Any], was: str, after: bool, ending: Mapping[str, Any] | None
 ) -> str:
-    """Describes the end of a member, by its last state and whether the run was over."""
     if said["event"] == "ended" and "how" in said:
         return str(said["how"])
     if after and ending is not None:
@@ -367,7 +360,6 @@ def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _times(commits: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    """Returns the times of the commits, and the seconds from one to the next."""
     newest: dict[int, float] = {}
     for said in commits:
         newest[said["step"]] = said["time"]

@@ -305,6 +305,19 @@ def wrapped(x: Any, impl: Any) -> Any:
     return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
 
 
+def raw_array(x: Any) -> Any:
+    """Returns the data of random keys; other arrays, real or abstract, are unchanged.
+
+    Args:
+        x: Keys, or another array.
+    """
+    if not is_key(x):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.eval_shape(jax.random.key_data, x)
+    return jax.random.key_data(x)
+
+
 def impl_of(aval: Any) -> Any:
     """Returns the implementation of random keys, or None for other arrays."""
     if not is_key(aval):

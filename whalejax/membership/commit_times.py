@@ -32,12 +32,9 @@ class CommitTimes:
         self._took: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._counts = False
         self._first: tuple[int, float] | None = None
-        self._redone = 0
 
     def start_generation(self, step: int, now: float) -> None:
         """Records that a generation began with the state of a step."""
-        if 0 <= step < self.step:
-            self._redone += self.step - step
         self.step, self.at, self._counts = step, now, False
 
     def committed(self, step: int, now: float) -> None:

@@ -42,7 +42,6 @@ def give_up_overdue(run: ElasticRun, now: float) -> None:
 
 
 def _forgive(run: ElasticRun, now: float, seconds: float) -> None:
-    """Extends all waits by a time in which the supervisor was frozen."""
     for member in run.present_members():
         member.moved_at = shifted(member.moved_at, seconds, now)
         member.since = shifted(member.since, seconds, now)
@@ -57,7 +56,6 @@ def _forgive(run: ElasticRun, now: float, seconds: float) -> None:
 def _overdue(
     run: ElasticRun, now: float, member: MemberRecord, silent: float | None
 ) -> str:
-    """Returns the reason why a member is given up now, or an empty text."""
     settings = run.settings
     match member.status:
         case "gone":

@@ -42,13 +42,10 @@ class Tick(NamedTuple):
     """A turn of the loop ended: time has passed; its other events were handled.
 
     Attributes:
-        states: Linux's letter for the state of each process, for policies that find
-            stopped ones by it.
         beating: Names of the processes that have sent a heartbeat.
         silent: Seconds without a heartbeat of each process that stands still.
     """
 
-    states: Mapping[str, str] = {}
     beating: Collection[str] = ()
     silent: Mapping[str, float] = {}
 

@@ -1,8 +1,8 @@
 """A run of a fixed number of processes: the first failure ends all.
 
 This is the policy of ``whalejax launch N``, as ``react`` is that of elastic runs. It
-touches no process, pipe or clock: events bring exit statuses and states of processes,
-and ``hear`` their reports. The effects start all once, and end the run; then it is
+touches no process, pipe or clock: events bring exit statuses, and ``hear`` the
+processes' reports. The effects start all once, and end the run; then it is
 known which process failed first.
 """
 
@@ -46,10 +46,6 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def _rank_of(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
 @dataclass(slots=True, kw_only=True)
 class FixedRun:
     """Processes of a fixed run, by rank.
@@ -62,6 +58,8 @@ class FixedRun:
         now: Start time; later, time of the newest end of a process.
         reports: Devices that each process reported.
         written_at: Time of the last output of each rank, which its reader changes.
+        states: Linux's letter for the state of each process, by name; its reader
+            changes it before each ``Tick``.
         over: Ranks that have ended, or were given up.
         failed: Exit statuses of the failed ranks, in the order of their failures.
         failure: Rank that failed first, and text that says how; None without one.
@@ -73,12 +71,12 @@ class FixedRun:
     now: float
     reports: dict[int, DeviceReport] = field(default_factory=dict)
     written_at: dict[int, float] = field(default_factory=dict)
+    states: Mapping[str, str] = field(default_factory=dict)
     over: set[int] = field(default_factory=set)
     failed: dict[int, int] = field(default_factory=dict)
     failure: tuple[int, str] | None = None
     _blamed: dict[int, str] = field(default_factory=dict)
     _joining: set[int] = field(default_factory=set)
-    _states: Mapping[str, str] = field(default_factory=dict)
     _going: Lease[int] = field(
         default_factory=lambda: Lease(STOPPED_SECONDS, _LONGEST_TURN_SECONDS)
     )
@@ -111,12 +109,11 @@ class FixedRun:
                 return [ev.End(Ending.INTERRUPTED, "", 128 + number)]
             case ev.ProcessExitEvent(name=name, status=status):
                 assert status is not None  # Each is a child of the loop.
-                self._on_end(now, _rank_of(name), status)
+                self._on_end(now, int(name.rpartition("-")[2]), status)
             case ev.NotStarted(slot=slot, why=why):
                 self._give_up(now, slot, f"cannot be started: {why}")
-            case ev.Tick(states=states):
-                self._states = states
-                self._look(now, states)
+            case ev.Tick():
+                self._look(now)
         if self.running_ranks() and now < self._ends_at:
             return []
         if not self.failed:
@@ -126,7 +123,6 @@ class FixedRun:
         return [ev.End(Ending.FAILED, "", shell_status(status))]
 
     def _on_end(self, now: float, rank: int, status: int) -> None:
-        """Records the end of a process; a status below 0 means a signal."""
         if rank in self.over:
             return
         self.over.add(rank)
@@ -136,11 +132,11 @@ class FixedRun:
             if self.stops or rank == 0:
                 self._ends_at = min(self._ends_at, now + SOON_SECONDS)
 
-    def _look(self, now: float, states: Mapping[str, str]) -> None:
+    def _look(self, now: float) -> None:
         """Gives up processes for which others wait in vain."""
         self._going.turn(now)
         for rank in self.running_ranks():
-            is_stopped = states.get(rank_name(rank)) == _STOPPED
+            is_stopped = self.states.get(rank_name(rank)) == _STOPPED
             if not is_stopped or rank not in self._going.heard_at:
                 self._going.renew(rank, now)
         for rank in self._going.overdue(now):
@@ -170,11 +166,10 @@ class FixedRun:
         return [rank for rank in range(self.processes) if rank not in self.over]
 
     def _first_failure(self) -> tuple[int, str]:
-        """Returns the rank that failed first, and text that says how."""
         if not self._blamed and {*self.failed.values()} <= {*_FOR_ANOTHER}:
             # All ended because of another one, and none could name it.
             for rank in self.running_ranks():
-                if self._states.get(rank_name(rank)) == _STOPPED:
+                if self.states.get(rank_name(rank)) == _STOPPED:
                     self._blamed[rank] = _IS_STOPPED
         first = next(iter(self.failed))
         # A process that ends because of another reports it; JAX aborts processes whose

@@ -190,7 +190,6 @@ def _left_alike(run: ElasticRun, now: float) -> bool:
 
 
 def _fail_left(run: ElasticRun, now: float, names: list[str]) -> None:
-    """Records as failed the members whose loops were left while others continue."""
     for name in names:
         member = run.members[name]
         why = f"its loop was left at step {member.step}, where others go on"
@@ -270,7 +269,6 @@ def _await_prepared(run: ElasticRun, now: float) -> None:
 
 
 def _is_late(run: ElasticRun, now: float, member: MemberRecord) -> bool:
-    """Returns whether a member had enough time to stop in its phase, but did not."""
     limit = max(run.settings.prepare_seconds, _PREPARE_STEPS * run.pace.median)
     since = run.asked_at
     if member.phase in _LONG:
@@ -282,7 +280,6 @@ def _is_late(run: ElasticRun, now: float, member: MemberRecord) -> bool:
 
 
 def _form(run: ElasticRun, now: float) -> None:
-    """Begins the generation; all members have stopped."""
     asked = [run.members[name] for name in run.target]
     if run.stops and any(m.status == "active" for m in asked):
         # They cannot change their world while it runs. Wait for as many members as now;

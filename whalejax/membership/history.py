@@ -122,7 +122,6 @@ def _apply_to_member(
 
 
 def _parts(told: Mapping[str, Iterable[Sequence[int]]] | None) -> Parts:
-    """Returns the micro-batches of each member, from the fields of an event."""
     return {n: [(a, b) for a, b in nodes] for n, nodes in (told or {}).items()}
 
 

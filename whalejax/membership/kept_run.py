@@ -97,7 +97,6 @@ class KeptRun:
     def _on_end(
         self, now: float, name: str, status: int, log: str, since: float
     ) -> Iterator[ev.Effect]:
-        """Handles the end of a process: restarts it, or ends the run."""
         if name == self._leader and (status >= 0 or self._was_asked):
             code = shell_status(status)
             yield ev.End(Ending.FAILED if code else Ending.COMPLETE, "", code)
@@ -123,7 +122,6 @@ class KeptRun:
         yield self._restart(now, name, f"{why}{': ' if error else ''}{error}")
 
     def _restart(self, now: float, name: str, why: str) -> ev.Effect:
-        """Restarts a process after a delay, and returns the message about it."""
         slot, seconds = self._names.index(name), 0.0
         if name not in self.useful:
             seconds = self.failures.hold(now, slot)

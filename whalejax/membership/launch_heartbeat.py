@@ -229,7 +229,6 @@ def _last_error() -> BaseException | None:
 
 
 def _exit_status(error: BaseException | None) -> int:
-    """Returns the status with which Python ends a process for an uncaught error."""
     if not isinstance(error, SystemExit):
         return 1
     if error.code is None:
@@ -377,7 +376,6 @@ class Beats:
     # Threads.
 
     def _beat(self) -> None:
-        """Sends and receives heartbeats until this process ends."""
         soon = self._pause / 100
         while jax.distributed.is_initialized():
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -393,7 +391,6 @@ class Beats:
         self._over.set()
 
     def _hear_all(self) -> None:
-        """Reads the heartbeats of all from now on, after a failure."""
         self._hears_all = True
         self._stirred.set()
 
@@ -448,7 +445,6 @@ class Beats:
         last.join(2 * self._pause)
 
     def _look(self) -> None:
-        """Ends this process when another one is missing."""
         seen = 0
         while not self._over.wait(self._pause / 2):
             with self._lock:

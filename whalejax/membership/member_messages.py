@@ -43,7 +43,6 @@ def refusal(run: ElasticRun, name: str, message: wire.Register) -> str:
 
 
 def _facts(message: wire.Register) -> dict[str, str]:
-    """Returns the facts of a member that all must share."""
     return {
         **message.facts,
         "micro-batches": str(message.micro_batches),
@@ -133,7 +132,6 @@ def hear(run: ElasticRun, now: float, name: str, message: wire.OfMember) -> None
 def _report(
     run: ElasticRun, now: float, member: MemberRecord, message: wire.Report
 ) -> None:
-    """Handles the rare reports that may change who takes part."""
     name = member.name
     match message:
         case wire.Ready() if member.status == "registered":
@@ -181,7 +179,6 @@ def _report(
 def _record_report(
     run: ElasticRun, now: float, name: str, message: wire.Report
 ) -> None:
-    """Writes a report to the journal, without the number that the member gave it."""
     told = {key: told for key, told in message.fields.items() if key != "number"}
     record(run, now, message.kind, name=name, **told)
 

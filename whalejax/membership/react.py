@@ -82,7 +82,6 @@ def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
 
 
 def _place(run: ElasticRun, now: float, event: ev.Event) -> None:
-    """Handles the events of starting processes, and of their agents."""
     match event:
         case ev.NotStarted(slot=slot, why=why):
             run.starting.discard(slot)

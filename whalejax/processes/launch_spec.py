@@ -296,11 +296,7 @@ def is_here(host: str) -> bool:
 
 
 def _check_free(port: int) -> None:
-    """Checks that a port is free before processes start that would need it.
-
-    Raises:
-        WhaleError: The port is in use.
-    """
+    """Checks that a port is free before processes start that would need it."""
     with socket.socket() as result:
         result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

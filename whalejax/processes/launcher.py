@@ -149,7 +149,6 @@ class _Launched:
             stack.callback(log.close)
 
     def run(self) -> ev.End:
-        """Starts the ranks, waits for their end, and reads the rest of their output."""
         launch = self._launch
         if launch.tells and not launch.json:
             say(f"whalejax: {launch.listens(self._coordinator)}")
@@ -164,8 +163,10 @@ class _Launched:
                 thread.join(max(0.0, end - time.monotonic()))
 
     def react(self, now: float, event: ev.Event) -> list[ev.Effect]:
-        """Applies an event by the rules of a fixed run; see ``RunPolicy``."""
         self._policy.written_at = {r: pump.last for r, pump in enumerate(self._pumps)}
+        if isinstance(event, ev.Tick):
+            there = self._loop.processes
+            self._policy.states = {name: there.state(name) for name in there.names}
         return self._policy.react(now, event)
 
     def start(self, slot: int) -> None:
@@ -201,7 +202,6 @@ class _Launched:
             self._threads.append(thread)
 
     def _on_report(self, rank: int, said: DeviceReport | BlameReport | Joining) -> bool:
-        """Records a rank's report; returns False if it is invalid."""
         with self._loop.lock:
             is_true = self._policy.hear(rank, said)
         if len(self._policy.reports) == self._launch.processes:
@@ -260,7 +260,6 @@ class _Launched:
     # The end.
 
     def outcome(self, end: ev.End) -> int:
-        """Prints the end of the run, and returns its exit status."""
         if end.how is Ending.INTERRUPTED:
             if end.status == 128 + signal.SIGINT:
                 raise KeyboardInterrupt
@@ -279,7 +278,6 @@ class _Launched:
         return status or (UNPRINTED if lost else 0)
 
     def _failure(self, rank: int, how: str) -> str:
-        """Describes the first failure, with the end of its output."""
         stopped = self._launch.stops or 0 in self._policy.failed
         went = "all others were stopped" if stopped else "the others went on"
         said = f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; {went}."
@@ -302,7 +300,6 @@ class _Launched:
 
 
 def _print_json(status: int, failure: str | None, ranks: Sequence[RankReport]) -> bool:
-    """Prints the end of a launch as one line of JSON; returns False if that fails."""
     rows = [rank._asdict() for rank in ranks]
     said = {"status": status, "failure": failure, "ranks": rows}
     try:
@@ -317,7 +314,6 @@ def _print_json(status: int, failure: str | None, ranks: Sequence[RankReport]) -
 
 
 def _allow_files(count: int) -> None:
-    """Raises this process's limit of open files, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

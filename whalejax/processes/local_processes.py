@@ -212,11 +212,6 @@ class Processes:
                 return stat.rpartition(")")[2].split()[0]
         return ""
 
-    def end_all(self) -> None:
-        """Kills all processes, as they will no longer be watched."""
-        for name in self.names:
-            self.take_exit_status(name)
-
     def _end_group(self, found: _Process) -> None:
         # The descriptor refers to this process even if its id is used again. Each
         # process leads its own group, and the id stays taken while the group exists;
@@ -320,7 +315,6 @@ def start_child(
 
 
 def _end_of(child: subprocess.Popen[bytes]) -> int:
-    """Returns a descriptor that becomes readable when a child has ended."""
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(child.pid)
     # On systems other than Linux.

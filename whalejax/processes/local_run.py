@@ -1,10 +1,8 @@
 """The loop that starts, watches and ends processes of this machine.
 
-It is the same for all runs whose processes are children of one process: a launch of a
-fixed number, a leader with servers that are restarted, the members of an agent, the
-commands of agents. A policy decides: events go to it, and its effects are carried out.
-Only the supervisor of an elastic run has a loop of its own, for the messages of its
-members; it uses the same ``Processes``.
+It is the same for all runs: a launch of a fixed number, a leader with servers that are
+restarted, the members of an agent, the commands of agents, the supervisor of an elastic
+run. A policy decides: events go to it, and its effects are carried out.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -30,7 +29,9 @@ from whalejax.processes.local_processes import (
 from whalejax.wire.connection_loop import Waker
 
 
-_TICK_SECONDS: Final = 0.2
+TICK_SECONDS: Final = 0.1
+"""Longest time between two turns of the loop."""
+
 _RELEASE_SECONDS: Final = 30.0
 
 
@@ -45,8 +46,8 @@ class RunPolicy(Protocol):
             event: Event that happened.
         """
 
-    def start(self, slot: int) -> None:
-        """Starts and releases the process of a slot.
+    def start(self, slot: int) -> Iterable[ev.Effect] | None:
+        """Starts the process of a slot; returns further effects, such as its release.
 
         Raises:
             OSError: It cannot be started now.
@@ -76,6 +77,10 @@ class LocalRun:
         groups: bool = False,
         stopping: Callable[[Sequence[str]], None] | None = None,
         releases: Mapping[str, Sequence[str]] = {},
+        signals: Sequence[signal.Signals] = (),
+        turn: Callable[[Sequence[ev.Effect]], AbstractContextManager[None]]
+        | None = None,
+        further: Callable[[ev.Effect], None] = lambda effect: None,
     ) -> None:
         """Prepares the run; starts no process.
 
@@ -96,6 +101,12 @@ class LocalRun:
                 request.
             releases: Commands that free what a killed process leaves elsewhere, by
                 name.
+            signals: Signals that the policy gets besides SIGTERM, SIGINT and SIGHUP.
+            turn: Function that receives the effects of a turn, for example to write
+                them to a journal, and returns the context in which they are carried
+                out; if None, those of each event are carried out at once.
+            further: Function that carries out, in addition to this loop, an effect
+                outside this machine's processes, such as a message.
         """
         self._selector = selectors.DefaultSelector()
         self.processes = Processes(
@@ -105,7 +116,9 @@ class LocalRun:
         self.beats = HeartbeatPipes(self._selector, silent_seconds)
         self._policy, self._say, self._stopping = policy, say, stopping
         self._asks, self._groups, self._own_seconds = asks, groups, own_seconds
-        self._releases = releases
+        self._releases, self._handled = releases, (signal.SIGINT, *signals)
+        self._turn_context, self._further = turn, further
+        self._effects: list[ev.Effect] = []
         self._signals: list[int] = []
         self._heard_signals = 0
         self._end: ev.End | None = None
@@ -114,10 +127,15 @@ class LocalRun:
         """Watches another source of effects, such as messages.
 
         Args:
-            source: Object that becomes readable with them.
+            source: Object that becomes readable with them, and is then reset.
             read: Function that yields effects; each is carried out before the next.
         """
-        self._selector.register(source, selectors.EVENT_READ, read)
+
+        def take() -> Iterable[ev.Effect]:
+            source.clear()
+            return read()
+
+        self._selector.register(source, selectors.EVENT_READ, take)
 
     def run(self) -> ev.End:
         """Runs the processes; returns the policy's end, when none is left.
@@ -125,9 +143,10 @@ class LocalRun:
         Raises:
             WhaleError: A process cannot be started, and never can be.
         """
-        with self._selector, handled_signals(self._on_signal, signal.SIGINT):
+        with self._selector, handled_signals(self._on_signal, *self._handled):
             try:
                 self._react(ev.StartsAllowedEvent())
+                self._carry_out()
                 while self._end is None:
                     self._turn()
             finally:
@@ -138,15 +157,14 @@ class LocalRun:
         self._signals.append(number)
 
     def _turn(self) -> None:
-        self._take_ends(_TICK_SECONDS)
+        self._take_ends(TICK_SECONDS)
         for number in self._signals[self._heard_signals :]:
             self._heard_signals += 1
             self._react(ev.Terminate(self._heard_signals > 1, number))
-        states = {name: self.processes.state(name) for name in self.processes.names}
-        self._react(ev.Tick(states, self.beats.beating, self.beats.overdue()))
+        self._react(ev.Tick(self.beats.beating, self.beats.overdue()))
+        self._carry_out()
 
     def _take_ends(self, seconds: float) -> None:
-        """Waits at most ``seconds`` for processes to end, and reports their ends."""
         for key, _ in self._selector.select(seconds):
             name = key.data
             if not isinstance(name, str):
@@ -159,16 +177,25 @@ class LocalRun:
             self.beats.forget(name)
             if status != 0:
                 self._release(name)
-            log = self.processes.log_tail(name) if status else ""
+            log = self.processes.log_tail(name)
             self._react(ev.ProcessExitEvent(name, status, log))
 
     def _react(self, event: ev.Event) -> None:
         if self._end is not None:
             return
         with self.lock:
-            effects = [*self._policy.react(time.monotonic(), event)]
-        for effect in effects:
-            self._do(effect)
+            self._effects += self._policy.react(time.monotonic(), event)
+        if self._turn_context is None:
+            self._carry_out()
+
+    def _carry_out(self) -> None:
+        is_new = True
+        while is_new:
+            effects, self._effects = self._effects, []
+            with self._turn_context(effects) if self._turn_context else nullcontext():
+                for effect in effects:
+                    self._do(effect)
+            is_new = bool(self._effects)
 
     def _do(self, effect: ev.Effect) -> None:
         if self._end is not None:
@@ -189,15 +216,15 @@ class LocalRun:
                 self._end = effect
                 if text:
                     self._say(text)
+        self._further(effect)
 
     def _start_in(self, slot: int) -> None:
         try:
-            self._policy.start(slot)
+            self._effects += self._policy.start(slot) or ()
         except OSError as error:  # Too many processes or files, or too little memory.
             self._react(ev.NotStarted(slot, error.strerror or str(error)))
 
     def _release(self, name: str) -> None:
-        """Frees what a process that did not end by itself has left elsewhere."""
         words = self._releases.get(name)
         if not words:
             return
@@ -237,4 +264,4 @@ class LocalRun:
         while self.processes.names and (left := end - time.monotonic()) > 0:
             if told is not None and len(self._signals) > told:
                 return
-            self._take_ends(min(left, _TICK_SECONDS))
+            self._take_ends(min(left, TICK_SECONDS))

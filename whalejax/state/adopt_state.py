@@ -101,15 +101,12 @@ def check_leaves(state: TrainState, own: TrainState, *, trains: bool) -> None:
 
 
 def _is_loose(leaf: Any) -> bool:
-    """Whether a leaf is an array that is not committed to devices."""
     if isinstance(leaf, jax.Array) and _compat.is_concrete(leaf):
         return not leaf.committed
     return isinstance(leaf, np.ndarray | np.generic)
 
 
 def _place_loose_leaves(state: TrainState, own: TrainState) -> TrainState:
-    """Returns the state with uncommitted arrays in the step's shardings."""
-
     def put(leaf: Any, aval: Any) -> Any:
         return jax.device_put(leaf, aval.sharding) if _is_loose(leaf) else leaf
 
@@ -344,7 +341,6 @@ def check_values(state: TrainState) -> None:
 
 
 def _check_reach(state: TrainState, abstract: TrainState) -> None:
-    """Refuses a state that cannot be moved from device to device."""
     if jax.process_count() == 1:
         return
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
@@ -358,7 +354,6 @@ def _check_reach(state: TrainState, abstract: TrainState) -> None:
 
 
 def _relayout(leaf: Any, target: Any) -> Any:
-    """Returns a copy of an array in another layout."""
     # A moved array may share the memory of shards that do not move.
     leaf = jnp.copy(leaf)
     if _lies(leaf, target):

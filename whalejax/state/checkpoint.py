@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
 from whalejax.adapters.base import dotted
-from whalejax.lowering.global_arrays import settle
+from whalejax.lowering.global_arrays import raw_array, settle
 from whalejax.lowering.loss_scale import LossScale
 from whalejax.lowering.optimizer_schedules import COUNT
 from whalejax.lowering.stage_arrays import collected, spread, spread_sharding
@@ -120,17 +120,41 @@ def save(
         mesh = _between(state)
         if mesh is not None:
             leaves = [(leaf, spread(x, mesh)) for leaf, x in leaves]
-        arrays = nested([(leaf, raw_array(array)) for leaf, array in leaves])
-        try:
-            write_arrays(building / ARRAYS, arrays)
-        except Exception as error:  # Orbax reports a full disk by many classes
-            raise WhaleError(write_failure_message(target, error)) from error
-        hashes = hashed(building)
-        if jax.process_index() == 0:
-            described = [leaf for leaf, _ in leaves]
-            write_record(building, described, plan, hashes, state.samples, batch_size)
+        write_contents(target, building, leaves, plan, state.samples, batch_size)
         if before_it_appears is not None:
             before_it_appears()
+
+
+def write_contents(
+    target: Path,
+    building: Path,
+    leaves: Sequence[tuple[Leaf, Any]],
+    plan: Plan,
+    samples: int | None,
+    batch_size: int | None,
+) -> None:
+    """Writes the arrays and the record of a checkpoint; all processes call this.
+
+    Args:
+        target: Path of the checkpoint, for errors.
+        building: Folder in which it is built.
+        leaves: Descriptions of the arrays, and the arrays.
+        plan: Plan of the state.
+        samples: Number of samples of the finished steps, or None if unknown.
+        batch_size: Number of samples of the global batch, or None if unknown.
+
+    Raises:
+        WhaleError: It cannot be written.
+    """
+    arrays = nested([(leaf, raw_array(array)) for leaf, array in leaves])
+    try:
+        write_arrays(building / ARRAYS, arrays)
+    except Exception as error:  # Orbax reports a full disk by many classes
+        raise WhaleError(write_failure_message(target, error)) from error
+    hashes = hashed(building)
+    if jax.process_index() == 0:
+        described = [leaf for leaf, _ in leaves]
+        write_record(building, described, plan, hashes, samples, batch_size)
 
 
 def new_path(path: Any) -> Path:
@@ -250,10 +274,11 @@ def restore_model(
     places = {leaf.place: leaf for leaf, _ in wanted}
     saved = _by_place(record, places)
     check_same(target, saved, places)
-    entries = [
-        (saved[leaf.place], None if on_host else _on_device(array.sharding))
-        for leaf, array in wanted
-    ]
+    entries: list[tuple[Leaf, Any]] = []
+    for leaf, array in wanted:
+        # In device memory, even if the state's arrays are in host memory.
+        there = None if on_host else (array.sharding.mesh, array.sharding.spec)
+        entries.append((saved[leaf.place], there and NamedSharding(*there)))
     counters = [(leaf, None) for leaf in record.leaves if _counts_updates(leaf)]
     values = read_leaves(target, record, [*entries, *counters])
     tree: Any = jax.tree.structure(parts)
@@ -285,11 +310,6 @@ def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]
     return {moved.get(place, place): leaf for place, leaf in saved.items()}
 
 
-def _on_device(sharding: Any) -> Any:
-    """Returns a sharding in device memory, even if the given one is in host memory."""
-    return NamedSharding(sharding.mesh, sharding.spec)
-
-
 def checked(target: Path) -> Record:
     """Returns the record of an undamaged checkpoint; all processes call this.
 
@@ -313,7 +333,6 @@ def unchecked(target: Path) -> str:
 
 
 def _samples(record: Record, step: int, batch_size: int | None) -> int | None:
-    """Returns the number of samples in a checkpoint's steps, or None if unknown."""
     if record.samples is not None:
         return record.samples
     size = batch_size if record.batch_size is None else record.batch_size
@@ -333,7 +352,6 @@ def _between(state: Any) -> Mesh | None:
 
 
 def _leaves(state: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
-    """Returns all leaves with descriptions, in the state's flattening order."""
     leaves: list[tuple[Leaf, Any]] = []
     for section in _SECTIONS:
         entries = jax.tree_util.tree_flatten_with_path(getattr(state, section))[0]
@@ -370,14 +388,7 @@ def nested(entries: Iterable[tuple[Leaf, Any]]) -> dict[str, dict[str, Any]]:
     return tree
 
 
-def raw_array(array: Any) -> Any:
-    """Returns the array itself; for random keys, their data."""
-    is_key = _compat.is_key_dtype(array.dtype)
-    return jax.random.key_data(array) if is_key else array
-
-
 def _request(leaf: Leaf, sharding: Any) -> Any:
-    """Returns the abstract array to request from Orbax for a leaf."""
     make: Any = jax.ShapeDtypeStruct
     if not leaf.key_impl:
         return make(leaf.shape, jnp.dtype(leaf.dtype), sharding=sharding)
@@ -391,7 +402,6 @@ def _keys(shape: tuple[int, ...], impl: str) -> Any:
 
 
 def _typed(leaf: Leaf, found: Mapping[str, Any], sharding: Any) -> Any:
-    """Returns a leaf of the state from the arrays that were read."""
     if math.prod(leaf.shape):
         array = found[leaf.section][leaf.name]
         if leaf.key_impl:

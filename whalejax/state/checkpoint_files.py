@@ -143,9 +143,20 @@ def fail_together(error: str, what: str) -> None:
     Raises:
         WhaleError: A process has an error; the first one is raised.
     """
-    for text in told_by_all(error, what):
-        if text:
-            raise WhaleError(text)
+    if text := first_error(error, what):
+        raise WhaleError(text)
+
+
+def first_error(error: str, what: str) -> str:
+    """Returns the first error of any process, or nothing; all processes call this.
+
+    Args:
+        error, what: Arguments of ``fail_together``.
+
+    Raises:
+        WhaleError: A process did not call this.
+    """
+    return next((text for text in told_by_all(error, what) if text), "")
 
 
 # Hashes.
@@ -182,7 +193,6 @@ def hashed(building: Path) -> dict[str, str]:
 
 
 def _writer(name: str) -> int:
-    """Returns the index of the process that wrote a file."""
     match = _WRITTEN_BY.search(name)
     return int(match[1]) if match else 0
 

@@ -171,7 +171,6 @@ def write_record(
 
 
 def _hash_of(record: Mapping[str, Any]) -> str:
-    """Returns the hash of a record's fields, except its own hash."""
     said = {name: value for name, value in record.items() if name != _HASH}
     text = json.dumps(said, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -251,7 +250,6 @@ def _refuse_parent(target: Path) -> None:
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
-    """Whether the record is unchanged, as far as its hash can tell."""
     if _HASH in record:
         return bool(record[_HASH] == _hash_of(record))
     return record.keys() == _OLDER

@@ -15,10 +15,10 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import began_at
 
 
 LOCK: Final = "whalejax.lock"
@@ -78,12 +78,7 @@ class FolderLock:
             ) from error
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._give_up()
 
     def _say_who(self) -> None:
@@ -93,7 +88,13 @@ class FolderLock:
         space. With a full disk a new folder is refused, as nothing could be saved
         there.
         """
-        text = json.dumps(_who()).encode()
+        owner = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "started": began_at(os.getpid()),
+        }
+        text = json.dumps(owner).encode()
         try:
             os.pwrite(self._opened, text, 0)
         except OSError as error:
@@ -103,7 +104,6 @@ class FolderLock:
         os.ftruncate(self._opened, len(text))
 
     def _give_up(self) -> None:
-        """Releases the lock, if it is held."""
         if self._opened < 0:
             return
         with contextlib.suppress(OSError):
@@ -198,24 +198,13 @@ def is_held(folder: Path) -> bool:
 
 
 def _is_at(opened: int, path: Path) -> bool:
-    """Whether an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(opened), path.stat())
     except FileNotFoundError:
         return False
 
 
-def _who() -> dict[str, Any]:
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "started": _started(os.getpid()),
-    }
-
-
 def _read(opened: int) -> dict[str, Any]:
-    """Reads the owner of a lock from its file; empty if it names none."""
     try:
         said = json.loads(os.pread(opened, _LONGEST, 0))
     except (OSError, ValueError, RecursionError):
@@ -230,12 +219,10 @@ def _read(opened: int) -> dict[str, Any]:
 
 
 def _lives_here(holder: dict[str, Any]) -> bool:
-    """Whether the owner is a running process of this machine."""
     return holder.get("host") == socket.gethostname() and not _has_ended(holder)
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """Whether the owner was a process of this machine that has ended."""
     if holder.get("host") != socket.gethostname():
         return False
     pid = holder.get("pid")
@@ -247,13 +234,4 @@ def _has_ended(holder: dict[str, Any]) -> bool:
         return True
     except (PermissionError, OverflowError):
         pass
-    return _started(pid) != holder.get("started")
-
-
-def _started(pid: int) -> str:
-    """Returns the start time of a process in ticks since boot; "" if unknown."""
-    try:
-        said = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return said.rpartition(")")[2].split()[19]
+    return began_at(pid) != holder.get("started")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import numpy as np
 from msgspec import Meta
@@ -24,7 +24,7 @@ from whalejax.wire.service import (
     Caller,
     RefusedRequestError,
     Service,
-    UnreachableProcessError,
+    UnansweredError,
 )
 
 
@@ -150,7 +150,7 @@ class CopyExchange:
             question = Put(name=path.name, place=place, last=last, arrays=(part,))
             try:
                 self._caller.ask(address, question, seconds=_seconds(part))
-            except (UnreachableProcessError, RefusedRequestError) as error:
+            except UnansweredError as error:
                 raise OSError(
                     f"{holder.host} did not take copies of this machine: {error}"
                 ) from None
@@ -239,7 +239,7 @@ class RemoteCopy:
             return self._caller.ask(
                 self._address, question, seconds=_seconds(np.empty(0))
             )
-        except (UnreachableProcessError, RefusedRequestError) as error:
+        except UnansweredError as error:
             raise OSError(f"{self._name} did not come: {error}") from None
 
 
@@ -259,13 +259,3 @@ def remove_others(folder: Path, kept: Iterable[str]) -> None:
     for name in {*names_in(folder)} - {*kept}:
         with contextlib.suppress(OSError):
             (folder / name).unlink()
-
-
-def holder_from(told: Mapping[str, Any]) -> CopyHolder:
-    """Returns the holder from another process's report."""
-    return CopyHolder(
-        machine=str(told["machine"]),
-        folder=str(told["folder"]),
-        host=str(told["host"]),
-        port=int(told["port"]),
-    )

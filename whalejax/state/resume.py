@@ -217,7 +217,6 @@ def agreed_checkpoints(folder: Path) -> list[Path]:
 
 
 def _set_aside(damaged: list[tuple[Path, str]], whole: Path) -> list[str]:
-    """Renames damaged checkpoints and returns notes on them."""
     notes, error = [], ""
     for path, text in damaged:
         aside = _free(path.with_name(path.name + DAMAGED_SUFFIX))
@@ -239,7 +238,6 @@ def _set_aside(damaged: list[tuple[Path, str]], whole: Path) -> list[str]:
 
 
 def _free(path: Path) -> Path:
-    """Returns the path, or if it exists, the path with a free number appended."""
     free, number = path, 1
     while os.path.lexists(free):
         number += 1

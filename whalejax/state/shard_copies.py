@@ -24,8 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from whalejax.adapters.leaves import is_key
-from whalejax.lowering.global_arrays import impl_of, wrapped
+from whalejax.lowering.global_arrays import impl_of, raw_array, wrapped
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.state.adopt_state import to_save
@@ -196,7 +195,7 @@ def shards_of(leaves: Iterable[tuple[Leaf, Any]]) -> list[Part]:
     """
     parts: list[Part] = []
     for leaf, array in leaves:
-        raw = jax.random.key_data(array) if is_key(array) else array
+        raw = raw_array(array)
         for shard in raw.addressable_shards:
             if shard.replica_id == 0:
                 box = box_of(shard.index, raw.shape)
@@ -220,7 +219,7 @@ def arrays_of(found: CopiedParts, leaves: Iterable[tuple[Leaf, Any]]) -> list[An
         entry = found.get(leaf.place, [])
         if any(
             part.about["form"] != leaf.form
-            or len(part.about["box"]) != _dimensions(aval)
+            or len(part.about["box"]) != len(raw_array(aval).shape)
             for part in entry
         ):
             raise BadCopies(f"the copy of {leaf.name} is of another array")
@@ -408,13 +407,7 @@ def read_copies(
     return state if samples is None else dataclasses.replace(state, samples=samples)
 
 
-def _dimensions(aval: Any) -> int:
-    raw = jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval
-    return len(raw.shape)
-
-
 def _read_header(file: CopyFile, name: str) -> tuple[dict[str, Any], int, CopyFile]:
-    """Returns the table at the beginning of a file, its end, and the file."""
     size = int.from_bytes(file[:_HEADER_BYTES].tobytes(), "little")
     if not 0 < size < min(file.size, _LONGEST_HEADER):
         raise ValueError(f"{name} has no table")
@@ -425,7 +418,6 @@ def _read_header(file: CopyFile, name: str) -> tuple[dict[str, Any], int, CopyFi
 def _relative_slices(
     pairs: Sequence[tuple[int, int]], box: Sequence[tuple[int, int]]
 ) -> tuple[slice, ...]:
-    """Returns a part of a leaf, relative to the start of a box that contains it."""
     both = zip(pairs, box, strict=True)
     return tuple(slice(x - a, y - a) for (x, y), (a, _) in both)
 
@@ -434,8 +426,6 @@ Filler = Callable[[Box, np.dtype], np.ndarray]
 
 
 def _filler(found: Sequence[CopiedPart], name: str) -> Filler:
-    """Returns a function that assembles any part of a leaf from its copied chunks."""
-
     def fill(box: Box, dtype: np.dtype) -> np.ndarray:
         part = np.empty([end - begin for begin, end in box], dtype)
         filled = 0
@@ -458,9 +448,7 @@ def _filler(found: Sequence[CopiedPart], name: str) -> Filler:
 
 
 def _make_sharded_array(aval: Any, fill: Filler) -> Any:
-    """Returns an array of which each device gets its part."""
-    key = is_key(aval)
-    raw = jax.eval_shape(jax.random.key_data, aval) if key else aval
+    raw = raw_array(aval)
     dtype, sharding = np.dtype(raw.dtype), aval.sharding
     known: dict[Box, np.ndarray] = {}
     arrays = []
@@ -474,4 +462,4 @@ def _make_sharded_array(aval: Any, fill: Filler) -> Any:
     sharded_array = jax.make_array_from_single_device_arrays(
         raw.shape, sharding, arrays, dtype=dtype
     )
-    return wrapped(sharded_array, impl_of(aval)) if key else sharded_array
+    return wrapped(sharded_array, impl_of(aval))

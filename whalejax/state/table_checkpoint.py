@@ -19,20 +19,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax import _compat
-from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.state.checkpoint import (
-    ARRAYS,
     checked,
     existing_path,
-    nested,
     new_path,
-    raw_array,
     read_leaves,
-    write_arrays,
+    write_contents,
 )
-from whalejax.state.checkpoint_files import being_built, hashed, write_failure_message
-from whalejax.state.checkpoint_record import Leaf, Record, check_same, write_record
+from whalejax.state.checkpoint_files import being_built
+from whalejax.state.checkpoint_record import Leaf, Record, check_same
 
 
 Sections = dict[str, dict[str, Any]]
@@ -74,15 +70,7 @@ def save_sections(
         for name, array in arrays.items()
     ]
     with being_built(target) as building:
-        try:
-            arrays = nested([(leaf, raw_array(array)) for leaf, array in leaves])
-            write_arrays(building / ARRAYS, arrays)
-        except Exception as error:  # Orbax reports a full disk by many classes
-            raise WhaleError(write_failure_message(target, error)) from error
-        hashes = hashed(building)
-        if jax.process_index() == 0:
-            described = [leaf for leaf, _ in leaves]
-            write_record(building, described, plan, hashes, None, batch_size)
+        write_contents(target, building, leaves, plan, None, batch_size)
         before_it_appears()
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from whalejax.adapters.leaves import is_key
+from whalejax.lowering.global_arrays import raw_array
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
@@ -44,10 +44,7 @@ class Checkpoints:
 
     def snapshot_of(self, state: TrainState) -> Snapshot:
         """Returns the snapshot of a training state."""
-        raw = [
-            np.asarray(jax.random.key_data(x) if is_key(x) else x)
-            for x in jax.tree.leaves(state)
-        ]
+        raw = [np.asarray(raw_array(x)) for x in jax.tree.leaves(state)]
         # With delayed updates, previous values equal the current ones, as at the start.
         arrays = {
             stage: [
@@ -84,9 +81,6 @@ class Checkpoints:
 
         Peers identify a batch by the number of its step, so samples would be skipped or
         used twice.
-
-        Raises:
-            WhaleError: The number of samples does not match such batches.
         """
         step, size = int(np.asarray(state.step)), self._cut.size
         if state.samples in (None, step * size):

@@ -30,7 +30,12 @@ from whalejax.swarm_runtime.micro_batch_route import (
 from whalejax.swarm_runtime.registry import PeerRecord
 from whalejax.wire.connection import SLOWEST_BYTES_PER_SECOND
 from whalejax.wire.messages import A, Question
-from whalejax.wire.service import RefusedRequestError, UnreachableProcessError
+from whalejax.wire.service import (
+    RefusedRequestError,
+    UnansweredError,
+    UnreachableProcessError,
+    ask_all,
+)
 from whalejax.wire.swarm_messages import Holders, StageValues, Sum, Summed, UpdateStage
 
 
@@ -96,7 +101,6 @@ class SwarmStepCommit:
         return self._applied
 
     def _each(self, do: Callable[[int], Any], stages: Sequence[int]) -> list[Any]:
-        """Runs a function for all stages in parallel; raises the first error."""
         waiting = [self._pool.submit(do, stage) for stage in stages]
         each, errors = [], []
         for one in waiting:
@@ -156,14 +160,12 @@ class SwarmStepCommit:
         raise self._run_end_error(stage, "sum")
 
     def _sum_seconds(self, stage: int, peers: int) -> float:
-        """Returns the seconds of a sum's transfers over the slowest supported link."""
         cut = self._context.cut
         wire = self._context.sum_wire
         sent = sum_bytes(cut.gradient_bytes(stage), peers, wire)
         return sent / SLOWEST_BYTES_PER_SECOND
 
     def _note(self, stage: int, answers: Mapping[str, Summed]) -> None:
-        """Records the peers' reports on their sums."""
         added = {
             name: (answer.numbers, answer.attempts) for name, answer in answers.items()
         }
@@ -199,26 +201,15 @@ class SwarmStepCommit:
         question: Question[A],
         seconds: float,
     ) -> dict[str, A]:
-        """Returns the answers of the peers that answered; records the failures of
-        others.
-        """
         context = self._context
         if context.stop.is_set():
             raise StopRequested
 
-        def one(
-            member: PeerRecord,
-        ) -> A | UnreachableProcessError | RefusedRequestError:
-            try:
-                return context.caller.ask(member.address, question, seconds=seconds)
-            except (UnreachableProcessError, RefusedRequestError) as error:
-                return error
-
-        with ThreadPoolExecutor(max(1, len(members))) as pool:
-            answers = [*pool.map(one, members)]
+        addresses = [member.address for member in members]
+        answers = ask_all(context.caller, addresses, question, seconds)
         result: dict[str, A] = {}
         for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, UnreachableProcessError | RefusedRequestError):
+            if isinstance(answer, UnansweredError):
                 self._failed(stage, member, question.kind, answer)
             else:
                 result[member.name] = answer
@@ -229,27 +220,19 @@ class SwarmStepCommit:
         stage: int,
         member: PeerRecord,
         kind: str,
-        error: UnreachableProcessError | RefusedRequestError,
+        error: UnansweredError,
     ) -> None:
         context = self._context
-        with context.lock:
-            context.counts.failed += 1
-            context.counts.late += (
-                isinstance(error, UnreachableProcessError) and error.late
-            )
-            context.counts.refused += isinstance(error, RefusedRequestError)
+        context.count_failure(error)
         self._failures[stage] = f"{member.name}: {error}"
-        if isinstance(error, UnreachableProcessError) or error.code in (
-            "stale",
-            "failed",
-            "answer",
-        ):
-            if isinstance(error, UnreachableProcessError):
+        is_gone = isinstance(error, UnreachableProcessError)
+        if is_gone or error.code in ("stale", "failed", "answer"):
+            if is_gone:
                 context.caller.forget(member.address)
             context.fleet.failed(member, FORWARD_TASK, context.call_seconds, ban=True)
             if kind == "sum":
                 context.lose(member, str(error))
-            if not isinstance(error, UnreachableProcessError):
+            if not is_gone:
                 context.fleet.drop(member.name)
                 context.tell("failed", peer=member.name, why=str(error))
                 if error.code == "failed":
@@ -334,7 +317,6 @@ class SwarmStepCommit:
         return result
 
     def _is_whole(self, stage: int, level: int, answer: StageValues) -> bool:
-        """Whether an answer has the values that a stage broadcasts."""
         cut = self._context.cut
         wanted = [cut.update.steps.avals[n] for n in cut.broadcast_values(level, stage)]
         sent = [(x.shape, x.dtype) for x in answer.arrays]

@@ -30,6 +30,7 @@ from whalejax.wire.service import (
     Address,
     Caller,
     RefusedRequestError,
+    UnansweredError,
     UnreachableProcessError,
 )
 from whalejax.wire.swarm_messages import BackwardCall, Forward, MadeBy, Ping, Receipt
@@ -125,6 +126,13 @@ class StepContext:
         """Returns run, generation and step, as every question has them."""
         return {"run": self.run, "generation": self.generation, "step": self.step}
 
+    def count_failure(self, error: UnansweredError) -> None:
+        """Counts a call without an answer."""
+        with self.lock:
+            self.counts.failed += 1
+            self.counts.refused += isinstance(error, RefusedRequestError)
+            self.counts.late += error.late
+
     def lose(self, member: PeerRecord, why: str) -> None:
         """Records that a peer did not answer, so that its results are recomputed."""
         with self.lock:
@@ -171,7 +179,7 @@ class StepContext:
         try:
             seconds = min(PING_SECONDS, self.call_seconds)
             self.caller.ask(blamed.address, Ping(), seconds=seconds)
-        except (UnreachableProcessError, RefusedRequestError):
+        except UnansweredError:
             fleet.failed(blamed, FORWARD_TASK, 0.0, ban=True)
         else:
             first = late and fleet.is_first_delay(reporter, blamed)
@@ -454,7 +462,6 @@ class MicroBatchRoute:
                 self.backward[stage] = result
 
     def _ask(self, stage: int, phase: Phase) -> StageResult | None:
-        """Makes one attempt; returns None if it failed."""
         context = self._context
         if context.stop.is_set():
             raise StopRequested
@@ -500,7 +507,7 @@ class MicroBatchRoute:
             answer: Receipt = context.caller.ask(
                 member.address, question, seconds=context.call_seconds
             )
-        except (UnreachableProcessError, RefusedRequestError) as error:
+        except UnansweredError as error:
             self._failed(stage, phase, member, attempt, error, begun, task)
             return None
         context.fleet.completed(member, task, context.fleet.now() - begun)
@@ -562,7 +569,7 @@ class MicroBatchRoute:
         phase: Phase,
         member: PeerRecord,
         attempt: Attempt | None,
-        error: UnreachableProcessError | RefusedRequestError,
+        error: UnansweredError,
         begun: float,
         task: float,
     ) -> None:
@@ -575,11 +582,7 @@ class MicroBatchRoute:
         with context.lock:
             if attempt is not None:
                 context.ledger.give_up(attempt)
-            context.counts.failed += 1
-            context.counts.late += (
-                isinstance(error, UnreachableProcessError) and error.late
-            )
-            context.counts.refused += isinstance(error, RefusedRequestError)
+        context.count_failure(error)
         if isinstance(error, UnreachableProcessError):
             context.caller.forget(member.address)
             fleet.failed(member, task, seconds, ban=True)
@@ -616,7 +619,7 @@ class MicroBatchRoute:
             context.fleet.pause(member)
             context.lose(member, why)
 
-    def _blamed(self, reporter: PeerRecord, error: RefusedRequestError) -> None:
+    def _blamed(self, reporter: PeerRecord, error: UnansweredError) -> None:
         """Handles a report that another peer did not give a requested value."""
         context = self._context
         result = self._made_by(error.blame)
@@ -636,7 +639,6 @@ class MicroBatchRoute:
             context.tell("refused", peer=error.blame, why=error.why)
 
     def _made_by(self, name: str) -> tuple[int, Phase, StageResult] | None:
-        """Returns stage, phase and result of a peer for this micro-batch, or None."""
         for phase, held in (
             (Phase.FORWARD, self._forward),
             (Phase.BACKWARD, self.backward),

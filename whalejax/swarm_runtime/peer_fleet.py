@@ -12,19 +12,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from whalejax.swarm.deadlines import MOST_PAUSE_SECONDS, PAUSE_SECONDS
 from whalejax.swarm.wiring import StageWiring
 from whalejax.swarm_runtime.registry import PeerRecord
-
-
-class PeerDirectory(Protocol):
-    """Source of the announced peers: a registry, or its last report."""
-
-    def members(self, now: float) -> list[PeerRecord]:
-        """Returns the peers with valid leases."""
-        ...
 
 
 class Fleet:
@@ -32,7 +23,7 @@ class Fleet:
 
     def __init__(
         self,
-        registry: PeerDirectory,
+        announced: Callable[[float], list[PeerRecord]],
         stages: int,
         *,
         seed: int = 0,
@@ -41,12 +32,12 @@ class Fleet:
         """Starts without usable peers.
 
         Args:
-            registry: Registry of the peers.
+            announced: Function from a time to the peers with valid leases.
             stages: Number of stages of the model.
             seed: Seed of the order among equal peers.
             clock: Clock in seconds, the same as the registry's.
         """
-        self._registry, self.stages, self._clock = registry, stages, clock
+        self._announced, self.stages, self._clock = announced, stages, clock
         self._lock = threading.RLock()
         self._wirings = [StageWiring(seed=seed + s) for s in range(stages)]
         self._synced: dict[str, tuple[int, int]] = {}
@@ -61,7 +52,7 @@ class Fleet:
 
     def members(self) -> list[PeerRecord]:
         """Returns all peers with valid leases."""
-        return self._registry.members(self._clock())
+        return self._announced(self._clock())
 
     def synced(self, stage: int | None = None) -> list[PeerRecord]:
         """Returns the peers with the state of the step, of one stage or all."""
@@ -159,7 +150,6 @@ class Fleet:
             return self._wirings[member.stage].seconds_per_task(member.name)
 
     def _refresh(self) -> None:
-        """Reports all announced peers to the wirings."""
         now = self._clock()
         for m in self.synced():
             self._wirings[m.stage].announce(m.name, m.incarnation, now, m.expires)

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax.adapters.leaves import is_key
 from whalejax.jaxpr.steps import FixedValue, Operand
+from whalejax.lowering.global_arrays import raw_array
 from whalejax.swarm_runtime.staged_job import StagedJob
 
 
@@ -78,7 +78,7 @@ class StagePrograms:
 
     def init_state(self) -> StageState:
         """Returns the initial state of a run."""
-        leaves = tuple(self._init_leaves(self._key))
+        leaves = tuple(self._init_leaves(jax.random.key(self.cut.seed)))
         return StageState(step=0, leaves=leaves, late=self.late_of(leaves))
 
     def late_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -105,16 +105,9 @@ class StagePrograms:
     def _init_leaves(self) -> Any:
         return jax.jit(self.cut.init_function(self.number))
 
-    @property
-    def _key(self) -> Any:
-        return jax.random.key(self.cut.seed)
-
     def raw(self, state: StageState) -> list[np.ndarray]:
         """Returns a state as NumPy arrays, with random keys as their data."""
-        return [
-            np.asarray(jax.random.key_data(x) if is_key(x) else x)
-            for x in (*state.leaves, *state.late)
-        ]
+        return [np.asarray(raw_array(x)) for x in (*state.leaves, *state.late)]
 
     def typed(self, arrays: Sequence[np.ndarray], step: int) -> StageState:
         """Returns a state from NumPy arrays."""
@@ -127,21 +120,8 @@ class StagePrograms:
     @functools.cached_property
     def imports(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the imports."""
-        return [self._aval(v) for v in self.place.part.imports]
-
-    @functools.cached_property
-    def exports(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the exports."""
-        return [self._aval(v) for v in self.place.part.exports]
-
-    @functools.cached_property
-    def received(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the cotangents that the stage returns."""
-        return [self._aval(v) for v in self.place.received]
-
-    def _aval(self, value: Any) -> jax.ShapeDtypeStruct:
-        aval = self.cut.avals[value]
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        avals = [self.cut.avals[v] for v in self.place.part.imports]
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
     @functools.cached_property
     def gradients(self) -> list[jax.ShapeDtypeStruct]:
@@ -382,7 +362,7 @@ def ready_stage(cut: StagedJob, number: int) -> StagePrograms:
 def warm_up(stage: StagePrograms) -> None:
     """Compiles the programs of a step, on zeros."""
     cut = stage.cut
-    nothing = [np.zeros(shape, dtype) for shape, dtype in cut.raw_avals(stage.number)]
+    nothing = [np.zeros(x.shape, x.dtype) for x in cut.raw_avals(stage.number)]
     state = stage.typed(nothing, 0)
     first = cut.params + cut.rest
     batch: list[Any] = [None] * len(cut.program.batch_axes)

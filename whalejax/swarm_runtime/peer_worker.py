@@ -11,46 +11,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 
+from whalejax.state.state_bytes import digest_of, packed
 from whalejax.swarm_runtime.peer_programs import StagePrograms, StageState
 from whalejax.swarm_runtime.peer_store.gradient_sums import SumHolder
 from whalejax.swarm_runtime.peer_store.stage_store import Part, at
 from whalejax.swarm_runtime.wire import tensor_codec
-from whalejax.swarm_runtime.wire.state_transfer import (
-    digest_of,
-    downloaded,
-    packed,
-    piece,
-)
+from whalejax.swarm_runtime.wire.state_transfer import downloaded, piece
+from whalejax.wire import swarm_messages as messages
 from whalejax.wire.connection import SLOWEST_BYTES_PER_SECOND
-from whalejax.wire.service import Handlers, RefusedRequestError, UnreachableProcessError
-from whalejax.wire.swarm_messages import (
-    Address,
-    At,
-    BackwardCall,
-    Batch,
-    Fetch,
-    FetchState,
-    Forward,
-    Gradients,
-    PeersReached,
-    Ping,
-    Pong,
-    Reach,
-    Receipt,
-    StageCall,
-    StageValues,
-    StateChunk,
-    Sum,
-    SumPart,
-    Sync,
-    Tensors,
-    UpdateStage,
-)
+from whalejax.wire.service import Handlers, RefusedRequestError, ask_all
 
 
 REACH_SECONDS: Final = 10.0
@@ -58,9 +31,6 @@ REACH_SECONDS: Final = 10.0
 
 PATIENT_TRANSFERS: Final = 8
 """Transfers of the same size, over the slowest link, for which one waits its turn."""
-
-_MOST_PINGS: Final = 16
-"""Most pings at once."""
 
 
 class Worker(SumHolder):
@@ -70,23 +40,24 @@ class Worker(SumHolder):
     def handlers(self) -> Handlers:
         """Handler of each kind of request."""
         return {
-            Ping: lambda _: Pong(name=self.name),
-            Forward: self._forward,
-            BackwardCall: self._backward,
-            Fetch: self._fetch,
-            Sum: self._sum,
-            Gradients: self._send_gradients,
-            SumPart: self._send_part,
-            UpdateStage: self._update,
-            Sync: self._sync,
-            FetchState: self._send_state,
-            Reach: self._reach,
+            messages.Ping: lambda _: messages.Pong(name=self.name),
+            messages.Forward: self._forward,
+            messages.BackwardCall: self._backward,
+            messages.Fetch: self._fetch,
+            messages.Sum: self._sum,
+            messages.Gradients: self._send_gradients,
+            messages.SumPart: self._send_part,
+            messages.UpdateStage: self._update,
+            messages.Sync: self._sync,
+            messages.FetchState: self._send_state,
+            messages.Reach: self._reach,
         }
 
     # Micro-batches.
 
-    def _computes_with(self, asked: StageCall) -> tuple[StagePrograms, StageState]:
-        """Returns the stage, and its state for the step of a call."""
+    def _computes_with(
+        self, asked: messages.StageCall
+    ) -> tuple[StagePrograms, StageState]:
         stage, state = self._at(asked, asked.stage)
         step, delay = asked.step, int(self.cut.delayed_updates)
         if not state.step <= step <= state.step + delay:
@@ -95,7 +66,7 @@ class Worker(SumHolder):
             )
         return stage, stage.at(state, step)
 
-    def _forward(self, asked: Forward) -> Receipt:
+    def _forward(self, asked: messages.Forward) -> messages.Receipt:
         stage, state = self._computes_with(asked)
         step, number = state.step, asked.number
         self._hook("forward", step)
@@ -110,7 +81,7 @@ class Worker(SumHolder):
         self._keep(asked, stage, lambda: self._tensors.update({key: coded}))
         return _receipt(time.monotonic() - begun, lost)
 
-    def _backward(self, asked: BackwardCall) -> Receipt:
+    def _backward(self, asked: messages.BackwardCall) -> messages.Receipt:
         stage, state = self._computes_with(asked)
         step, number = state.step, asked.number
         self._hook("backward", step)
@@ -148,8 +119,9 @@ class Worker(SumHolder):
         lost = tensor_codec.squared([a - b for a, b in pairs])
         return sent, lost / whole if whole else 0.0
 
-    def _call_inputs(self, stage: StagePrograms, asked: StageCall) -> tuple[Part, Part]:
-        """Returns the micro-batch's leaves and the outputs of earlier stages."""
+    def _call_inputs(
+        self, stage: StagePrograms, asked: messages.StageCall
+    ) -> tuple[Part, Part]:
         step, number = asked.step, asked.number
         sources = asked.sources
         key = step, number, tuple(s[3] for s in sources)
@@ -166,15 +138,12 @@ class Worker(SumHolder):
             batch[n - first] = leaf
         return batch, held[count:]
 
-    def _leaves(self, stage: StagePrograms, asked: StageCall) -> Part:
-        """Returns the leaves of the micro-batch that the stage reads, from
-        the trainer.
-        """
+    def _leaves(self, stage: StagePrograms, asked: messages.StageCall) -> Part:
         first = self.cut.params + self.cut.rest
         places = [n - first for n in stage.place.batch]
         if not places:
             return []
-        question = Batch(**at(asked), number=asked.number, places=places)
+        question = messages.Batch(**at(asked), number=asked.number, places=places)
         answer = self._pull(asked.batch, question, "the trainer", "")
         if len(answer.arrays) != len(places):
             raise RefusedRequestError(
@@ -182,7 +151,7 @@ class Worker(SumHolder):
             )
         return list(answer.arrays)
 
-    def _imports(self, stage: StagePrograms, asked: StageCall) -> Part:
+    def _imports(self, stage: StagePrograms, asked: messages.StageCall) -> Part:
         imports: list[Any] = [None] * len(stage.imports)
         wanted = self.cut.sources(stage.number)
         for source, name, address, attempt in asked.sources:
@@ -200,7 +169,7 @@ class Worker(SumHolder):
             )
         return imports
 
-    def _cotangents(self, stage: StagePrograms, asked: BackwardCall) -> Part:
+    def _cotangents(self, stage: StagePrograms, asked: messages.BackwardCall) -> Part:
         """Returns the cotangents of exports, summed over the stages that read them."""
         sums: dict[Any, np.ndarray] = {}
         for source, name, address, attempt in asked.cotangents:
@@ -224,15 +193,15 @@ class Worker(SumHolder):
 
     def _fetched(
         self,
-        asked: StageCall,
+        asked: messages.StageCall,
         phase: str,
         stage_of: int,
         stage: StagePrograms,
         name: str,
-        address: Address,
+        address: messages.Address,
         attempt: int,
     ) -> Sequence[np.ndarray]:
-        question = Fetch(
+        question = messages.Fetch(
             **at(asked),
             phase=phase,
             number=asked.number,
@@ -253,9 +222,6 @@ class Worker(SumHolder):
 
         All at once would share the link and arrive together, and the device would wait.
         If no turn comes, another download may hang: go on.
-
-        Args:
-            size: Bytes of the download.
         """
         seconds = PATIENT_TRANSFERS * size / SLOWEST_BYTES_PER_SECOND
         taken = self._turns.acquire(timeout=seconds)
@@ -265,7 +231,7 @@ class Worker(SumHolder):
             if taken:
                 self._turns.release()
 
-    def _fetch(self, asked: Fetch) -> Tensors:
+    def _fetch(self, asked: messages.Fetch) -> messages.Tensors:
         phase, target = asked.phase, asked.target
         key = asked.step, phase, asked.number, asked.attempt
         with self._lock:
@@ -292,11 +258,11 @@ class Worker(SumHolder):
         arrays = tuple(named[v] for v in wanted)
         with self._lock:
             self.sent_bytes += sum(x.nbytes for x in arrays)
-        return Tensors(arrays=arrays)
+        return messages.Tensors(arrays=arrays)
 
     # The update.
 
-    def _update(self, asked: UpdateStage) -> StageValues:
+    def _update(self, asked: messages.UpdateStage) -> messages.StageValues:
         step, level = asked.step, asked.level
         round_ = asked.round
         stage, state = self._at(asked, asked.stage)
@@ -322,7 +288,9 @@ class Worker(SumHolder):
             update = entry
             heard = dict(zip(asked.heard, asked.arrays, strict=True))
         said = self._run_on_device(lambda: update.run(level, heard))
-        answer = StageValues(numbers=[*said], digest="", arrays=tuple(said.values()))
+        answer = messages.StageValues(
+            numbers=[*said], digest="", arrays=tuple(said.values())
+        )
         after = None
         if level == self.cut.update.rounds - 1:
             after = update.finished()
@@ -343,7 +311,6 @@ class Worker(SumHolder):
     def _check_state(
         self, stage: StagePrograms, before: StageState, after: Sequence[np.ndarray]
     ) -> None:
-        """Refuses a non-finite new state after a finite one."""
         if all(map(_is_finite, after)):
             return
         pairs = zip(after, stage.raw(before), strict=True)
@@ -354,7 +321,7 @@ class Worker(SumHolder):
 
     # The state.
 
-    def _sync(self, asked: Sync) -> StageValues:
+    def _sync(self, asked: messages.Sync) -> messages.StageValues:
         """Brings the peer to a step of a generation; missing state is pulled from
         another peer.
         """
@@ -395,8 +362,7 @@ class Worker(SumHolder):
             self._packed, self.generation = None, generation
         return _applied(digest)
 
-    def _check_newer(self, asked: At) -> None:
-        """Refuses to go back to an earlier generation, or to another run."""
+    def _check_newer(self, asked: messages.At) -> None:
         run, generation = asked.run, asked.generation
         if run != self.run or generation < self.generation:
             raise RefusedRequestError(
@@ -405,18 +371,17 @@ class Worker(SumHolder):
                 f"and was asked for generation {generation} of run {run!r}",
             )
 
-    def _downloaded(self, stage: StagePrograms, asked: Sync) -> StageState:
-        """Returns the state from a peer or the trainer; tries the next source on
-        failure.
-        """
+    def _downloaded(self, stage: StagePrograms, asked: messages.Sync) -> StageState:
         step, sources = asked.step, asked.sources
         failed: RefusedRequestError | None = None
         for name, address, _, _ in sources:
 
             def ask(
-                place: int, name: str = name, address: Address = address
-            ) -> StateChunk:
-                question = FetchState(**at(asked), stage=stage.number, place=place)
+                place: int, name: str = name, address: messages.Address = address
+            ) -> messages.StateChunk:
+                question = messages.FetchState(
+                    **at(asked), stage=stage.number, place=place
+                )
                 answer = self._pull(address, question, name, name)
                 self._hook("downloading", step)
                 return answer
@@ -429,7 +394,7 @@ class Worker(SumHolder):
         assert failed is not None
         raise failed
 
-    def _send_state(self, asked: FetchState) -> StateChunk:
+    def _send_state(self, asked: messages.FetchState) -> messages.StateChunk:
         step, place = asked.step, asked.place
         with self._lock:
             stage, state = self.stage, self._states.get(step)
@@ -458,21 +423,19 @@ class Worker(SumHolder):
 
     # Other peers.
 
-    def _reach(self, asked: Reach) -> PeersReached:
-        """Returns the peers that do not answer this one, with the reasons."""
-
-        def why(one: tuple[str, Address]) -> str:
-            try:
-                self._caller.ask(one[1], Ping(), seconds=REACH_SECONDS)
-            except (UnreachableProcessError, RefusedRequestError) as error:
-                return str(error)
-            return ""
-
-        peers = asked.peers
-        with ThreadPoolExecutor(max(1, min(len(peers), _MOST_PINGS))) as pool:
-            result = zip(peers, pool.map(why, peers), strict=True)
-            unreached = {one[0]: text for one, text in result if text}
-        return PeersReached(unreached=unreached)
+    def _reach(self, asked: messages.Reach) -> messages.PeersReached:
+        answers = ask_all(
+            self._caller,
+            [address for _, address in asked.peers],
+            messages.Ping(),
+            REACH_SECONDS,
+        )
+        unreached = {
+            name: str(answer)
+            for (name, _), answer in zip(asked.peers, answers, strict=True)
+            if not isinstance(answer, messages.Pong)
+        }
+        return messages.PeersReached(unreached=unreached)
 
 
 def _bytes(aval: Any) -> int:
@@ -483,9 +446,9 @@ def _is_finite(array: np.ndarray) -> bool:
     return array.dtype.kind in "iub" or bool(np.isfinite(array).all())
 
 
-def _receipt(seconds: float, lost: float, *arrays: np.ndarray) -> Receipt:
-    return Receipt(seconds=seconds, lost=lost, arrays=arrays)
+def _receipt(seconds: float, lost: float, *arrays: np.ndarray) -> messages.Receipt:
+    return messages.Receipt(seconds=seconds, lost=lost, arrays=arrays)
 
 
-def _applied(digest: str) -> StageValues:
-    return StageValues(numbers=[], digest=digest)
+def _applied(digest: str) -> messages.StageValues:
+    return messages.StageValues(numbers=[], digest=digest)

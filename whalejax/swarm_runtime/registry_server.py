@@ -7,47 +7,25 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import reached_host
-from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.ledger import Write
 from whalejax.swarm_runtime.registry import PeerRecord, Registry, facts_of
 from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.swarm_process import open_listener
 from whalejax.swarm_runtime.trainer import Trainer, as_told
 from whalejax.swarm_runtime.trainers.trainer_state import Settings, Snapshot, Tell
-from whalejax.wire.connection import listen
+from whalejax.wire import swarm_messages as messages
 from whalejax.wire.keys import Key
-from whalejax.wire.messages import A, Question
 from whalejax.wire.service import (
     Address,
     Caller,
     Handlers,
     RefusedRequestError,
     Service,
-    UnreachableProcessError,
-)
-from whalejax.wire.swarm_messages import (
-    Announce,
-    AnnouncementReceived,
-    AskTerms,
-    Batch,
-    EnlistTrainer,
-    FetchState,
-    Join,
-    Led,
-    PeerWelcome,
-    Ping,
-    Pong,
-    Reach,
-    ShowSwarm,
-    StopPeer,
-    SwarmStatus,
-    Take,
-    Terms,
-    TrainerEnlisted,
+    ask_all,
 )
 
 
@@ -132,7 +110,7 @@ class RegistryServer:
         )
         self._settings, self._tell = settings, tell
         self._wires = wire, sum_wire
-        listening = listening or open_listener(host, port)
+        listening = listening or open_listener("the registry", host, port)
         self._service = Service(listening, key, self._handlers)
         host, port = self._service.address
         self.address = self.trainer.address = reached_host(host), port
@@ -143,16 +121,16 @@ class RegistryServer:
     @property
     def _handlers(self) -> Handlers:
         return {
-            Ping: lambda _: Pong(name="registry"),
-            Batch: self.trainer.give_batch,
-            FetchState: self.trainer.give_state,
-            Join: self._join,
-            Announce: self._announce,
-            EnlistTrainer: self._enlist,
-            Take: self.trainer.sharing.give,
-            Led: self.trainer.sharing.take_in,
-            ShowSwarm: self._show,
-            AskTerms: self._terms,
+            messages.Ping: lambda _: messages.Pong(name="registry"),
+            messages.Batch: self.trainer.give_batch,
+            messages.FetchState: self.trainer.give_state,
+            messages.Join: self._join,
+            messages.Announce: self._announce,
+            messages.EnlistTrainer: self._enlist,
+            messages.Take: self.trainer.sharing.give,
+            messages.Led: self.trainer.sharing.take_in,
+            messages.ShowSwarm: self._show,
+            messages.AskTerms: self._terms,
         }
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -177,26 +155,8 @@ class RegistryServer:
         members = self.registry.members(time.monotonic())
         addresses = [m.address for m in members]
         addresses += self.trainer.sharing.addresses()
-        self._all(addresses, StopPeer(why=why, failed=failed), REACH_SECONDS)
-
-    def _all(
-        self,
-        addresses: Sequence[Address],
-        question: Question[A],
-        seconds: float,
-    ) -> list[A | None]:
-        """Returns the answers of several peers; None for unreachable or
-        refusing ones.
-        """
-
-        def one(address: Address) -> A | None:
-            try:
-                return self._caller.ask(address, question, seconds=seconds)
-            except (UnreachableProcessError, RefusedRequestError):
-                return None
-
-        with ThreadPoolExecutor(max(1, min(len(addresses), _MOST_THREADS))) as pool:
-            return [*pool.map(one, addresses)]
+        question = messages.StopPeer(why=why, failed=failed)
+        ask_all(self._caller, addresses, question, REACH_SECONDS)
 
     def close(self) -> None:
         """Ends all connections."""
@@ -209,19 +169,15 @@ class RegistryServer:
         why = self._ping(address)
         others = self._neighbours(address)
         if others and not why:
-            question = Reach(peers=[(m.name, m.address) for m in others])
-            (own,) = self._all([address], question, LINK_SECONDS)
-            outward = {} if own is None else own.unreached
+            question = messages.Reach(peers=[(m.name, m.address) for m in others])
+            (own,) = ask_all(self._caller, [address], question, LINK_SECONDS)
+            outward = own.unreached if isinstance(own, messages.PeersReached) else {}
             self._check_links("peer", address, others, outward)
         return why
 
     def _ping(self, address: Address) -> str:
-        """Returns the reason why a process does not answer; empty if it does."""
-        try:
-            self._caller.ask(address, Ping(), seconds=REACH_SECONDS)
-        except (UnreachableProcessError, RefusedRequestError) as error:
-            return str(error)
-        return ""
+        (answer,) = ask_all(self._caller, [address], messages.Ping(), REACH_SECONDS)
+        return "" if isinstance(answer, messages.Pong) else str(answer)
 
     def _neighbours(self, address: Address) -> list[PeerRecord]:
         """Returns a few peers, of as many stages as possible, to check links with a
@@ -244,24 +200,15 @@ class RegistryServer:
         others: Sequence[PeerRecord],
         outward: Mapping[str, str],
     ) -> None:
-        """Refuses a joining peer that cannot exchange messages with most others.
-
-        Args:
-            what: Kind of the joining process, ``"peer"`` or ``"trainer"``.
-            address: Address of the joining process.
-            others: Peers to check.
-            outward: Reasons why it does not reach some peers, by name.
-
-        Raises:
-            RefusedRequestError: Names the peers and the reasons.
-        """
+        """Refuses a joining peer that cannot exchange messages with most others."""
         where = f"{address[0]}:{address[1]}"
-        question = Reach(peers=[(where, address)])
-        told = self._all([m.address for m in others], question, LINK_SECONDS)
+        question = messages.Reach(peers=[(where, address)])
+        addresses = [m.address for m in others]
+        told = ask_all(self._caller, addresses, question, LINK_SECONDS)
         there = {
             m.name: answer.unreached.get(where, "")
             for m, answer in zip(others, told, strict=True)
-            if answer is not None
+            if isinstance(answer, messages.PeersReached)
         }
         problems = [
             f"it does not reach {name} ({outward[name]})"
@@ -283,26 +230,26 @@ class RegistryServer:
             "and open its port",
         )
 
-    def _join(self, asked: Join) -> PeerWelcome:
+    def _join(self, asked: messages.Join) -> messages.PeerWelcome:
         name, stage, address = asked.name, asked.stage, asked.address
         self.registry.admit(name, address, stage, asked.facts)
         # ``admit`` may take longer than a lease, which begins at the time read here.
         member = self.registry.join(name, address, stage, time.monotonic())
-        return PeerWelcome(
+        return messages.PeerWelcome(
             stage=member.stage,
             incarnation=member.incarnation,
             run=self.trainer.run_id,
         )
 
-    def _announce(self, asked: Announce) -> AnnouncementReceived:
+    def _announce(self, asked: messages.Announce) -> messages.AnnouncementReceived:
         told = asked.fields
         name = told.pop("name")
         if self.registry.is_free(name):
-            return AnnouncementReceived(known=False, free=True)
+            return messages.AnnouncementReceived(known=False, free=True)
         announce = self.registry.announce(name, time.monotonic(), **told)
-        return AnnouncementReceived(known=announce is not None, free=False)
+        return messages.AnnouncementReceived(known=announce is not None, free=False)
 
-    def _enlist(self, asked: EnlistTrainer) -> TrainerEnlisted:
+    def _enlist(self, asked: messages.EnlistTrainer) -> messages.TrainerEnlisted:
         name, (host, port) = asked.name, asked.address
         self.registry.check(f"trainer {name}", asked.facts)
         if why := self._ping((host, port)):
@@ -316,13 +263,12 @@ class RegistryServer:
         if others:
             self._check_links("trainer", (host, port), others, {})
         self.trainer.sharing.enlist(name, (host, port))
-        return TrainerEnlisted(run=self.trainer.run_id)
+        return messages.TrainerEnlisted(run=self.trainer.run_id)
 
-    def _terms(self, asked: AskTerms) -> Terms:
-        """Returns the terms by which a joining process cuts the job the same way."""
+    def _terms(self, asked: messages.AskTerms) -> messages.Terms:
         del asked
         cut = self.trainer.cut
-        return Terms(
+        return messages.Terms(
             wire=self._wires[0],
             sum_wire=self._wires[1],
             stages=cut.stages,
@@ -335,12 +281,12 @@ class RegistryServer:
             call_seconds=self._settings.call_seconds,
         )
 
-    def _show(self, asked: ShowSwarm) -> SwarmStatus:
+    def _show(self, asked: messages.ShowSwarm) -> messages.SwarmStatus:
         del asked
         trainer, now = self.trainer, time.monotonic()
         show = functools.partial(_peer_status, trainer=trainer)
         ledger = trainer.ledger
-        return SwarmStatus(
+        return messages.SwarmStatus(
             wire=self._wires[0],
             sum_wire=self._wires[1],
             stages=trainer.cut.stages,
@@ -356,22 +302,6 @@ class RegistryServer:
             trainers=trainer.sharing.status_rows(),
             peers=[show(m) for m in self.registry.members(now)],
         )
-
-
-def open_listener(host: str, port: int) -> socket.socket:
-    """Returns a listening socket for a registry.
-
-    Raises:
-        WhaleError: The address cannot be listened on.
-    """
-    try:
-        return listen(host, port)
-    except OSError as error:
-        raise WhaleError(
-            f"host {host}, port {port}: the registry cannot listen there "
-            f"({error.strerror or error}). Give an address of this machine and a free "
-            "port"
-        ) from error
 
 
 def _peer_status(member: PeerRecord, *, trainer: Trainer) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from scipy.optimize import linear_sum_assignment
 
 from whalejax import _compat
 from whalejax.adapters.base import Adapter, adapt, made_model
-from whalejax.adapters.leaves import is_key
 from whalejax.agreement.facts import program_hash, training_facts, values_hash
 from whalejax.api import job_plans
 from whalejax.capture import Captured, capture
@@ -36,7 +35,7 @@ from whalejax.capture.loss_options import as_planned
 from whalejax.capture.precision import at_precision
 from whalejax.capture.program_units import avals_of, units_of
 from whalejax.jaxpr.steps import Steps
-from whalejax.lowering.global_arrays import impl_of
+from whalejax.lowering.global_arrays import impl_of, raw_array, wrapped
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.multihost.fingerprints import fingerprint
@@ -67,6 +66,7 @@ from whalejax.planner.pipeline.program_cut import (
 )
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
+from whalejax.state.state_bytes import unpacked
 from whalejax.user_code.losses import Job
 from whalejax.wire.messages import MOST_ARRAY_BYTES, MOST_ARRAYS
 
@@ -173,11 +173,7 @@ class StagedJob:
         self._refuse()
 
     def _refuse(self) -> None:
-        """Refuses what stages without shared memory cannot run.
-
-        Raises:
-            PlanError: Names the part of the model and the remedy.
-        """
+        """Refuses what stages without shared memory cannot run."""
         result = []
         for number in range(self.params + self.rest):
             if number >= self.params and number not in self.division.units.frozen:
@@ -215,7 +211,6 @@ class StagedJob:
             raise PlanError("a swarm cannot train this model: " + "; ".join(result))
 
     def _too_large(self, stage: int) -> list[str]:
-        """Describes arrays that are too large for one message between peers."""
         part = self.division.parts[stage]
         every = [self.avals[v] for v in part.exports]
         border = sum(math.prod(x.shape) * x.dtype.itemsize for x in every)
@@ -319,18 +314,14 @@ class StagedJob:
         params, rest = self.adapter.take_apart(model)
         return params, rest, jax.random.fold_in(key, 0x5EED)
 
-    def raw_avals(self, stage: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Returns shape and dtype of a stage's arrays, with random keys as their data.
+    def raw_avals(self, stage: int) -> list[Any]:
+        """Returns a stage's abstract arrays, with random keys as their data.
 
         With delayed updates, the parameters of the step before follow.
         """
         leaves = jax.tree.leaves(self.abstract)
         numbers = [*self.leaf_numbers(stage), *self.late(stage)]
-        raw = [
-            jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
-            for x in (leaves[n] for n in numbers)
-        ]
-        return [(tuple(x.shape), np.dtype(x.dtype)) for x in raw]
+        return [raw_array(leaves[n]) for n in numbers]
 
     def late(self, stage: int) -> list[int]:
         """Returns the numbers of the leaves of which a stage stores previous values."""
@@ -341,7 +332,7 @@ class StagedJob:
     def state_bytes(self, stage: int) -> int:
         """Returns the bytes of a stage's arrays, which ``raw_avals`` lists."""
         avals = self.raw_avals(stage)
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in avals)
+        return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in avals)
 
     def gradient_bytes(self, stage: int) -> int:
         """Returns the bytes of a stage's float32 gradients of one micro-batch."""
@@ -355,14 +346,7 @@ class StagedJob:
         """Splits a stage's bytes into its arrays; returns None if the length
         differs.
         """
-        result, place = [], 0
-        for shape, dtype in self.raw_avals(stage):
-            end = place + math.prod(shape) * dtype.itemsize
-            if end > data.size:
-                return None
-            result.append(data[place:end].view(dtype).reshape(shape))
-            place = end
-        return result if place == data.size else None
+        return unpacked(self.raw_avals(stage), data)
 
     def typed(self, stage: int, arrays: Sequence[np.ndarray]) -> list[Any]:
         """Puts a stage's NumPy arrays on the device.
@@ -375,9 +359,7 @@ class StagedJob:
         result, numbers = [], self.leaf_numbers(stage)
         for array, number in zip(arrays[: len(numbers)], numbers, strict=True):
             leaf: Any = jnp.array(array, copy=True)
-            if is_key(leaves[number]):
-                leaf = jax.random.wrap_key_data(leaf, impl=impl_of(leaves[number]))
-            result.append(leaf)
+            result.append(wrapped(leaf, impl_of(leaves[number])))
         return result
 
     def full_state(self, parts: Mapping[int, Sequence[Any]]) -> TrainState:

@@ -44,8 +44,9 @@ from whalejax.swarm_runtime.trainers.trainer_state import (
     Tell,
     TrainerState,
     digests_of,
+    given_leaves,
 )
-from whalejax.wire.service import Caller, RefusedRequestError, UnreachableProcessError
+from whalejax.wire.service import Caller, RefusedRequestError, UnansweredError
 from whalejax.wire.swarm_messages import Batch, MovePeer, Tensors
 
 
@@ -148,13 +149,7 @@ class Trainer(TrainerState):
             )
         with self._lock:
             leaves = self.cut.micro_batch(asked.step, asked.number)
-        places = asked.places
-        if any(not 0 <= p < len(leaves) for p in places):
-            raise RefusedRequestError(
-                "stale", f"a batch has {len(leaves)} leaves, not {places}"
-            )
-        arrays = tuple(leaves[p] for p in places)
-        return Tensors(arrays=arrays)
+        return given_leaves(leaves, asked)
 
     # The run.
 
@@ -246,22 +241,14 @@ class Trainer(TrainerState):
         if not self.cut.delayed_updates:
             return self._committed(computed)
         computed.context.state = self.step
-        if self._is_alone():
+        is_last = self.step + 1 == self.settings.steps
+        if is_last or any(m.leaving for m in self.fleet.members()):
             commit, self._pending = self._committed(computed), None
         else:
             commit, self._pending = self._overlapped(computed)
         return commit
 
-    def _is_alone(self) -> bool:
-        """Whether a step must be applied before another begins.
-
-        That is true for the last step, and if a peer is leaving.
-        """
-        is_last = self.step + 1 == self.settings.steps
-        return is_last or any(m.leaving for m in self.fleet.members())
-
     def _compute_step(self, context: StepContext) -> _ComputedStep:
-        """Sends the micro-batches of a step through all stages and back."""
         count = self.cut.count
         passages = [MicroBatchRoute(context, number) for number in range(count)]
         self.ledger = context.ledger
@@ -271,14 +258,12 @@ class Trainer(TrainerState):
         return _ComputedStep(context=context, passages=passages, sums=_summed(passages))
 
     def _await_newcomers(self) -> None:
-        """Waits for peers that download a step's state, before it changes."""
         begun = self.fleet.now()
         while self._waits_for_newcomers(begun):
             self._changed.clear()
             self._changed.wait(LOOK_SECONDS)
 
     def _committed(self, computed: _ComputedStep) -> SwarmStepCommit:
-        """Sums the gradients of a step and applies them."""
         with threads(self.cut.stages, computed.context.stop) as pool:
             commit = SwarmStepCommit(computed.context, computed.passages, pool)
             commit.run(computed.sums)
@@ -287,9 +272,6 @@ class Trainer(TrainerState):
     def _overlapped(
         self, computed: _ComputedStep
     ) -> tuple[SwarmStepCommit, _ComputedStep]:
-        """Sums and applies a step while the next is computed with the same
-        parameters.
-        """
         context = self._context(self.step + 1)
 
         def commit() -> SwarmStepCommit:
@@ -309,9 +291,6 @@ class Trainer(TrainerState):
             return committing.result(), following
 
     def _context(self, step: int) -> StepContext:
-        """Returns the context of a step that is computed with the newest applied
-        parameters.
-        """
         generation = self.generation
 
         def write(event: str, fields: Mapping[str, object]) -> None:
@@ -398,10 +377,7 @@ class Trainer(TrainerState):
         finally:
             self._computing = None
             self.sharing.close()
-        if errors:
-            raise next(
-                (e for e in errors if not isinstance(e, StopRequested)), errors[0]
-            )
+        _raise_first(errors)
         if context.stop.is_set():
             raise StopRequested
         self._make_again(context, passages, count)
@@ -409,7 +385,6 @@ class Trainer(TrainerState):
     def _make_again(
         self, context: StepContext, passages: Sequence[MicroBatchRoute], count: int
     ) -> None:
-        """Recomputes lost results, several at once."""
         stages = range(self.cut.stages)
         for stage in stages:
             context.lose_gone(stage)
@@ -419,11 +394,7 @@ class Trainer(TrainerState):
         with threads(count, context.stop) as pool:
             again = [pool.submit(passage.run) for passage in passages]
             errors = [one.exception() for one in again]
-        result = [error for error in errors if error is not None]
-        if result:
-            raise next(
-                (e for e in result if not isinstance(e, StopRequested)), result[0]
-            )
+        _raise_first([error for error in errors if error is not None])
 
     def gradients_at(self) -> Counter[str]:
         """Returns the number of a step's gradients on each peer; else nothing."""
@@ -533,7 +504,7 @@ class Trainer(TrainerState):
                     MovePeer(stage=target),
                     seconds=self.settings.state_seconds,
                 )
-            except (UnreachableProcessError, RefusedRequestError) as error:
+            except UnansweredError as error:
                 with self._lock:
                     self.moving.pop(member.name, None)
                 self.tell("failed", peer=member.name, why=str(error))
@@ -545,7 +516,6 @@ class Trainer(TrainerState):
         threading.Thread(target=go, daemon=True).start()
 
     def _send_spare(self, lacking: Sequence[int]) -> None:
-        """Gives a stage without peers one from a stage that has several."""
         for stage in lacking:
             members = [m for m in self.fleet.members() if not m.leaving]
             members = [m for m in members if not self.fleet.is_paused(m)]
@@ -578,7 +548,6 @@ class Trainer(TrainerState):
             time.sleep(LOOK_SECONDS)  # until their leases end at most
 
     def _go_back_if_lost(self, lacking: Sequence[int]) -> None:
-        """Rolls back if a stage's state is lost and a peer has joined."""
         if self._snapshot.step == self.step:
             return
         for stage in lacking:
@@ -588,7 +557,6 @@ class Trainer(TrainerState):
                 return
 
     def _go_back(self, stage: int) -> None:
-        """Rolls all stages back to the snapshot."""
         self._await_snapshot()
         with self._lock:
             self.generation += 1
@@ -619,6 +587,11 @@ def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     pool.shutdown()
+
+
+def _raise_first(errors: Sequence[BaseException]) -> None:
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, StopRequested))
 
 
 def _summed(passages: Sequence[MicroBatchRoute]) -> tuple[np.ndarray, ...]:

@@ -79,7 +79,6 @@ class _Stranger:
         self.peer, self._said = end_of(link), b""
 
     def ready(self, events: int) -> None:
-        """Continues the handshake."""
         del events
         wants = selectors.EVENT_READ
         try:
@@ -131,7 +130,6 @@ class _Stranger:
         self._acceptor.refuse(self, f"{self.peer}: {KEYS_DIFFER}")
 
     def tick(self, now: float) -> None:
-        """Drops a stranger that takes too long."""
         if not self.speaks and now > self.came_at + _SILENT_SECONDS:
             with contextlib.suppress(OSError):
                 socket.socket.send(self.link, _SPOKEN)
@@ -201,7 +199,6 @@ class Acceptor:
         self._in_loop(self._end)
 
     def _in_loop(self, work: Callable[[], object]) -> None:
-        """Runs a function in the loop, and waits for it."""
         if loop().is_here:
             work()
             return
@@ -259,7 +256,6 @@ class Acceptor:
         return len(self._strangers) >= self._most_strangers
 
     def _oldest(self) -> _Stranger | None:
-        """Returns the oldest stranger that is silent, or has spoken for long."""
         late = time.monotonic() - _SPEAKING_SECONDS
         strangers = self._strangers
         return next((s for s in strangers if not s.speaks or s.came_at < late), None)

@@ -255,7 +255,6 @@ class Channel:
             self._loop.call(self._watch)
 
     def _flush(self) -> bool:
-        """Writes posted messages; returns whether all of them were accepted."""
         while self._posted:
             sent = self._write(self._posted[0])
             if not sent:
@@ -365,7 +364,6 @@ class Channel:
                 self._has_read()
 
     def _has_read(self) -> None:
-        """Handles a complete header, or the data that it announced."""
         self.heard_at = time.monotonic()
         if self._in_header:
             text_bytes, array_bytes = _HEADER.unpack(self._header)
@@ -402,7 +400,6 @@ class Channel:
             self._end(f"{self.peer} takes nothing")
 
     def _watch(self) -> None:
-        """Registers with the loop for reading, and for writing while data waits."""
         if self._is_dropped:
             return
         reads = 0 if self._is_paused else selectors.EVENT_READ

@@ -11,7 +11,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, cast
 
 from whalejax.meshes.errors import WhaleError
@@ -41,13 +42,22 @@ from whalejax.wire.messages import (
 
 
 _LONGEST_REASON: Final = 2000
+_MOST_AT_ONCE: Final = 256
+"""Maximum number of processes that ``ask_all`` asks at once."""
 
 Address = tuple[str, int]
 Handlers = Mapping[type[Question[Any]], Callable[[Any], Message]]
 """Function that answers each type of question."""
 
 
-class RefusedRequestError(WhaleError):
+class UnansweredError(WhaleError):
+    """A question got no answer; see the attributes of both kinds of it."""
+
+    code, why, blame = "", "", ""
+    late = hopeless = False
+
+
+class RefusedRequestError(UnansweredError):
     """A question was refused.
 
     Attributes:
@@ -66,7 +76,7 @@ class RefusedRequestError(WhaleError):
         self.code, self.why, self.blame = code, why, blame
 
 
-class UnreachableProcessError(WhaleError):
+class UnreachableProcessError(UnansweredError):
     """A process did not answer, or not in time.
 
     Attributes:
@@ -176,14 +186,12 @@ class _Workers:
         self._idle, self._count = threading.Semaphore(0), 0
 
     def do(self, task: Callable[[], None]) -> None:
-        """Runs a task in an idle thread, or in a new one."""
         self._tasks.put(task)
         if not self._idle.acquire(blocking=False):
             self._count += 1
             threading.Thread(target=self._work, daemon=True).start()
 
     def end(self) -> None:
-        """Ends all threads after their current tasks."""
         for _ in range(self._count):
             self._tasks.put(None)
 
@@ -312,6 +320,27 @@ class Caller:
             self.forget(address)
         for channel in busy:
             channel.close()
+
+
+def ask_all(
+    caller: Caller, addresses: Sequence[Address], question: Question[A], seconds: float
+) -> list[A | UnansweredError]:
+    """Returns the answers of several processes, or their errors, in order.
+
+    Args:
+        caller: Connections of this process.
+        addresses: Addresses of the processes, which are asked at once.
+        question, seconds: Arguments of ``Caller.ask``.
+    """
+
+    def one(address: Address) -> A | UnansweredError:
+        try:
+            return caller.ask(address, question, seconds=seconds)
+        except UnansweredError as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, min(len(addresses), _MOST_AT_ONCE))) as pool:
+        return [*pool.map(one, addresses)]
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from whalejax.cli import launch
 from whalejax.cli.main import main
 from whalejax.cli.options import LaunchCommand
 from whalejax.elastic.supervisor.event_messages import event_message
+from whalejax.membership.settings import Supervised
 from whalejax.meshes.errors import WhaleError
 
 
@@ -29,16 +29,13 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def supervised(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def supervised(monkeypatch: pytest.MonkeyPatch) -> list[Supervised]:
     """Runs are not started: their journal is written, and how they were asked for."""
-    calls: list[dict[str, Any]] = []
+    calls: list[Supervised] = []
 
-    def supervise(
-        words: Any, folder: Path, settings: Any, places: Any, **options: Any
-    ) -> int:
-        told = {"words": words, "settings": settings, "places": places}
-        calls.append({**told, **options})
-        found = written(folder)
+    def supervise(run: Supervised) -> int:
+        calls.append(run)
+        found = written(run.folder)
         found.end(0)
         return 0
 
@@ -110,34 +107,33 @@ def test_options_of_the_other_way_to_launch_are_refused(
     ],
 )
 def test_a_launch_of_a_fixed_number_restarts_only_if_asked(
-    script: Path, supervised: list[dict[str, Any]], words: list[str], restarts: int
+    script: Path, supervised: list[Supervised], words: list[str], restarts: int
 ) -> None:
     logs = str(script.parent / "logs")
     assert main(["launch", *words, "--logs", logs, str(script)]) == 0
     (call,) = supervised
-    assert call["settings"].restarts == restarts
-    assert call["settings"].most == 2
+    assert call.settings.restarts == restarts
+    assert call.settings.most == 2
 
 
 def test_train_runs_where_agents_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], supervised: list[dict[str, Any]]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], supervised: list[Supervised]
 ) -> None:
     words = ["train", "mlp-test", "--processes", "1:2", "--save", str(tmp_path)]
     assert main([*words, "--host", "127.0.0.1"]) == 0
     assert main([*words, "--host", "127.0.0.1", "--port", "9"]) == 0
     assert main(words) == 0
-    places = [call["places"] for call in supervised]
-    assert [(p.host, p.port) for p in places] == [
-        ("127.0.0.1", 8476),
-        ("127.0.0.1", 9),
-        (None, None),
+    assert [(run.places, run.host, run.port) for run in supervised] == [
+        (True, "127.0.0.1", 8476),
+        (True, "127.0.0.1", 9),
+        (False, "127.0.0.1", 0),
     ]
     assert main([*words, "--hosts", "a,b,c"]) == 2
     assert "--processes is 2 on 3 hosts" in " ".join(capsys.readouterr().err.split())
 
 
 def test_launch_says_what_it_came_to_unless_it_is_quiet(
-    script: Path, capsys: pytest.CaptureFixture[str], supervised: list[dict[str, Any]]
+    script: Path, capsys: pytest.CaptureFixture[str], supervised: list[Supervised]
 ) -> None:
     logs = script.parent / "logs"
     words = ["launch", "--processes", "1:2", "--logs", str(logs)]
@@ -147,11 +143,11 @@ def test_launch_says_what_it_came_to_unless_it_is_quiet(
     assert f"whalejax status {logs} shows more" in said
     assert main([*words, "--quiet", str(script)]) == 0
     assert capsys.readouterr().out == ""
-    assert [call["quiet"] for call in supervised] == [False, True]
+    assert [call.quiet for call in supervised] == [False, True]
 
 
 def test_launch_prints_how_all_ended_as_json(
-    script: Path, capsys: pytest.CaptureFixture[str], supervised: list[dict[str, Any]]
+    script: Path, capsys: pytest.CaptureFixture[str], supervised: list[Supervised]
 ) -> None:
     logs = script.parent / "logs"
     words = ["launch", "--processes", "1:2", "--json", "--logs", str(logs), str(script)]
@@ -165,14 +161,14 @@ def test_launch_prints_how_all_ended_as_json(
     ]
     assert told["ranks"][0]["log"] == str(logs / "elastic" / "m1.log")
     assert [one["number"] for one in told["generations"]] == [1, 3]
-    assert [call["quiet"] for call in supervised] == [True]
+    assert [call.quiet for call in supervised] == [True]
 
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_train_prints_what_it_came_to(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    supervised: list[dict[str, Any]],
+    supervised: list[Supervised],
     quiet: bool,
 ) -> None:
     save = tmp_path / "save"
@@ -187,11 +183,11 @@ def test_train_prints_what_it_came_to(
     if lines:
         assert lines[0].startswith("complete, loss 1.0000 to 0.2500 in 4 steps")
         assert lines[0].endswith(f"whalejax status {save} shows more")
-    assert [call["quiet"] for call in supervised] == [quiet]
+    assert [call.quiet for call in supervised] == [quiet]
 
 
 def test_train_takes_the_mesh_of_one_model_over_all_processes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], supervised: list[dict[str, Any]]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], supervised: list[Supervised]
 ) -> None:
     words = [
         "train",
@@ -204,7 +200,7 @@ def test_train_takes_the_mesh_of_one_model_over_all_processes(
     ]
     assert main([*words, "--mesh", "fsdp=-1", "tensor=1"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["mesh"] is None
-    assert json.loads(supervised[0]["words"][-1])["mesh"] == ["fsdp=-1", "tensor=1"]
+    assert json.loads(supervised[0].command[-1])["mesh"] == ["fsdp=-1", "tensor=1"]
     assert main([*words, "--mesh", "replicas"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["mesh"] == {"data": 2}
 
@@ -215,7 +211,7 @@ def test_train_takes_the_mesh_of_one_model_over_all_processes(
 def test_train_refuses_a_mesh_of_other_sizes(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    supervised: list[dict[str, Any]],
+    supervised: list[Supervised],
     mesh: list[str],
 ) -> None:
     words = ["train", "mlp-test", "--processes", "1:2", "--save", str(tmp_path)]
@@ -249,7 +245,7 @@ def test_train_spreads_one_model_as_told(tmp_path: Path) -> None:
 
 
 def test_train_goes_on_where_it_is_told_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], supervised: list[dict[str, Any]]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], supervised: list[Supervised]
 ) -> None:
     (tmp_path / "step_000010").mkdir()
     words = ["train", "mlp-test", "--processes", "1:2", "--save", str(tmp_path)]
@@ -286,8 +282,8 @@ def test_quiet_runs_say_what_goes_wrong_and_no_more() -> None:
 def test_a_run_without_steps_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def supervise(words: Any, folder: Path, *_: Any, **options: Any) -> int:
-        found = Journal(folder)
+    def supervise(run: Supervised) -> int:
+        found = Journal(run.folder)
         found.open("m1")
         found.end(1, "1 of at least 2 members are there\nmore")
         return 1

@@ -44,7 +44,8 @@ def started(folder: Path, *command: str) -> Iterator[Processes]:
         try:
             yield found
         finally:
-            found.end_all()
+            for name in found.names:
+                found.take_exit_status(name)
 
 
 def test_a_process_runs_when_it_was_written_down(tmp_path: Path) -> None:
@@ -371,9 +372,12 @@ START = """
 import json, sys
 from pathlib import Path
 from whalejax.elastic.launching import supervise
-from whalejax.membership.settings import SupervisorSettings
+from whalejax.membership.settings import Supervised, SupervisorSettings
 settings = SupervisorSettings(least=1, most=1)
-sys.exit(supervise(("sleep", "1000"), Path(sys.argv[1]), settings))
+run = Supervised(
+    command=("sleep", "1000"), folder=Path(sys.argv[1]), settings=settings
+)
+sys.exit(supervise(run))
 """
 
 

@@ -226,9 +226,11 @@ LAUNCHES = """
 import json, sys
 from pathlib import Path
 from whalejax.elastic.launching import supervise
-from whalejax.membership.settings import SupervisorSettings
+from whalejax.membership.settings import Supervised, SupervisorSettings
 settings = SupervisorSettings(least=1, most=1)
-sys.exit(supervise(json.loads(sys.argv[1]), Path(sys.argv[2]), settings))
+words = tuple(json.loads(sys.argv[1]))
+run = Supervised(command=words, folder=Path(sys.argv[2]), settings=settings)
+sys.exit(supervise(run))
 """
 
 

@@ -42,10 +42,10 @@ def look(
     run: FixedRun, now: float, *stopped: int, heard: float = 0.0
 ) -> list[ev.Effect]:
     run.written_at = dict.fromkeys(range(run.processes), heard)
-    states = {
+    run.states = {
         rank_name(rank): "T" if rank in stopped else "S" for rank in run.running_ranks()
     }
-    return run.react(now, ev.Tick(states))
+    return run.react(now, ev.Tick())
 
 
 def failure(run: FixedRun) -> tuple[int, str]:

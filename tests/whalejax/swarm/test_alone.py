@@ -78,7 +78,7 @@ def registry_of(stages: int) -> Registry:
 
 
 def fleet_of(registry: Registry, stages: int, mates: int = 1) -> Fleet:
-    fleet = Fleet(registry, stages)
+    fleet = Fleet(registry.members, stages)
     for number in range(stages * mates):
         stage, mate = divmod(number, mates)
         address = ("host", number + 1)
@@ -394,10 +394,9 @@ def test_the_last_failure_of_a_sum_is_said() -> None:
 
 
 def test_a_failure_of_an_earlier_process_bans_no_later_one() -> None:
-    context = context_of(1, 2)
+    context, registry = context_of(1, 2), registry_of(1)
+    context.fleet = fleet_of(registry, 1, 2)
     (old, _), now = context.fleet.synced(0), context.fleet.now()
-    registry = context.fleet._registry
-    assert isinstance(registry, Registry)
     new = registry.join(old.name, old.address, 0, now)
     context.fleet.add(new)
     assert new.incarnation == 2 and len(context.fleet.usable(0)) == 2
@@ -708,7 +707,7 @@ def test_a_peer_that_leaves_stays_as_long_as_the_step_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(monotonic=itertools.count(0.0, 20.0).__next__)
-    monkeypatch.setattr("whalejax.swarm_runtime.peer.time", clock)
+    monkeypatch.setattr("whalejax.swarm_runtime.swarm_process.time", clock)
     monkeypatch.setattr("whalejax.swarm_runtime.peer.LEAVE_BEAT_SECONDS", 0.001)
     answers = iter([*[heard()] * 20, heard(known=False, free=True)])
     peer = peer_with(lambda *given, **more: next(answers))

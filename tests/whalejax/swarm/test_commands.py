@@ -23,8 +23,7 @@ from whalejax.cli import main, swarm
 from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
 from whalejax.distributed.launch_env import reached_host
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm_runtime.registry_server import open_listener
-from whalejax.swarm_runtime.wire.registration import told_address
+from whalejax.swarm_runtime.swarm_process import open_listener, told_address
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import Key, make_key
 from whalejax.wire.service import Address
@@ -171,7 +170,7 @@ def test_a_process_that_joins_waits_for_a_registry_that_still_traces(
 
     monkeypatch.setattr(swarm, "_query_registry", later)
     make_key(key)
-    with open_listener("127.0.0.1", 0) as listening:
+    with open_listener("a test", "127.0.0.1", 0) as listening:
         where = f"127.0.0.1:{listening.getsockname()[1]}"
         command = SwarmJoinCommand(registry=where, model="m", key=key, patience=100.0)
         with pytest.raises(swarm._Absent):
@@ -187,7 +186,7 @@ def test_serve_listens_and_has_a_key_before_it_makes_the_job(
     tmp_path: Path,
 ) -> None:
     key, found = tmp_path / "k", list[bool]()
-    with open_listener("127.0.0.1", 0) as free:
+    with open_listener("a test", "127.0.0.1", 0) as free:
         port = free.getsockname()[1]
 
     def find_job(model: str, given: Any) -> Any:
@@ -199,7 +198,7 @@ def test_serve_listens_and_has_a_key_before_it_makes_the_job(
     with pytest.raises(WhaleError, match="no such job"):
         swarm.serve(command, find_job)
     assert found == [True]
-    with open_listener("127.0.0.1", port):
+    with open_listener("a test", "127.0.0.1", port):
         pass  # It is let go.
 
 

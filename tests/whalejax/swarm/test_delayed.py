@@ -15,10 +15,10 @@ import pytest
 import whalejax as wh
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
+from whalejax.state.state_bytes import digest_of
 from whalejax.swarm_runtime.checkpoints import Checkpoints
 from whalejax.swarm_runtime.peer_programs import StageState, ready_stage
 from whalejax.swarm_runtime.staged_job import StagedJob
-from whalejax.swarm_runtime.wire.state_transfer import digest_of
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

@@ -11,10 +11,11 @@ import pytest
 from tests.whalejax.messages import SWARM, received
 from tests.whalejax.swarm.swarm_jobs import COUNT
 from whalejax.planner.swarm_data import BLOCK, SUM_WIRES, sum_bytes
+from whalejax.state.state_bytes import digest_of
 from whalejax.swarm_runtime.peer_programs import StageState
 from whalejax.swarm_runtime.peer_store.gradient_sums import GradientSum
 from whalejax.swarm_runtime.peer_worker import Worker
-from whalejax.swarm_runtime.wire.state_transfer import digest_of, piece
+from whalejax.swarm_runtime.wire.state_transfer import piece
 from whalejax.wire.messages import Message
 from whalejax.wire.service import RefusedRequestError
 from whalejax.wire.swarm_messages import Fetch, FetchState, Forward, Summed, Tensors

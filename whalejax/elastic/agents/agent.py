@@ -38,6 +38,7 @@ from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.processes.local_gpus import VISIBLE, own_gpus, refusal, visible_gpus
 from whalejax.processes.local_processes import log_folder, machine
 from whalejax.processes.local_run import LocalRun
+from whalejax.wire import run_messages as wire
 from whalejax.wire.connection import (
     Channel,
     OtherProtocol,
@@ -48,23 +49,6 @@ from whalejax.wire.connection import (
 from whalejax.wire.connection_loop import Waker
 from whalejax.wire.keys import load_key
 from whalejax.wire.messages import WireError
-from whalejax.wire.run_messages import (
-    TO_AGENT,
-    AgentBeat,
-    Enlist,
-    Enlisted,
-    EventNoted,
-    Exited,
-    Finish,
-    Kill,
-    Launched,
-    NotLaunched,
-    OfAgent,
-    RegistrationRefused,
-    Release,
-    Start,
-    ToAgent,
-)
 
 
 _NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -99,17 +83,8 @@ class AgentOptions:
     patience: float = 120.0
 
 
-def default_name() -> str:
-    """Returns the name of this machine, or of its node under Slurm."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def _check(name: str, host: str | None) -> str | None:
-    """Returns the numeric address; refuses invalid names and addresses.
-
-    Raises:
-        WhaleError: The name or the address is invalid.
-    """
+    """Returns the numeric address; refuses invalid names and addresses."""
     with Problems("whalejax agent") as problems:
         if not _NAME.fullmatch(name):
             problems.add(
@@ -141,7 +116,8 @@ class Agent:
             options,
             split_address(options.supervisor, "HOST:PORT"),
         )
-        self.name = options.name or default_name()
+        node = os.environ.get("SLURMD_NODENAME")
+        self.name = options.name or node or socket.gethostname()
         self._host = _check(self.name, options.host)
         self._logs = log_folder((options.logs / FOLDER).absolute())
         self._token = secrets.token_hex(16)
@@ -156,12 +132,12 @@ class Agent:
         if why := refusal(self._gpus, options.processes):
             raise WhaleError(f"--processes of this agent: {why}")
         self._places: dict[str, int] = {}
-        self._unnoted: dict[str, Exited] = {}
+        self._unnoted: dict[str, wire.Exited] = {}
         self._channel: Channel | None = None
         self._away_since = time.monotonic()
         self._beat_seconds, self._beat_at = _FIRST_BEAT_SECONDS, 0.0
         self._again_at = 0.0
-        self._requests: list[Start] = []
+        self._requests: list[wire.Start] = []
         self._leaving = self._joined = self._waits = self._over = False
 
     def run(self) -> int:
@@ -205,11 +181,11 @@ class Agent:
                     self._connect(now)
                 if self._leaving and not self._processes.names and not self._unnoted:
                     # The previous heartbeat told the supervisor.
-                    self._say(AgentBeat(leaving=True))
+                    self._say(wire.AgentBeat(leaving=True))
                     yield ev.End(Ending.COMPLETE, "")
                 elif self._channel is not None and now >= self._beat_at:
                     self._beat_at = now + self._beat_seconds
-                    self._say(AgentBeat(leaving=self._leaving))
+                    self._say(wire.AgentBeat(leaving=self._leaving))
 
     def _connect(self, now: float) -> None:
         """Tries once to connect to the supervisor, which may be unreachable for a
@@ -262,7 +238,7 @@ class Agent:
         self._channel = channel
         there = [(name, *known) for name, known in self._started.items()]
         there += [(name, 0, "") for name in self._unnoted]
-        enlist = Enlist(
+        enlist = wire.Enlist(
             agent=self.name,
             host=self._host or local_host(where),
             machine=machine(),
@@ -274,24 +250,18 @@ class Agent:
         self._say(enlist)
 
     def _listen(self) -> Iterator[ev.Effect]:
-        self._waker.clear()
         while self._channel is not None:
             try:
-                said = self._channel.next(TO_AGENT)
+                said = self._channel.next(wire.TO_AGENT)
             except WireError:
-                self._drop()
+                self._channel.close()
+                self._channel, self._away_since = None, time.monotonic()
                 return
             if said is None:
                 return
             yield from self._hear(said)
 
-    def _drop(self) -> None:
-        """Drops an ended connection, before a new one is tried."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel, self._away_since = None, time.monotonic()
-
-    def _say(self, message: OfAgent) -> None:
+    def _say(self, message: wire.OfAgent) -> None:
         if self._channel is None:
             return
         try:
@@ -301,36 +271,36 @@ class Agent:
 
     # Messages of the supervisor.
 
-    def _hear(self, said: ToAgent) -> Iterator[ev.Effect]:
+    def _hear(self, said: wire.ToAgent) -> Iterator[ev.Effect]:
         match said:
-            case Enlisted():
+            case wire.Enlisted():
                 self._enlisted(said)
-            case RegistrationRefused(why=why):
+            case wire.RegistrationRefused(why=why):
                 raise WhaleError(
                     f"the supervisor at {self._options.supervisor} refused this agent: "
                     f"{why}"
                 )
-            case Start(name=name) if name in self._started or self._leaving:
+            case wire.Start(name=name) if name in self._started or self._leaving:
                 why = "it was asked to end" if self._leaving else f"{name} is there"
-                self._say(NotLaunched(name=name, why=why))
-            case Start():
+                self._say(wire.NotLaunched(name=name, why=why))
+            case wire.Start():
                 self._requests.append(said)
                 yield ev.StartEffect(len(self._requests) - 1)
-            case Release(name=name):
+            case wire.Release(name=name):
                 yield ev.ReleaseEffect(name)
-            case Kill(name=name) if name in self._processes.names:
+            case wire.Kill(name=name) if name in self._processes.names:
                 yield ev.KillEffect(name, 0)
-            case Kill(name=name):
+            case wire.Kill(name=name):
                 if name not in self._unnoted:
-                    self._say(Exited(name=name, status=None, said=""))
-            case EventNoted(name=name):
+                    self._say(wire.Exited(name=name, status=None, said=""))
+            case wire.EventNoted(name=name):
                 self._unnoted.pop(name, None)
-            case Finish(why=why):
+            case wire.Finish(why=why):
                 tell_user(f"the run is over: {why or 'all steps are done'}")
                 self._over = True
                 yield ev.End(Ending.COMPLETE, "")
 
-    def _enlisted(self, said: Enlisted) -> None:
+    def _enlisted(self, said: wire.Enlisted) -> None:
         first, *rest = said.command
         self._processes.command = [first or sys.executable, *rest]
         compiled = self._logs / f"{COMPILED}-{self.name}"
@@ -364,10 +334,10 @@ class Agent:
         except (OSError, WhaleError) as error:
             self._places.pop(name, None)
             why = getattr(error, "strerror", None) or str(error)
-            self._say(NotLaunched(name=name, why=why))
+            self._say(wire.NotLaunched(name=name, why=why))
             return
         self._started[name] = pid, began
-        self._say(Launched(name=name, pid=pid, began=began))
+        self._say(wire.Launched(name=name, pid=pid, began=began))
 
     def _gpu(self, device: str) -> str:
         """Returns the name of a GPU from the supervisor's index among those visible to
@@ -397,6 +367,6 @@ class Agent:
     def _on_process_end(self, name: str, status: int | None, log: str) -> None:
         self._started.pop(name, None)
         self._places.pop(name, None)
-        exited = Exited(name=name, status=status, said=log[-_MOST_SAID:])
+        exited = wire.Exited(name=name, status=status, said=log[-_MOST_SAID:])
         self._unnoted[name] = exited
         self._say(exited)

@@ -14,20 +14,8 @@ from whalejax._version import __version__
 from whalejax.membership import events as ev
 from whalejax.membership.elastic_run import LONGEST_TURN_SECONDS, ElasticRun
 from whalejax.membership.lease import Lease
+from whalejax.wire import run_messages as wire
 from whalejax.wire.messages import Message
-from whalejax.wire.run_messages import (
-    AgentBeat,
-    Enlist,
-    Enlisted,
-    Exited,
-    Finish,
-    Kill,
-    Launched,
-    NotLaunched,
-    Release,
-    Start,
-    ToAgent,
-)
 
 
 RETURN_SECONDS: Final = 2.0
@@ -108,7 +96,7 @@ class AgentFleet(Generic[Link]):
 
     # Messages of agents.
 
-    def refusal(self, message: Enlist) -> str:
+    def refusal(self, message: wire.Enlist) -> str:
         """Returns the reason why an agent is not accepted, or an empty text."""
         name, known = message.agent, self._agents.get(message.agent)
         if message.version != __version__:
@@ -127,7 +115,7 @@ class AgentFleet(Generic[Link]):
             return "the run is over"
         return ""
 
-    def enlist(self, now: float, link: Link, message: Enlist) -> None:
+    def enlist(self, now: float, link: Link, message: wire.Enlist) -> None:
         """Accepts an agent, for the first time or again.
 
         Args:
@@ -137,7 +125,7 @@ class AgentFleet(Generic[Link]):
         """
         name, told = message.agent, {one[0]: one for one in message.there}
         if self._ended_for is not None:
-            self._send(link, Finish(why=self._ended_for))
+            self._send(link, wire.Finish(why=self._ended_for))
             self._drop(name)
             return
         known = self._agents.get(name)
@@ -157,7 +145,7 @@ class AgentFleet(Generic[Link]):
         before, record.there = record.there, set(told)
         self._agents[name] = record
         beats = self._run.settings.beat_seconds
-        self._tell(record, Enlisted(**self.program, beat_seconds=beats))
+        self._tell(record, wire.Enlisted(**self.program, beat_seconds=beats))
         if is_new:
             self._take(now, ev.AgentJoined(name, record.host, record.room))
         for one, slot in asked.items():
@@ -172,39 +160,39 @@ class AgentFleet(Generic[Link]):
         for one in told:
             member = self._run.members.get(one)
             if member is None or not member.is_there or member.agent != name:
-                self._tell(record, Kill(name=one))
+                self._tell(record, wire.Kill(name=one))
             else:
-                self._tell(record, Release(name=one))
+                self._tell(record, wire.Release(name=one))
         if old is not None:
             self._close(old)
 
     def on_message(self, now: float, link: Link, message: Message) -> None:
         """Handles any other message of an agent."""
-        record = self._of(link)
+        record = self._linked.get(link)
         if record is None:
             return
         self._lease.renew(record.name, now)
         match message:
-            case AgentBeat(leaving=leaving):
+            case wire.AgentBeat(leaving=leaving):
                 record.leaving = leaving
-            case Launched(name=name, pid=pid, began=began):
+            case wire.Launched(name=name, pid=pid, began=began):
                 slot = record.asked.pop(name, None)
                 if slot is not None:
                     record.there.add(name)
                     self._started(now, record, name, slot, pid, began)
-            case NotLaunched(name=name, why=why):
+            case wire.NotLaunched(name=name, why=why):
                 slot = record.asked.pop(name, None)
                 if slot is not None:
                     why = f"agent {record.name}: {why}"
                     self._take(now, ev.NotStarted(slot, why))
-            case Exited(name=name, status=status, said=log):
+            case wire.Exited(name=name, status=status, said=log):
                 record.there.discard(name)
                 self._take(now, ev.ProcessExitEvent(name, status, log))
                 self._take(now, ev.RoomFreed(1))
 
     def on_disconnect(self, now: float, link: Link) -> None:
         """Handles the end of an agent's connection; the agent may reconnect."""
-        record = self._of(link)
+        record = self._linked.get(link)
         if record is None:
             return
         self._unlink(record)
@@ -237,7 +225,6 @@ class AgentFleet(Generic[Link]):
             self._close(link)  # On reconnection it learns which of its processes end.
 
     def _unlink(self, record: AgentRecord[Link]) -> Link | None:
-        """Forgets the connection of an agent, and returns it, if it has one."""
         link, record.link = record.link, None
         if link is not None:
             self._linked.pop(link, None)
@@ -287,7 +274,7 @@ class AgentFleet(Generic[Link]):
         # Spreads members; among agents with equally many, prefers the most room.
         record = min(matches, key=lambda r: (len(r.there) + len(r.asked), -r.free))
         record.asked[name] = slot
-        self._tell(record, Start(name=name, device=device))
+        self._tell(record, wire.Start(name=name, device=device))
         return True
 
     def _device(self, slot: int) -> tuple[str, str]:
@@ -298,18 +285,17 @@ class AgentFleet(Generic[Link]):
         return host, device
 
     def _is_filled(self, slot: int) -> bool:
-        """Whether an earlier process of a slot has not ended yet."""
         members = self._run.members
         names = (name for r in self._agents.values() for name in r.there)
         return any(n in members and members[n].slot == slot for n in names)
 
     def release(self, name: str) -> None:
         """Lets a started process run."""
-        self._tell_holder(name, Release(name=name))
+        self._tell_holder(name, wire.Release(name=name))
 
     def kill(self, name: str) -> None:
         """Kills a process at once."""
-        self._tell_holder(name, Kill(name=name))
+        self._tell_holder(name, wire.Kill(name=name))
 
     def finish(self, why: str) -> None:
         """Tells all agents that the run is over; disconnected ones learn it when they
@@ -317,7 +303,7 @@ class AgentFleet(Generic[Link]):
         """
         self._ended_for = why
         for record in self._agents.values():
-            self._tell(record, Finish(why=why))
+            self._tell(record, wire.Finish(why=why))
 
     @property
     def hears_the_end(self) -> bool:
@@ -329,21 +315,14 @@ class AgentFleet(Generic[Link]):
         """Names of processes whose end was not reported."""
         return [name for r in self._agents.values() for name in sorted(r.there)]
 
-    def holds(self, link: Link) -> bool:
-        """Whether a connection belongs to an agent."""
-        return self._of(link) is not None
-
-    def _of(self, link: Link) -> AgentRecord[Link] | None:
-        return self._linked.get(link)
-
-    def _tell_holder(self, name: str, message: ToAgent) -> None:
+    def _tell_holder(self, name: str, message: wire.ToAgent) -> None:
         member = self._run.members.get(name)
         known = None if member is None else self._agents.get(member.agent)
         for record in self._agents.values() if known is None else (known,):
             if name in record.there:
                 self._tell(record, message)
 
-    def _tell(self, record: AgentRecord[Link], message: ToAgent) -> None:
+    def _tell(self, record: AgentRecord[Link], message: wire.ToAgent) -> None:
         if record.link is not None:
             self._send(record.link, message)
 

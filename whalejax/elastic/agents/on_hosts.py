@@ -211,7 +211,6 @@ class HostAgents:
                 yield from self._on_end(now, host, status)
 
     def _on_end(self, now: float, host: str, status: int | None) -> Iterator[ev.Effect]:
-        """Handles the end of an agent, which may be started again."""
         failed = status != 0  # That of an earlier process's command is not known.
         refused = self._refusal_since(host) if failed else ""
         self._refusals[host] = self._refusals.get(host, 0) + 1 if refused else 0
@@ -232,7 +231,6 @@ class HostAgents:
             self._not_again.add(host)
 
     def _restart(self, now: float, host: str, why: str) -> ev.Effect:
-        """Starts an agent again after a delay, and returns the message about it."""
         seconds = self._failures.hold(now, [*self._shells].index(host))
         self._due[host] = now + seconds
         when = f" in {seconds:.0f} s" if seconds else ""
@@ -242,7 +240,6 @@ class HostAgents:
         return self._logs / FOLDER / f"agent-{host.replace('/', '_')}.log"
 
     def _refusal_since(self, host: str) -> str:
-        """Returns the reason of a refusal in the output of a command that has ended."""
         if self._refusal is None:
             return ""
         try:

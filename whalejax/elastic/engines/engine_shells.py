@@ -21,11 +21,6 @@ def slurm_options(text: str) -> list[str]:
         WhaleError: There is no ``srun`` here, a quotation does not end, or the options
             name the allocations.
     """
-    if shutil.which("srun") is None:
-        raise WhaleError(
-            "--slurm: there is no srun here. Run this command on a login node of the "
-            "cluster, or leave --slurm out"
-        )
     try:
         options = shlex.split(text)
     except ValueError as error:
@@ -34,6 +29,11 @@ def slurm_options(text: str) -> list[str]:
         raise WhaleError(
             f"--slurm {text} names the allocations, and each has a name of its own, by "
             "which it is ended. Leave --job-name out"
+        )
+    if shutil.which("srun") is None:
+        raise WhaleError(
+            "--slurm: there is no srun here. Run this command on a login node of the "
+            "cluster, or leave --slurm out"
         )
     return options
 

@@ -120,7 +120,6 @@ class RayAgents:
         self._thread = threading.Thread(target=self._keep, daemon=True)
 
     def _nodes(self) -> list[Mapping[str, Any]]:
-        """Returns the nodes that are alive and have CPUs."""
         nodes = self._ray.nodes()
         return [n for n in nodes if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
 
@@ -147,7 +146,6 @@ class RayAgents:
             self._ray.shutdown()
 
     def _keep(self) -> None:
-        """Starts an agent on every node without one."""
         while not self._over.is_set():
             with contextlib.suppress(Exception):  # The cluster may be changing.
                 self._look()

@@ -90,7 +90,6 @@ def _unseen(why: str) -> WhaleError:
 
 
 def _detect_local_cluster() -> Cluster:
-    """Detects the local devices. Starts JAX."""
     if jax.local_devices()[0].platform == "cpu":
         return parse_cluster("cpu:1")
     try:

@@ -189,7 +189,6 @@ class _Block:
     def _spans(
         self, spans: Sequence[tuple[int, int]], name: str, *, whole: bool
     ) -> list[tuple[int, int]]:
-        """Returns the spans of each buffer that a member sums."""
         if whole:
             return list(spans)
         rank, size = self._names.index(name), len(self._names)
@@ -199,7 +198,6 @@ class _Block:
         ]
 
     def _expected(self, spans: Sequence[tuple[int, int]]) -> list[Expected]:
-        """Returns the lengths and dtypes of the arrays for some elements."""
         pairs = zip(spans, self._dtypes, strict=True)
         return [(b - a, dtype) for (a, b), dtype in pairs]
 

@@ -175,7 +175,6 @@ def agreed(
 
 
 def _processes(known: ReductionDecision) -> ReductionProcesses:
-    """Returns the processes of the run, as far as known here."""
     return ReductionProcesses(
         count=known.processes,
         hosts=known.hosts,

@@ -285,9 +285,6 @@ def all_reduce_seconds(replica: Plan, processes: ReductionProcesses) -> float:
 
 
 def _host_link(processes: ReductionProcesses) -> float:
-    """Returns the bytes per second between a device and its host; memory itself on
-    CPUs.
-    """
     if processes.platform == "cpu":
         return ADDED_BYTES_PER_SECOND
     links = [k.host_link_bytes_per_second for k in processes.each.kinds]

@@ -1,10 +1,10 @@
 """The process outside the workers that manages a run.
 
-It executes the effects of ``react``: it starts and ends processes, passes on messages
-and writes the journal. If it is killed, its members continue; restarted in the same
-folder, it adopts them.
+It is a policy of ``LocalRun``: it passes messages on to ``react``, writes the journal
+of its effects before they are carried out, and sends those that are messages. If it is
+killed, its members continue; restarted in the same folder, it adopts them.
 
-The module is long because one loop handles every possible event: separate handlers
+The module is long because one class handles every possible event: separate handlers
 would share all of its state.
 """
 
@@ -14,11 +14,9 @@ import contextlib
 import os
 import queue
 import secrets
-import selectors
-import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -58,46 +56,19 @@ from whalejax.membership.settings import Supervised as Supervised
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.heartbeat_pipe import BEAT_SECONDS, beat
 from whalejax.processes.local_gpus import HELD_SECONDS, SlotGpus
-from whalejax.processes.local_processes import (
-    Processes,
-    began_at,
-    handled_signals,
-    machine,
-)
+from whalejax.processes.local_processes import began_at, machine
+from whalejax.processes.local_run import TICK_SECONDS, LocalRun
 from whalejax.state.folder_lock import FolderLock
+from whalejax.wire import run_messages as wire
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, ConnectionClosedError, listen
 from whalejax.wire.connection_loop import Waker
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message, WireError
-from whalejax.wire.run_messages import (
-    TO_SUPERVISOR,
-    AgentBeat,
-    Beat,
-    Committed,
-    Enlist,
-    EventNoted,
-    Exited,
-    MemberWelcome,
-    OfAgent,
-    OfMember,
-    ReductionDecision,
-    ReductionOffer,
-    Refusal,
-    Register,
-    RegistrationRefused,
-    Report,
-    ReportReceived,
-    Resize,
-    ResizeDone,
-    RunEnded,
-    Way,
-)
 
 
 ADDRESS: Final = "supervisor.json"
 
-_TICK_SECONDS: Final = 0.1
 _LONGEST_WHY: Final = 5000
 _MOST_EVENTS: Final = 4096
 """Largest number of messages that wait for the loop; then their senders wait."""
@@ -120,14 +91,25 @@ class Supervisor:
         self._answers: list[tuple[Channel, Message]] = []
         self._ticked_at = float("-inf")
         self._held = contextlib.ExitStack()
-        self._selector = self._held.enter_context(selectors.DefaultSelector())
-        self._events: queue.Queue[tuple[Channel, OfMember | OfAgent | Resize | None]]
+        self._loop = LocalRun(
+            self,
+            self._folder,
+            say=tell_user,
+            asks=(),
+            signals=(AT_ONCE,),
+            turn=self._written,
+            further=self._do,
+        )
+        self._processes = self._loop.processes
+        self._processes.command = list(run.command)
+        self._events: queue.Queue[
+            tuple[Channel, wire.OfMember | wire.OfAgent | wire.Resize | None]
+        ]
         self._events = queue.Queue(_MOST_EVENTS)
         self._waker: Waker | None = None
         self._channels: dict[str, Channel] = {}
         self._names: dict[Channel, str] = {}
         self._is_closed = False
-        self._processes = Processes(run.command, {}, self._folder, self._selector)
         self._fleet = AgentFleet[Channel](
             self._state, self._take, self._send, Channel.close
         )
@@ -137,7 +119,8 @@ class Supervisor:
         self._is_full = False
         self._terminated = self._at_once = False
         self._end: ev.End | None = None
-        self._ends_at = float("inf")
+        self._ends_at, self._farewell_until = float("inf"), 0.0
+        self._says_farewell = False
         self._beat_at = 0.0
         self._turn_at = time.monotonic()
 
@@ -152,23 +135,12 @@ class Supervisor:
             WhaleError: Another supervisor, or processes of a lost run, use the folder;
                 it cannot be written; or the address cannot be listened on.
         """
-        with self._held, handled_signals(self._handle, signal.SIGINT, AT_ONCE):
+        with self._held:
             try:
-                self._open_folder()
-                self._loop()
+                return self._loop.run().status
             except BaseException:
-                # Nothing would manage them any more.
-                self._processes.end_all()
                 self._fleet.finish("its supervisor failed")
                 raise
-            assert self._end is not None
-            if self._save is not None:
-                remove_unfinished(self._save)
-            remove_copies(self._folder / KEY)
-            self._fleet.finish(self._end.text[:_LONGEST_WHY])
-            self._wait_for_agents()
-            tell_user(self._end.text)
-            return self._end.status
 
     # Start.
 
@@ -229,7 +201,6 @@ class Supervisor:
                     resized = ev.ResizeEvent(first, self._run.devices)
                     self._take(time.monotonic(), resized)
                 self._take(time.monotonic(), ev.StartsAllowedEvent())
-        self._do_all()
 
     def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the run of these events continues.
@@ -267,7 +238,7 @@ class Supervisor:
             ) from error
         self._waker = Waker()
         self._held.callback(self._waker.close)
-        self._selector.register(self._waker, selectors.EVENT_READ, self._events)
+        self._loop.watch(self._waker, tuple)
         self._acceptor = Acceptor(self._listening, self._key, self._serve)
         self._held.callback(self._close_channels)
         name = self._listening.getsockname()
@@ -276,7 +247,6 @@ class Supervisor:
         write_pointer(self._folder / ADDRESS, address)
 
     def _take_back(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Adopts the members of a killed supervisor."""
         now = time.monotonic()
         self._journal.write("restarted", {})
         commits = journal.read_commits(self._folder / journal.COMMITS)
@@ -297,43 +267,59 @@ class Supervisor:
                     log = self._processes.log_tail(name)
                     self._take(now, ev.ProcessExitEvent(name, None, log))
 
-    def _handle(self, number: int, _: object) -> None:
-        """Asks for the run's end, after a step with its state saved (SIGTERM, SIGINT,
-        SIGHUP) or at once (``AT_ONCE``)."""
-        self._terminated = True
-        self._at_once = self._at_once or number == AT_ONCE
+    # Events.
 
-    # The loop.
+    def react(self, now: float, event: ev.Event) -> Sequence[ev.Effect]:
+        """Applies an event, and returns its effects; see ``RunPolicy``."""
+        match event:
+            case ev.StartsAllowedEvent():
+                self._open_folder()
+            case ev.ProcessExitEvent():
+                self._take_events()  # its messages from before its end
+                self._take(now, event)
+            case ev.NotStarted():
+                self._take(now, event)
+            case ev.Terminate(number=number):
+                self._terminated = True
+                self._at_once = self._at_once or number == AT_ONCE
+            case ev.Tick():
+                self._tick()
+        effects, self._effects = self._effects, []
+        return effects
 
-    def _loop(self) -> None:
-        while not self._is_over():
-            for key, _ in self._selector.select(_TICK_SECONDS):
-                if isinstance(key.fileobj, Waker):
-                    key.fileobj.clear()
-                else:
-                    self._on_process_end(key.data)
-            now = self._take_all()
-            if now - self._ticked_at >= _TICK_SECONDS:
-                self._ticked_at = now
-                self._say_refused(now)
-                self._beat(now)
-                self._write_kept()
-                if self._at_once:
-                    self._take(now, ev.Terminate(at_once=True))
-                    self._ends_at = 0.0
-                elif self._terminated:
-                    self._take(now, ev.Terminate(at_once=False))
-                self._fleet.tick(now)
-                self._take(now, ev.Tick())
-            elif not self._state.is_settled:  # Otherwise there were only heartbeats.
-                self._take(now, ev.Tick())
-            self._do_all()
+    def _tick(self) -> None:
+        if self._end is not None and self._is_over():
+            self._effects.append(self._end)
+            return
+        now = self._take_all()
+        if self._says_farewell:
+            return
+        if now - self._ticked_at >= TICK_SECONDS:
+            self._ticked_at = now
+            # An event for each stranger could fill the disk.
+            if (refused := self._acceptor.take_refused(now)) is not None:
+                told = {"count": refused.count, "why": refused.why}
+                self._journal.write("stranger", told)
+            self._beat(now)
+            self._write_kept()
+            if self._at_once:
+                self._take(now, ev.Terminate(at_once=True))
+                self._ends_at = 0.0
+            elif self._terminated:
+                self._take(now, ev.Terminate(at_once=False))
+            self._fleet.tick(now)
+            self._take(now, ev.Tick())
+        elif not self._state.is_settled:  # Otherwise there were only heartbeats.
+            self._take(now, ev.Tick())
 
     def _take(self, now: float, event: ev.Event) -> None:
-        """Passes an event to the rules; the effects follow at the end of the
-        iteration.
-        """
-        self._effects += react(self._state, now, event)
+        """Passes an event to the rules; the effects follow at the end of the turn."""
+        for effect in react(self._state, now, event):
+            if not isinstance(effect, ev.End):
+                self._effects.append(effect)
+                continue
+            self._end = self._end or effect  # Processes may still save.
+            self._ends_at = min(self._ends_at, now + self._run.exit_seconds)
 
     def _take_all(self) -> float:
         """Takes all pending events before any process counts as silent; returns the
@@ -344,7 +330,7 @@ class Supervisor:
         """
         before, self._turn_at = self._turn_at, time.monotonic()
         if self._turn_at - before > LONGEST_TURN_SECONDS:
-            time.sleep(_TICK_SECONDS)
+            time.sleep(TICK_SECONDS)
         self._take_events()
         return time.monotonic()
 
@@ -371,26 +357,23 @@ class Supervisor:
         return self._commits.flush() and written
 
     def _is_over(self) -> bool:
-        if self._end is None:
-            return False
         # Processes of failed agents are no longer listed.
         there, now = [*self._processes.names, *self._fleet.names], time.monotonic()
         if now > self._ends_at:
             for name in there:
                 if self._at_once or not saves_last(self._state, now, name):
-                    self._kill(name)
-        return not there
-
-    def _kill(self, name: str) -> None:
-        self._processes.kill(name)
-        self._fleet.kill(name)
-
-    def _on_process_end(self, name: str) -> None:
-        status = self._processes.take_exit_status(name)
-        now = time.monotonic()
-        self._take_events()  # its messages from before its end
-        log = self._processes.log_tail(name)
-        self._take(now, ev.ProcessExitEvent(name, status, log))
+                    self._processes.kill(name)
+                    self._fleet.kill(name)
+        if not (there or self._says_farewell):
+            assert self._end is not None
+            self._says_farewell = True
+            self._farewell_until = now + _FAREWELL_SECONDS
+            if self._save is not None:
+                remove_unfinished(self._save)
+            remove_copies(self._folder / KEY)
+            self._fleet.finish(self._end.text[:_LONGEST_WHY])
+        is_told = not self._fleet.hears_the_end or now > self._farewell_until
+        return self._says_farewell and is_told
 
     def _close_channels(self) -> None:
         self._is_closed = True
@@ -400,10 +383,9 @@ class Supervisor:
     # Connections.
 
     def _serve(self, channel: Channel) -> None:
-        """Turns messages into the supervisor's events, on the wire's thread."""
         try:
-            while (said := channel.next(TO_SUPERVISOR)) is not None:
-                if isinstance(said, Report) and not said.number:
+            while (said := channel.next(wire.TO_SUPERVISOR)) is not None:
+                if isinstance(said, wire.Report) and not said.number:
                     raise WireError("a report has no number")
                 self._tell(channel, said)
         except ConnectionClosedError:
@@ -412,7 +394,9 @@ class Supervisor:
             channel.close()  # reported in the same way
 
     def _tell(
-        self, channel: Channel, message: OfMember | OfAgent | Resize | None
+        self,
+        channel: Channel,
+        message: wire.OfMember | wire.OfAgent | wire.Resize | None,
     ) -> None:
         """Queues a message, or the end of a connection, for the loop."""
         while not self._is_closed:
@@ -422,17 +406,10 @@ class Supervisor:
             except queue.Full:
                 continue
         # Heartbeats are frequent, and can wait for the next tick.
-        if self._waker is not None and not isinstance(message, Beat | AgentBeat):
+        if self._waker is not None and not isinstance(
+            message, wire.Beat | wire.AgentBeat
+        ):
             self._waker.wake()
-
-    def _say_refused(self, now: float) -> None:
-        """Records the number of refused strangers; an event for each could fill the
-        disk.
-        """
-        refused = self._acceptor.take_refused(now)
-        if refused is not None:
-            told = {"count": refused.count, "why": refused.why}
-            self._journal.write("stranger", told)
 
     def _take_events(self) -> None:
         now = time.monotonic()
@@ -445,22 +422,22 @@ class Supervisor:
                 if name is not None and self._channels.get(name) is channel:
                     del self._channels[name]
                     self._take(now, ev.Disconnected(name))
-            elif isinstance(message, Register):
+            elif isinstance(message, wire.Register):
                 self._register(now, channel, message)
-            elif isinstance(message, ReductionOffer):
+            elif isinstance(message, wire.ReductionOffer):
                 self._say_adding_up(now, channel, message)
-            elif isinstance(message, Refusal):
+            elif isinstance(message, wire.Refusal):
                 self._on_refusal(now, channel, message)
-            elif isinstance(message, Enlist):
+            elif isinstance(message, wire.Enlist):
                 self._enlist(now, channel, message)
-            elif isinstance(message, Resize):
+            elif isinstance(message, wire.Resize):
                 self._resize(now, channel, message)
-            elif isinstance(message, OfAgent):
+            elif isinstance(message, wire.OfAgent):
                 self._heard_agent(now, channel, message)
             elif channel in self._names:
                 name = self._names[channel]
                 self._take(now, ev.MemberMessageEvent(name, message))
-                if not isinstance(message, Committed):  # These are frequent.
+                if not isinstance(message, wire.Committed):  # These are frequent.
                     self._unacknowledged[channel] = name
 
     def _acknowledge(self) -> None:
@@ -479,15 +456,15 @@ class Supervisor:
             # A member without new reports gets an answer twice in a lease.
             if number > before or now - at > self._state.lease.seconds / 2:
                 self._acknowledged[channel] = number, now
-                self._send(channel, ReportReceived(goodput=goodput, number=number))
+                self._send(channel, wire.ReportReceived(goodput=goodput, number=number))
         answers, self._answers = self._answers, []
         for channel, answer in answers:
             if is_written or not isinstance(
-                answer, EventNoted | ResizeDone
+                answer, wire.EventNoted | wire.ResizeDone
             ):  # otherwise it is sent again
                 self._send(channel, answer)
 
-    def _register(self, now: float, channel: Channel, message: Register) -> None:
+    def _register(self, now: float, channel: Channel, message: wire.Register) -> None:
         name, slot = self._assign_name(message)
         # Only the folder of an accepted member is locked.
         why = self._other_run(message.run)
@@ -495,7 +472,7 @@ class Supervisor:
         why = why or self._lock_save(message.save)
         if why:
             self._record("refused", name=name, why=why)
-            self._answers.append((channel, RegistrationRefused(why=why)))
+            self._answers.append((channel, wire.RegistrationRefused(why=why)))
             return
         self._take(now, ev.RegisterEvent(name, slot, message))
         old = self._channels.get(name)
@@ -505,35 +482,28 @@ class Supervisor:
         self._channels[name], self._names[channel] = channel, name
         beats = self._run.settings.beat_seconds
         self._send(
-            channel, MemberWelcome(run=self._name, name=name, beat_seconds=beats)
+            channel, wire.MemberWelcome(run=self._name, name=name, beat_seconds=beats)
         )
 
     def _other_run(self, run: str) -> str:
-        """Returns the reason why a member of another run is refused, or an
-        empty text.
-        """
         if run in ("", self._name):  # unknown to processes that were started by hand
             return ""
         return "this member is of an earlier run in the same folder, which is over"
 
-    def _on_refusal(self, now: float, channel: Channel, message: Refusal) -> None:
-        """Handles a process's report, before it joins, that it cannot run."""
+    def _on_refusal(self, now: float, channel: Channel, message: wire.Refusal) -> None:
         member = self._starting_member(message.machine, message.pid)
         if member is not None:
             self._take(now, ev.Unrunnable(member.name, message.why))
-        self._send(channel, RunEnded(why="it cannot be run", well=False))
+        self._send(channel, wire.RunEnded(why="it cannot be run", well=False))
 
     def _starting_member(self, where: str, pid: int) -> MemberRecord | None:
-        """Returns the member of a process that was started and has not joined yet, or
-        None.
-        """
         for member in self._state.members.values():
             is_there = where == (member.machine or machine()) and pid == member.pid
             if member.status == "starting" and is_there:
                 return member
         return None
 
-    def _assign_name(self, message: Register) -> tuple[str, int | None]:
+    def _assign_name(self, message: wire.Register) -> tuple[str, int | None]:
         """Returns a member's name, and its slot if it was started here."""
         members = self._state.members
         if message.name:
@@ -550,9 +520,6 @@ class Supervisor:
         return f"x{self._count}", None
 
     def _lock_save(self, save: str) -> str:
-        """Locks the folder of checkpoints; returns the reason on failure,
-        else empty.
-        """
         if not save or self._save is not None:
             return ""
         try:
@@ -566,17 +533,16 @@ class Supervisor:
         self._save = Path(save)
         return ""
 
-    def _resize(self, now: float, channel: Channel, message: Resize) -> None:
-        """Handles a scheduler's request for another number of members."""
+    def _resize(self, now: float, channel: Channel, message: wire.Resize) -> None:
         devices = None if message.devices is None else tuple(message.devices)
         why = resize_refusal(self._state, message.size)
         if devices is not None and len(devices) < message.size:
             why = f"{len(devices)} devices for {message.size} members; expected as many"
         if why:
-            self._answers.append((channel, RegistrationRefused(why=why)))
+            self._answers.append((channel, wire.RegistrationRefused(why=why)))
             return
         self._take(now, ev.ResizeEvent(message.size, devices))
-        self._answers.append((channel, ResizeDone(size=message.size)))
+        self._answers.append((channel, wire.ResizeDone(size=message.size)))
 
     def _send(self, channel: Channel, message: Message) -> None:
         with contextlib.suppress(WireError):
@@ -585,7 +551,6 @@ class Supervisor:
     # Agents.
 
     def _open_fleet(self) -> None:
-        """Opens the run for agents, and reports how they join."""
         command = self._run.command
         self._fleet.program = program(command, self._environment, sys.executable)
         self._state.placed = True
@@ -598,23 +563,23 @@ class Supervisor:
         tell_user(text)
 
     def _say_adding_up(
-        self, now: float, channel: Channel, message: ReductionOffer
+        self, now: float, channel: Channel, message: wire.ReductionOffer
     ) -> None:
         """Answers a process that asks for the gradient reduction before it joins."""
         if other := self._other_run(message.run):
-            self._send(channel, RegistrationRefused(why=other))
+            self._send(channel, wire.RegistrationRefused(why=other))
             return
         self._take(now, ev.ReductionProposed(message.by, message.why))
         by, why = self._state.adding_up
-        decision = ReductionDecision(
-            by=cast(Way, by),
+        decision = wire.ReductionDecision(
+            by=cast(wire.Way, by),
             why=why,
             processes=self._run.settings.most,
             hosts=self._state.hosts(),
         )
         self._answers.append((channel, decision))
 
-    def _enlist(self, now: float, channel: Channel, message: Enlist) -> None:
+    def _enlist(self, now: float, channel: Channel, message: wire.Enlist) -> None:
         why = self._fleet.refusal(message)
         if not self._run.places:
             why = (
@@ -623,46 +588,29 @@ class Supervisor:
             )
         if why:
             self._record("agent_refused", agent=message.agent, why=why)
-            self._answers.append((channel, RegistrationRefused(why=why)))
+            self._answers.append((channel, wire.RegistrationRefused(why=why)))
             return
         self._fleet.enlist(now, channel, message)
 
-    def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
+    def _heard_agent(self, now: float, channel: Channel, message: wire.OfAgent) -> None:
         self._fleet.on_message(now, channel, message)
-        if isinstance(message, Exited):
+        if isinstance(message, wire.Exited):
             if self._state.devices is not None:  # schedulers wait for this
                 self._record("process_ended", name=message.name)
-            self._answers.append((channel, EventNoted(name=message.name)))
-
-    def _wait_for_agents(self) -> None:
-        """Waits until each agent has ended its connection, or has reconnected and
-        learned of the end.
-        """
-        end = time.monotonic() + _FAREWELL_SECONDS
-        while self._fleet.hears_the_end:
-            if time.monotonic() > end:
-                return
-            self._selector.select(_TICK_SECONDS)
-            if self._waker is not None:
-                self._waker.clear()
-            self._take_events()
-            self._do_all()
+            self._answers.append((channel, wire.EventNoted(name=message.name)))
 
     # Effects.
 
-    def _do_all(self) -> None:
-        """Runs the effects of an iteration, after its events are on disk."""
-        while effects := self._effects:
-            self._effects = []
-            for effect in effects:
-                self._write(effect)
-            self._is_written()
-            for effect in effects:
-                self._do(effect)
+    @contextlib.contextmanager
+    def _written(self, effects: Sequence[ev.Effect]) -> Iterator[None]:
+        """Writes the events of a turn before its effects; then acknowledges them."""
+        for effect in effects:
+            self._write(effect)
+        self._is_written()
+        yield
         self._acknowledge()
 
     def _record(self, event: str, **fields: object) -> None:
-        """Records an event that the rules do not know."""
         self._effects.append(ev.WriteEvent(event, fields))
 
     def _write(self, effect: ev.Effect) -> None:
@@ -680,20 +628,18 @@ class Supervisor:
                 if channel is not None:
                     self._send(channel, message)
             case ev.KillEffect(name=name):
-                self._kill(name)
+                self._fleet.kill(name)
             case ev.ReleaseEffect(name=name):
-                self._processes.release(name)
                 self._fleet.release(name)
-            case ev.StartEffect(slot=slot):
-                self._start(slot)
-            case ev.End():
-                self._end = self._end or effect
-                seconds = self._run.exit_seconds
-                self._ends_at = min(self._ends_at, time.monotonic() + seconds)
+
+    def start(self, slot: int) -> Sequence[ev.Effect]:
+        """Starts the process of a slot, here or by an agent; see ``RunPolicy``."""
+        if self._run.command:
+            self._start(slot)
+        effects, self._effects = self._effects, []
+        return effects
 
     def _start(self, slot: int) -> None:
-        if not self._run.command:
-            return
         now = time.monotonic()
         if not self._is_written():
             self._take(now, ev.Deferred(slot, until=now + _FULL_SECONDS))
@@ -704,7 +650,7 @@ class Supervisor:
             return
         if (self._gpus.gpus or self._state.devices) and self._is_taken(now, slot):
             # Another process has its GPUs until that process has ended.
-            self._take(now, ev.Deferred(slot, until=now + _TICK_SECONDS))
+            self._take(now, ev.Deferred(slot, until=now + TICK_SECONDS))
             return
         try:
             own = self._gpus.of(slot, self._state.devices)
@@ -713,16 +659,10 @@ class Supervisor:
             self._take(now, ev.Deferred(slot))
             return
         self._count += 1
-        try:
-            pid, began = self._processes.start(name, own)
-        except OSError as error:  # too many processes or files, or no memory
-            why = error.strerror or str(error)
-            self._take(now, ev.NotStarted(slot, why))
-            return
+        pid, began = self._processes.start(name, own)
         self._take(now, ev.Started(name, slot, pid, began))
 
     def _is_taken(self, now: float, slot: int) -> bool:
-        """Whether an earlier process of a slot has not ended yet."""
         members = self._state.members
         there = [members[n] for n in self._processes.names if n in members]
         holder = next((member for member in there if member.slot == slot), None)

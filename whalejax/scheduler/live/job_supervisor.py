@@ -24,11 +24,11 @@ from whalejax.elastic.engines.engine_shells import (
     leave_allocation,
     slurm_allocation,
 )
-from whalejax.elastic.launching import ProcessPlaces, supervise
+from whalejax.elastic.launching import supervise
 from whalejax.journals.journal import EVENTS, FOLDER, read
-from whalejax.membership.settings import SupervisorSettings
+from whalejax.membership.settings import Supervised, SupervisorSettings
 from whalejax.meshes.errors import WhaleError
-from whalejax.scheduler.live.job_hosts import slurm_refusal
+from whalejax.scheduler.live.job_hosts import JobHosts, slurm_refusal
 from whalejax.scheduler.live.job_run import (
     FRONT,
     JobLaunch,
@@ -69,18 +69,19 @@ def main(words: Sequence[str]) -> int:
     try:
         command = [sys.executable, "-m", "whalejax.elastic.elastic_worker"]
         with contextlib.ExitStack() as stack:
-            places = _start_agents(told, home, stack)
-            if told.hosts is not None and _outlives_supervisor(home):
-                return 0
-            return supervise(
-                [*command, json.dumps(told.options)],
-                home,
-                _settings(told),
-                places,
-                seconds=_EXIT_SECONDS,
+            run = Supervised(
+                command=(*command, json.dumps(told.options)),
+                folder=home,
+                settings=_settings(told),
+                exit_seconds=_EXIT_SECONDS,
                 devices=None if told.devices is None else tuple(told.devices),
                 environment={"JAX_PLATFORMS": "cpu"} if told.platform == "cpu" else {},
             )
+            if told.hosts is not None:
+                run = _start_agents(told, told.hosts, run, stack)
+                if _outlives_supervisor(home):
+                    return 0
+            return supervise(run)
     except WhaleError as error:
         print(f"whalejax: {error}", file=sys.stderr, flush=True)
         return 1
@@ -117,18 +118,17 @@ def _outlives_supervisor(home: Path) -> bool:
 
 
 def _start_agents(
-    told: JobLaunch, home: Path, stack: contextlib.ExitStack
-) -> ProcessPlaces | None:
-    """Starts an agent on each host of the job, if any; closing the stack ends them."""
-    hosts = told.hosts
-    if hosts is None:
-        return None
-    allocations = {}
+    told: JobLaunch, hosts: JobHosts, run: Supervised, stack: contextlib.ExitStack
+) -> Supervised:
+    """Starts an agent on each host of the job; closing the stack ends them."""
+    home, allocations = run.folder, {}
     if hosts.engine == "slurm":
         leave_allocation()
         # Another scheduler may have a job of this name.
-        run = f"{home.name}-{zlib.crc32(str(home.absolute()).encode()):08x}"
-        allocations = {host: slurm_allocation(f"{run}-{host}") for host in hosts.shells}
+        prefix = f"{home.name}-{zlib.crc32(str(home.absolute()).encode()):08x}"
+        allocations = {
+            host: slurm_allocation(f"{prefix}-{host}") for host in hosts.shells
+        }
     agents = HostAgents(
         hosts.shells,
         joined_address(hosts.address, told.port),
@@ -149,8 +149,12 @@ def _start_agents(
     stack.callback(follower.join)
     stack.callback(is_over.set)
     used = {name.partition("/")[0] for name in told.devices or ()}
-    return ProcessPlaces(
-        host=hosts.address, port=told.port, awaited=tuple(sorted(used))
+    return dataclasses.replace(
+        run,
+        host=hosts.address,
+        port=told.port,
+        places=True,
+        awaited=tuple(sorted(used)),
     )
 
 

@@ -11,22 +11,14 @@ from whalejax.swarm.ledger import check_partition
 from whalejax.swarm_runtime.peer_programs import StagePrograms
 from whalejax.swarm_runtime.peer_store.stage_store import Part, StageHolder, at
 from whalejax.swarm_runtime.wire import tensor_codec
+from whalejax.wire import swarm_messages as messages
 from whalejax.wire.service import RefusedRequestError
-from whalejax.wire.swarm_messages import (
-    Gradients,
-    GradientSlices,
-    Sum,
-    Summed,
-    SumPart,
-    Tensors,
-    UpdateStage,
-)
 
 
 class SumHolder(StageHolder):
     """A peer's stage with its gradient sums."""
 
-    def _sum(self, asked: Sum) -> Summed:
+    def _sum(self, asked: messages.Sum) -> messages.Summed:
         stage, state = self._at(asked, asked.stage)
         step, peers = state.step, asked.peers
         self._hook("sum", step)
@@ -44,7 +36,7 @@ class SumHolder(StageHolder):
         for name, address, numbers, attempts in peers:
             if not numbers:
                 continue
-            question = Gradients(
+            question = messages.Gradients(
                 **at(asked), numbers=numbers, attempts=attempts, part=part, parts=parts
             )
             if name == self.name:
@@ -62,7 +54,7 @@ class SumHolder(StageHolder):
         # This peer also reads the coded form, so that all have the same values.
         self._keep(asked, stage, lambda: self._parts.update({key: coded}))
         is_exact = self.sum_wire == "f32"
-        return Summed(
+        return messages.Summed(
             numbers=total.numbers,
             attempts=total.attempts,
             lost=lost + more,
@@ -92,7 +84,6 @@ class SumHolder(StageHolder):
         return sent, tensor_codec.squared([a - b for a, b in pairs])
 
     def _check_sum(self, arrays: Sequence[np.ndarray], what: str) -> None:
-        """Refuses a non-finite sum of finite gradients."""
         try:
             tensor_codec.check_finite(arrays, self.name)
         except RefusedRequestError as error:
@@ -100,7 +91,7 @@ class SumHolder(StageHolder):
                 "overflow", f"{what}: {error.why}", self.name
             ) from None
 
-    def _held_sum(self, asked: Gradients) -> GradientSum:
+    def _held_sum(self, asked: messages.Gradients) -> GradientSum:
         """Returns the sum over this peer's micro-batches, in order.
 
         Raises:
@@ -135,26 +126,25 @@ class SumHolder(StageHolder):
         parts: int,
         name: str,
     ) -> Part:
-        """Returns a part of every sent gradient."""
         avals = [
             _ArraySpec((_size(a.shape, part, parts),), a.dtype) for a in stage.gradients
         ]
         return tensor_codec.decoded(sent, avals, self.sum_wire, name)
 
-    def _send_gradients(self, asked: Gradients) -> GradientSlices:
+    def _send_gradients(self, asked: messages.Gradients) -> messages.GradientSlices:
         if not 0 <= asked.part < asked.parts:
             raise RefusedRequestError("stale", f"part {asked.part} of a gradient")
         held = self._held_sum(asked)
         what = f"the sum of gradients of step {asked.step}"
         coded, lost = self._coded_sum(held.arrays, what)
-        return GradientSlices(
+        return messages.GradientSlices(
             numbers=held.numbers,
             attempts=held.attempts,
             lost=lost,
             arrays=tuple(coded),
         )
 
-    def _send_part(self, asked: SumPart) -> Tensors:
+    def _send_part(self, asked: messages.SumPart) -> messages.Tensors:
         key = asked.step, asked.round
         with self._lock:
             held = self._parts.get(key)
@@ -164,12 +154,12 @@ class SumHolder(StageHolder):
                     f"{self.name} does not hold a sum of step {key[0]}, round {key[1]}",
                     self.name,
                 )
-            return Tensors(arrays=tuple(held))
+            return messages.Tensors(arrays=tuple(held))
 
-    def _collect_sum(self, stage: StagePrograms, asked: UpdateStage) -> Part:
+    def _collect_sum(self, stage: StagePrograms, asked: messages.UpdateStage) -> Part:
         """Returns the full sum, from every peer's part of each array."""
         peers = asked.peers
-        question = SumPart(**at(asked), round=asked.round)
+        question = messages.SumPart(**at(asked), round=asked.round)
         every: list[Sequence[np.ndarray]] = []
         for part, (name, address, _, _) in enumerate(peers):
             if name == self.name:

@@ -162,7 +162,6 @@ class StageHolder:
             return stage, state
 
     def _is_of_now(self, asked: At) -> bool:
-        """Whether a question is of this peer's run and generation."""
         now = self.run, self.generation
         return (asked.run, asked.generation) == now
 
@@ -180,7 +179,6 @@ class StageHolder:
     # Computed, stored and pulled values.
 
     def _run_on_device(self, compute: Callable[[], Any]) -> Any:
-        """Runs a computation on the device, one at a time."""
         with self._lock:
             self.waiting += 1
         try:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm_runtime.micro_batch_route import (
     Counts,
@@ -26,38 +24,27 @@ from whalejax.swarm_runtime.micro_batch_route import (
     StopRequested,
 )
 from whalejax.swarm_runtime.peer_fleet import Fleet
-from whalejax.swarm_runtime.registry import PeerRecord, facts_of
+from whalejax.swarm_runtime.registry import PeerRecord
 from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.swarm_process import (
+    ADMIT_SECONDS,
+    ASK_SECONDS,
+    PATIENCE_SECONDS,
+    SwarmProcess,
+)
 from whalejax.swarm_runtime.trainers.micro_batch_queue import MicroBatchLease
-from whalejax.swarm_runtime.wire.registration import taken_in, told_address
-from whalejax.wire.connection import listen
+from whalejax.swarm_runtime.trainers.trainer_state import given_leaves
+from whalejax.wire import swarm_messages as messages
 from whalejax.wire.keys import Key
 from whalejax.wire.service import (
     Address,
-    Caller,
     Handlers,
     RefusedRequestError,
-    Service,
+    UnansweredError,
     UnreachableProcessError,
 )
-from whalejax.wire.swarm_messages import (
-    Batch,
-    EnlistTrainer,
-    GivenShare,
-    Led,
-    Ping,
-    Pong,
-    ServingPeers,
-    StopHeard,
-    StopPeer,
-    Take,
-    Tensors,
-)
 
 
-ASK_SECONDS: Final = 10.0
-ENLIST_SECONDS: Final = 60.0
-PATIENCE_SECONDS: Final = 3600.0
 _BEAT_SECONDS: Final = 1.0
 _MOST_AT_ONCE: Final = 256
 _MOST_WORDS: Final = 2000
@@ -65,38 +52,11 @@ _MOST_WORDS: Final = 2000
 At = tuple[str, int, int]
 
 
-class _ReportedPeers:
-    def __init__(self) -> None:
-        self._members: list[PeerRecord] = []
-
-    def members(self, now: float) -> list[PeerRecord]:
-        """Returns the peers with valid leases."""
-        return [m for m in self._members if m.expires > now]
-
-    def take(self, peers: ServingPeers) -> None:
-        """Takes over the peers of an answer."""
-        self._members = [
-            PeerRecord(
-                name=name,
-                address=(address[0], address[1]),
-                stage=stage,
-                incarnation=incarnation,
-                queue=queue,
-                expires=expires,
-                ready=True,
-            )
-            for name, address, stage, incarnation, queue, expires in peers
-        ]
-
-
-class SecondaryTrainer:
+class SecondaryTrainer(SwarmProcess):
     """A trainer without the registry, in its own threads.
 
     Attributes:
-        name: Unique name for the process.
         led: Number of micro-batches that it led and that count.
-        over: Reason why it has ended; empty before that.
-        failed: Whether it ended with a failure.
     """
 
     def __init__(
@@ -130,46 +90,37 @@ class SecondaryTrainer:
         Raises:
             WhaleError: The address cannot be listened on.
         """
-        self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"
-        self._cut, self._registry, self._tell = cut, registry, tell
-        self._call_seconds = call_seconds
-        self._patience_seconds = patience_seconds
-        self._facts = facts_of(cut, wire, sum_wire)
-        self._sum_wire = sum_wire
-        self._caller = Caller(key)
-        self._told, self._clock_ahead = _ReportedPeers(), 0.0
+        super().__init__(
+            "trainer",
+            cut,
+            key,
+            registry,
+            wire=wire,
+            sum_wire=sum_wire,
+            patience_seconds=patience_seconds,
+        )
+        self._tell, self._call_seconds, self._sum_wire = tell, call_seconds, sum_wire
+        self._told: list[PeerRecord] = []
+        self._clock_ahead = 0.0
         self._fleet = self._new_fleet()
         self.counts = Counts()
         self._at: At = ("", -1, -1)
         self._stop = threading.Event()
         self._leads: dict[tuple[At, int, int], None] = {}
         self._lock, self._data = threading.RLock(), threading.Lock()
-        self._leaving, self._ended = threading.Event(), threading.Event()
         self._pool = ThreadPoolExecutor(_MOST_AT_ONCE)
-        self._thread: threading.Thread | None = None
-        self._heard_at = time.monotonic()
-        self.led, self.over, self.failed = 0, "", False
+        self.led = 0
         handlers: Handlers = {
-            Ping: lambda _: Pong(name=self.name),
-            Batch: self._give_batch,
-            StopPeer: self._on_stop,
+            messages.Ping: lambda _: messages.Pong(name=self.name),
+            messages.Batch: self._give_batch,
         }
-        try:
-            listening = listen(host, port)
-        except OSError as error:
-            raise WhaleError(
-                f"host {host}, port {port}: this trainer cannot listen there "
-                f"({error.strerror or error}). Give an address of this machine and a "
-                "free port"
-            ) from error
-        self._service = Service(listening, key, handlers)
-        self._address = told_address(self._service.address, registry)
+        self._listen(host, port, handlers)
 
     def _new_fleet(self) -> Fleet:
         """Returns a fleet without measurements, with the registry's clock."""
         ahead = self._clock_ahead
         return Fleet(
-            self._told,
+            lambda now: [m for m in self._told if m.expires > now],
             self._cut.stages,
             seed=secrets.randbelow(1 << 30),  # Trainers should not make equal choices.
             clock=lambda: time.monotonic() + ahead,
@@ -181,65 +132,36 @@ class SecondaryTrainer:
         Raises:
             WhaleError: No registry answers, or it refuses this trainer.
         """
-        taken_in(
-            self._enlist,
-            self._ended,
-            who="trainer",
-            seconds=ENLIST_SECONDS,
-            again_seconds=_BEAT_SECONDS,
-        )
+        self._ask_admission(self._enlist, _BEAT_SECONDS)
         self._thread = threading.Thread(target=self._take_all, daemon=True)
         self._thread.start()
-
-    def leave(self) -> None:
-        """Takes no more leases; ``wait`` returns when the current ones are done.
-
-        It sends nothing itself, so a signal handler may call it.
-        """
-        self._leaving.set()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Waits until it has left or the run has ended; returns whether it has.
-
-        Args:
-            seconds: Longest wait; None for no limit.
-        """
-        return self._ended.wait(seconds)
 
     def close(self) -> None:
         """Leaves at once; others lead its micro-batches."""
         self._ended.set()
         self._stop.set()
-        self._service.close()
-        self._caller.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._thread is not None:
-            self._thread.join(ASK_SECONDS)
-
-    def _end(self, why: str, failed: bool) -> None:
-        if not self._ended.is_set():
-            self.over, self.failed = why, failed
-            self._ended.set()
+        super().close()
 
     # Enlisting.
 
     def _enlist(self) -> None:
-        question = EnlistTrainer(
+        question = messages.EnlistTrainer(
             name=self.name, address=self._address, facts=self._facts
         )
-        self._caller.ask(self._registry, question, seconds=ENLIST_SECONDS)
+        self._caller.ask(self._registry, question, seconds=ADMIT_SECONDS)
 
     # Taking.
 
     def _take_all(self) -> None:
-        self._heard_at = time.monotonic()
+        self._hears()
         while not self._ended.is_set():
             try:
                 given = self._take()
-                self._heard_at = time.monotonic()
+                self._hears()
                 if not given.known:
                     if self._leaving.is_set():
-                        self._end("left", failed=False)
+                        self._end("left")
                     else:
                         self._enlist()
                 elif given.number >= 0:
@@ -247,27 +169,15 @@ class SecondaryTrainer:
             except RefusedRequestError as error:
                 self._end(error.why, failed=True)
             except UnreachableProcessError as error:
-                silent = self.silent_seconds
-                address = f"{self._registry[0]}:{self._registry[1]}"
                 if self._leaving.is_set():
-                    self._end(f"left without being let go: {error}", failed=False)
-                elif silent > self._patience_seconds:
-                    self._end(
-                        f"the registry at {address} has not answered for {silent:.0f} "
-                        "s. Start `whalejax swarm serve` again",
-                        failed=True,
-                    )
+                    self._end(f"left without being let go: {error}")
+                self._end_if_alone()
                 self._ended.wait(_BEAT_SECONDS)
 
-    @property
-    def silent_seconds(self) -> float:
-        """Seconds since the registry's last answer."""
-        return time.monotonic() - self._heard_at
-
-    def _take(self) -> GivenShare:
+    def _take(self) -> messages.GivenShare:
         with self._lock:
             leads = [(at[1], at[2], number, n) for at, number, n in self._leads]
-        question = Take(
+        question = messages.Take(
             name=self.name,
             leads=leads,
             counts=dataclasses.asdict(self.counts),
@@ -277,8 +187,7 @@ class SecondaryTrainer:
             self._ended.wait(_BEAT_SECONDS / 10)
         return self._caller.ask(self._registry, question, seconds=ASK_SECONDS)
 
-    def _begin(self, given: GivenShare) -> None:
-        """Leads a micro-batch, in its own thread."""
+    def _begin(self, given: messages.GivenShare) -> None:
         at: At = (given.run, given.generation, given.step)
         with self._lock:
             if at != self._at:
@@ -287,8 +196,19 @@ class SecondaryTrainer:
                     self._fleet = self._new_fleet()
                 self._stop.set()  # The current micro-batches are of a finished step.
                 self._at, self._stop = at, threading.Event()
-            self._told.take(given.peers)
-            told = self._told.members(self._fleet.now())
+            self._told = [
+                PeerRecord(
+                    name=name,
+                    address=(address[0], address[1]),
+                    stage=stage,
+                    incarnation=incarnation,
+                    queue=queue,
+                    expires=expires,
+                    ready=True,
+                )
+                for name, address, stage, incarnation, queue, expires in given.peers
+            ]
+            told = self._fleet.members()
             for member in self._fleet.synced():
                 if member.name not in {m.name for m in told}:
                     self._fleet.drop(member.name)
@@ -327,7 +247,6 @@ class SecondaryTrainer:
         )
 
     def _lead(self, context: StepContext, share: MicroBatchLease) -> None:
-        """Leads a micro-batch, and reports which peers have its results."""
         passage, why = MicroBatchRoute(context, share.number), ""
         try:
             self._micro_batch(context.step, share.number)
@@ -338,7 +257,7 @@ class SecondaryTrainer:
             why = f"no peer of stage {gone.stage} answers {self.name}"
         except Exception as error:  # also of the data; the primary trainer checks
             why = f"{type(error).__name__}: {error}"[:_MOST_WORDS]
-        question = Led(
+        question = messages.Led(
             **context.at(),
             name=self.name,
             number=share.number,
@@ -350,7 +269,7 @@ class SecondaryTrainer:
         try:
             self._caller.ask(self._registry, question, seconds=self._call_seconds)
             self.led += not why
-        except (UnreachableProcessError, RefusedRequestError) as error:
+        except UnansweredError as error:
             if not self._ended.is_set():
                 self._tell("not counted", number=share.number, why=str(error))
         finally:
@@ -364,25 +283,13 @@ class SecondaryTrainer:
         with self._data:
             return self._cut.micro_batch(step, number)
 
-    def _give_batch(self, asked: Batch) -> Tensors:
-        """Returns the leaves of a micro-batch of the current step."""
+    def _give_batch(self, asked: messages.Batch) -> messages.Tensors:
         at = asked.run, asked.generation, asked.step
         if at != self._at or not 0 <= asked.number < self._cut.count:
             raise RefusedRequestError(
                 "stale", f"{self.name} leads no micro-batch {asked.number} of {at}"
             )
-        leaves = self._micro_batch(asked.step, asked.number)
-        places = asked.places
-        if any(not 0 <= p < len(leaves) for p in places):
-            raise RefusedRequestError(
-                "stale", f"a batch has {len(leaves)} leaves, not {places}"
-            )
-        arrays = tuple(leaves[p] for p in places)
-        return Tensors(arrays=arrays)
-
-    def _on_stop(self, asked: StopPeer) -> StopHeard:
-        self._end(asked.why or "the run is over", asked.failed)
-        return StopHeard()
+        return given_leaves(self._micro_batch(asked.step, asked.number), asked)
 
 
 def _no_peer(stage: int) -> None:

@@ -20,12 +20,7 @@ from whalejax.swarm_runtime.trainers.micro_batch_queue import (
     MicroBatchLease,
     MicroBatchQueue,
 )
-from whalejax.wire.service import (
-    Address,
-    Caller,
-    RefusedRequestError,
-    UnreachableProcessError,
-)
+from whalejax.wire.service import Address, Caller, RefusedRequestError, UnansweredError
 from whalejax.wire.swarm_messages import GivenShare, Led, MicroBatchAccepted, Ping, Take
 
 
@@ -155,7 +150,7 @@ class TrainerPool:
                 try:
                     self._caller.ask(address, Ping(), seconds=PING_SECONDS)
                     continue
-                except (UnreachableProcessError, RefusedRequestError) as error:
+                except UnansweredError as error:
                     why = str(error)
             self._lose(name, why)
 

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from whalejax.state.state_bytes import digest_of, packed
 from whalejax.swarm.deadlines import NEWCOMER_SECONDS, SPARE_SECONDS
 from whalejax.swarm.rebalancing import pays_to_wait
 from whalejax.swarm_runtime.micro_batch_route import Counts
 from whalejax.swarm_runtime.peer_fleet import Fleet
 from whalejax.swarm_runtime.registry import PeerRecord, Registry
 from whalejax.swarm_runtime.staged_job import StagedJob
-from whalejax.swarm_runtime.wire.state_transfer import (
-    digest_of,
-    downloaded,
-    packed,
-    piece,
+from whalejax.swarm_runtime.wire.state_transfer import downloaded, piece
+from whalejax.wire.service import Address, Caller, RefusedRequestError, UnansweredError
+from whalejax.wire.swarm_messages import (
+    At,
+    Batch,
+    FetchState,
+    Holder,
+    StateChunk,
+    Sync,
+    Tensors,
 )
-from whalejax.wire.service import (
-    Address,
-    Caller,
-    RefusedRequestError,
-    UnreachableProcessError,
-)
-from whalejax.wire.swarm_messages import At, FetchState, Holder, StateChunk, Sync
 
 
 STATE_SECONDS: Final = 600.0
@@ -161,7 +160,7 @@ class TrainerState:
         """Prepares the state; ``address`` must be set before a peer downloads it."""
         self.cut, self.registry, self.caller = cut, registry, caller
         self.settings, self.tell = settings, tell
-        self.fleet = Fleet(registry, cut.stages, seed=cut.seed, clock=clock)
+        self.fleet = Fleet(registry.members, cut.stages, seed=cut.seed, clock=clock)
         self._snapshot = snapshot or Snapshot(step=0, arrays=None)
         self.generation, self.step = generation, self._snapshot.step
         self._on_snapshot = on_snapshot
@@ -189,12 +188,7 @@ class TrainerState:
         return self._snapshot
 
     def _check_now(self, asked: At, *, ahead: int = 0) -> None:
-        """Refuses a question of another run, generation or step.
-
-        Args:
-            asked: Question to check.
-            ahead: Steps that it may be ahead of the completed ones.
-        """
+        """Refuses a question of another run, generation or step."""
         now = self._now()
         if self.step < asked.step <= self.step + ahead:
             now["step"] = asked.step
@@ -276,16 +270,12 @@ class TrainerState:
         return {c.stage for c in self._coming.values() if c.keeps and c.at == now}
 
     def _coming_now(self) -> dict[tuple[str, int], _JoiningPeer]:
-        """Returns the peers that download the state of this step, by name and
-        incarnation.
-        """
         here = {(m.name, m.incarnation) for m in self.fleet.members()}
         with self._lock:
             now = self.generation, self.step
             return {k: c for k, c in self._coming.items() if c.at == now and k in here}
 
     def _waits_for_newcomers(self, since: float) -> bool:
-        """Whether a ready step still waits for peers that download its state."""
         with self._lock:
             given_up = set(self._given_up)
         coming, now = self._coming_now(), self.fleet.now()
@@ -358,7 +348,6 @@ class TrainerState:
         keeps: bool,
         at: tuple[int, int],
     ) -> None:
-        """Brings a peer to the step, in a separate thread."""
         begun = self.fleet.now()
         tries = [keeps, False] if keeps and sources is not None else [keeps]
         failed = ""
@@ -434,12 +423,12 @@ class TrainerState:
             answer = self.caller.ask(
                 member.address, question, seconds=self.settings.state_seconds
             )
-        except (UnreachableProcessError, RefusedRequestError) as error:
-            is_late = isinstance(error, RefusedRequestError) and error.code in GONE_ON
+        except UnansweredError as error:
+            is_late = error.code in GONE_ON
             if is_late and (self.generation, self.step) != at:
                 return None, ""
             self.tell("not synced", peer=member.name, why=str(error))
-            if isinstance(error, RefusedRequestError) and error.code == "shape":
+            if error.code == "shape":
                 for mate in self.fleet.usable(member.stage):
                     if mate.name == error.blame:
                         self.fleet.failed(mate, 1.0, 0.0, ban=True)
@@ -453,7 +442,6 @@ class TrainerState:
     # Snapshots.
 
     def _begin_snapshot(self) -> None:
-        """Takes a snapshot if one is due, while the step is computed."""
         pull = SnapshotDownload()
 
         def take() -> None:
@@ -486,7 +474,6 @@ class TrainerState:
             raise pull.error
 
     def _end_snapshots(self) -> None:
-        """Cancels the snapshot that is being downloaded."""
         pull, self._pull = self._pull, None
         if pull is not None:
             with self._snapshot_lock:
@@ -547,10 +534,10 @@ class TrainerState:
 
             try:
                 return downloaded(ask, self.cut, stage, member.name)
-            except (UnreachableProcessError, RefusedRequestError) as error:
+            except UnansweredError as error:
                 if pull.is_cancelled:
                     return None
-                if isinstance(error, RefusedRequestError) and error.code in GONE_ON:
+                if error.code in GONE_ON:
                     continue  # It moves, or downloads the state itself.
                 self.fleet.failed(member, 1.0, 0.0, ban=True)
                 self.tell("failed", peer=member.name, why=str(error))
@@ -561,3 +548,20 @@ def digests_of(snapshot: Snapshot) -> dict[int, str]:
     """Returns the digest of each stage's state in a snapshot."""
     arrays = snapshot.arrays or {}
     return {stage: digest_of(several) for stage, several in arrays.items()}
+
+
+def given_leaves(leaves: Sequence[Any], asked: Batch) -> Tensors:
+    """Returns the requested leaves of a micro-batch.
+
+    Args:
+        leaves: All leaves of the micro-batch.
+        asked: Request of a peer.
+
+    Raises:
+        RefusedRequestError: There is no such leaf.
+    """
+    if any(not 0 <= place < len(leaves) for place in asked.places):
+        raise RefusedRequestError(
+            "stale", f"a batch has {len(leaves)} leaves, not {asked.places}"
+        )
+    return Tensors(arrays=tuple(leaves[place] for place in asked.places))

@@ -6,68 +6,38 @@ stage's state, so nothing larger is accepted from anyone.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable
 
 import numpy as np
 
+from whalejax.state.state_bytes import PIECE_BYTES, digest_of, piece_count
+from whalejax.swarm_runtime.staged_job import StagedJob
 from whalejax.wire.service import RefusedRequestError
 from whalejax.wire.swarm_messages import StateChunk
-
-
-PIECE_BYTES: Final = 1 << 24
-"""Bytes of a state in one answer."""
-
-
-class Layout(Protocol):
-    """Source of the arrays of each stage's state; a ``StagedJob``."""
-
-    def state_bytes(self, stage: int) -> int:
-        """Returns the bytes of a stage's state."""
-        ...
-
-    def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
-        """Returns the arrays of these bytes; None if the number of bytes differs."""
-        ...
-
-
-def packed(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the concatenated bytes of arrays."""
-    flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays]
-    return np.concatenate(flat) if flat else np.zeros(0, np.uint8)
-
-
-def digest_of(arrays: Sequence[np.ndarray]) -> str:
-    """Returns the SHA-256 of arrays, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
 
 
 def piece(data: np.ndarray, place: int, digest: str) -> StateChunk:
     """Returns a part of a state, as an answer."""
     part = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
-    return StateChunk(count=_count(data.size), digest=digest, arrays=(part,))
+    return StateChunk(count=piece_count(data.size), digest=digest, arrays=(part,))
 
 
 def downloaded(
-    ask: Callable[[int], StateChunk], layout: Layout, stage: int, whose: str
+    ask: Callable[[int], StateChunk], cut: StagedJob, stage: int, whose: str
 ) -> list[np.ndarray]:
     """Downloads the arrays of a stage's state.
 
     Args:
         ask: Function from an index to the answer with that piece.
-        layout: Source of the states' layout.
+        cut: Staged job.
         stage: Number of the stage.
         whose: Name of the sender.
 
     Raises:
         RefusedRequestError: The data are no state of this stage.
     """
-    size = layout.state_bytes(stage)
-    count, digest = _count(size), ""
+    size = cut.state_bytes(stage)
+    count, digest = piece_count(size), ""
     pieces: list[np.ndarray] = []
     for place in range(count):
         answer = ask(place)
@@ -83,7 +53,7 @@ def downloaded(
             )
         digest = answer.digest
         pieces.append(answer.arrays[0])
-    arrays = layout.split(stage, np.concatenate(pieces))
+    arrays = cut.split(stage, np.concatenate(pieces))
     result = "" if arrays is None else digest_of(arrays)
     if arrays is None or result != digest:
         raise RefusedRequestError(
@@ -93,7 +63,3 @@ def downloaded(
             whose,
         )
     return arrays
-
-
-def _count(size: int) -> int:
-    return max(1, -(-size // PIECE_BYTES))
