@@ -54,6 +54,10 @@ MOST_COUNTS = 3
 MOST_REPLICAS = 16
 """Largest number of parallel pipelines that the planner chooses."""
 
+MUCH = 2.0
+"""Ratio of the time that one pipeline may take to that of another, from which the other
+is tried alone first: it decides sooner that no shares are fast enough."""
+
 FAR, LESS = 0.2, 0.05
 """Fractions of a step time. A larger number of pipelines is not tried if the last
 number was slower than the known plan by the first, and not faster than fewer pipelines
@@ -367,20 +371,30 @@ def _weigh(
     Shares must take less than ``limit`` seconds a step.
     """
     one = parts.request_of_one(request, count)
-    alike, most = parts.alike, parts.most_within(limit, count)
+    most = parts.most_within(limit, count)
     pipelines: dict[tuple[str, ...], _Pipeline] = {}
+
+    def slowest(kinds: tuple[str, ...]) -> float:
+        """Returns the most seconds that all micro-batches may take on some kinds."""
+        others = sum(n * most[k] for k, n in parts.alike.items() if k != kinds)
+        needed = math.ceil((count - others) / parts.alike[kinds])
+        if needed > most[kinds]:
+            raise not_faster(stages, limit)
+        # Of the needed ones, all take as often the time at most.
+        return limit * count / needed if needed > 0 else math.inf
+
     # Parts of the same kinds have one plan. The others copy the setting of the first,
     # so the part with least memory comes first.
-    for part in sorted(parts.each, key=lambda part: part.memory_bytes):
+    ordered = sorted(parts.each, key=lambda part: part.memory_bytes)
+    first = min(ordered, key=lambda part: slowest(_kinds_of(part)))
+    limits = [slowest(_kinds_of(part)) for part in (first, ordered[0])]
+    if limits[0] * MUCH < limits[1]:
+        # With a setting of its own the pipeline is at least as fast.
+        decide(first, one, limits[0])
+    for part in ordered:
         kinds = _kinds_of(part)
         if kinds not in pipelines:
-            others = sum(alike[k] * most[k] for k in alike if k != kinds)
-            needed = math.ceil((count - others) / alike[kinds])
-            if needed > most[kinds]:
-                raise not_faster(stages, limit)
-            # Of the needed ones, all take as often the time at most.
-            slowest = limit * count / needed if needed > 0 else math.inf
-            result = decide(part, one, slowest)
+            result = decide(part, one, slowest(kinds))
             pipelines[kinds] = _Pipeline(result)
             most[kinds] = pipelines[kinds].most_within(limit, most[kinds])
             inner = {axis: n for axis, n in result.axes if axis != STAGE}
