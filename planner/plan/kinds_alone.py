@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
@@ -20,6 +19,7 @@ from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.least_paces import StageBounds
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd_search import ProgramCache
+from whalejax.planner.search.uneven_replicas import device_kinds, devices_of_kind
 
 
 LESS = 0.1
@@ -45,7 +45,9 @@ def notes_on_kinds(
         known: Programs of the loss that were analysed before.
     """
     limit = plan.time.step_seconds * (1 - LESS)
-    for part in _parts_of_one_kind(cluster):
+    sizes = Counter(kind.name for kind in device_kinds(cluster))
+    for kind in cluster.kinds:
+        part = devices_of_kind(cluster, kind, sizes[kind.name])
         one = dataclasses.replace(request, num_devices=part.num_devices)
         counts = [request.num_micro_batches or 1]
         bounds = StageBounds(graph, part, one, 1, counts, known=known)
@@ -57,23 +59,10 @@ def notes_on_kinds(
             continue
         seconds = alone.time.step_seconds
         if seconds < limit:
-            name = part.kinds[0].display_name()
+            name = kind.display_name()
             times = plan.time.step_seconds / seconds
             yield (
                 f"the {part.num_devices} {name} alone take {milliseconds(seconds)} a "
                 f"step, {times:.1f} × as fast: plan for a cluster of them, and leave "
                 "the others out"
             )
-
-
-def _parts_of_one_kind(cluster: Cluster) -> Iterator[Cluster]:
-    """Yields the devices of each kind whose nodes follow each other."""
-    runs = [
-        (name, sum(node.count for node in nodes))
-        for name, nodes in groupby(cluster.nodes, key=lambda node: node.kind.name)
-    ]
-    number, first = Counter(name for name, _ in runs), 0
-    for name, devices in runs:
-        if number[name] == 1:
-            yield cluster.part(devices, first)
-        first += devices

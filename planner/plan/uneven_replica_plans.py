@@ -35,6 +35,7 @@ from whalejax.planner.pipeline.combined_steps import replicas_step
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import Candidate, Collective
 from whalejax.planner.plan_errors import DeviceCountError, NothingFits, PlanError
+from whalejax.planner.search.least_paces import StageBounds
 from whalejax.planner.search.likely_replicas import (
     LikelyReplicas,
     likely_replicas,
@@ -143,7 +144,9 @@ def decide_shares(
         fewer = counts(graph, request, asked, least=1)
         few_devices = cluster.num_devices <= MANY_DEVICES
         for size in several if few_devices else (tries.fastest_size(),):
-            tries.add(size, [n for n in fewer if n < ranks[size]][::-1])
+            few = [n for n in fewer if n < ranks[size]]
+            least = _least_seconds(graph, cluster, request, size, few, options["known"])
+            tries.add(size, [n for n in few[::-1] if least[n] < tries.best_seconds])
     if not tries.found:
         raise _nearest(cluster, tries.problems)
     ranked = sorted(tries.found, key=lambda one: one.step_seconds)
@@ -376,6 +379,45 @@ def counts(
     if even:
         enough = [n for n in enough if n % least == 0] or enough
     return enough or every[-1:]
+
+
+def _least_seconds(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    size: int,
+    several: Sequence[int],
+    known: ProgramCache,
+) -> dict[int, float]:
+    """Returns lower bounds on the step seconds of replicas.
+
+    Args:
+        graph, cluster, request: Arguments of ``decide_shares``.
+        size: Number of devices of a replica.
+        several: Numbers of micro-batches.
+        known: Programs of the loss that were analysed before.
+    """
+    if not several:
+        return {}
+    mesh = {**(request.mesh or {}), DATA: 1}
+    alone = dataclasses.replace(request, num_devices=size, mesh=mesh)
+    bounds = {
+        kind.name: StageBounds(
+            graph, devices_of_kind(cluster, kind, size), alone, 1, several, known=known
+        )
+        for kind in cluster.kinds
+    }
+    on = tuple(device_kinds(cluster)[::size])
+    ratios = corrections(on, weights_hash(graph.params))
+    result = {}
+    for count in several:
+        seconds = [
+            bounds[kind.name].seconds(count) / count * ratio
+            for kind, ratio in zip(on, ratios, strict=True)
+        ]
+        fast = all(seconds)  # 0 means that the search itself reports the reason.
+        result[count] = makespan(shares(count, seconds), seconds) if fast else 0.0
+    return result
 
 
 def _weigh(
