@@ -534,3 +534,41 @@ def test_an_error_of_the_loss_comes_back_with_its_notes() -> None:
     assert failure == (
         "KeyError: 'z'\nwhalejax: loss_fn was given a Net as model, and as batch: …"
     )
+
+
+@needs_tpu_compiler
+@pytest.mark.full
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize("part", ["stages", "fewer devices"])
+def test_some_of_the_chips_of_a_topology_are_compiled_for(part: str) -> None:
+    if part == "stages":
+        sizes = {"layers": 4, "scan_layers": False}
+        plan = planned("gpt-test", "v5e:4x4", 32, model=sizes, mesh={"stage": 4})
+        assert len(plan.stage_plans) == 4
+    else:
+        mesh = {"data": 8, "fsdp": 1, "tensor": 1, "context": 1, "stage": 1}
+        plan = planned("gpt-test", "v5e:4x4", 8, mesh=mesh, allow_idle=True)
+        assert plan.num_devices == 8
+    found = plan.verify(timeout_seconds=300)
+    assert not found.failure and not found.refused
+    assert found.peak.compiled
+
+
+@needs_tpu_compiler
+@pytest.mark.full
+@pytest.mark.relaxed_promotion
+def test_a_number_of_chips_that_no_compiler_takes_is_refused() -> None:
+    plan = planned("gpt-test", "v5e:4x4", 12, mesh={"data": 12}, allow_idle=True)
+    with pytest.raises(wh.PlanError, match="uses 12 of 16 chips"):
+        plan.verify(timeout_seconds=300)
+
+
+def test_the_program_that_a_compiler_dumps_is_left_out() -> None:
+    text = (
+        "INTERNAL: no such device.\n\t\n\nError while compiling %all-reduce = (f32[8])"
+    )
+    failure = compile_worker._failure(RuntimeError(text), "compiling")
+    assert failure == {
+        "failure": "RuntimeError: INTERNAL: no such device.",
+        "phase": "compiling",
+    }

@@ -149,7 +149,7 @@ def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
 
     plan = Plan.from_document(request.plan)
     phase.append("describing the topology")
-    devices = _devices(request)[: plan.num_devices]
+    devices = _devices_of(plan, request)
     phase.append("tracing the model")
     start = time.monotonic()
     step = _step(plan, request, devices)
@@ -226,6 +226,23 @@ def _stages(rehearse: Callable[[], Any], plan: Plan) -> dict[str, Any]:
         "stages": stages,
         "moved": [dataclasses.asdict(one) for one in result.moved],
     }
+
+
+def _devices_of(plan: Plan, request: CompileRequest) -> list[Any]:
+    from whalejax.planner.plan_errors import PlanError
+
+    devices, count = _devices(request), plan.num_devices
+    if request.target.platform == "tpu":
+        if len(devices) % count:
+            raise PlanError(
+                f"the plan uses {count} of {len(devices)} chips, and without a TPU the "
+                "compiler takes a number that divides all of them. Plan for a topology "
+                "all of whose chips are used"
+            )
+        if plan.stage_plans or count < len(devices):
+            # For some of the chips, the compiler takes only consecutive numbers.
+            devices.sort(key=lambda device: device.id)
+    return devices[:count]
 
 
 def _devices(request: CompileRequest) -> list[Any]:
@@ -337,7 +354,9 @@ def _failure(error: Exception, phase: str) -> dict[str, Any]:
 
     text = str(error)
     notes = [n for n in getattr(error, "__notes__", ()) if n.startswith("whalejax: ")]
-    words = "\n".join([f"{type(error).__name__}: {text}", *notes])
+    # Dumps of the program and stacks follow the first paragraph.
+    said = text.strip().partition("\n\n")[0].partition("\n\t")[0].strip()
+    words = "\n".join([f"{type(error).__name__}: {said}", *notes])
     match = _MEMORY.search(text)
     if isinstance(error, WhaleError):
         return {"failure": text, "phase": "asking"}
