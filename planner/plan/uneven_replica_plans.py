@@ -119,6 +119,12 @@ def decide_shares(
             shared = even_shares(case.count, ranks[case.size])
         return _weigh(graph, cluster, request, case, shared, decide, options)
 
+    def promising(size: int, several: Sequence[int]) -> list[int]:
+        """Returns the numbers that may be faster than what fits, descending."""
+        given = graph, cluster, request, size, several
+        least = _least_seconds(*given, options["known"])
+        return [n for n in several[::-1] if least[n] < tries.best_seconds]
+
     # Other sizes leave some replicas without a micro-batch.
     busy = [size for size, least in ranks.items() if every[size][-1] >= least]
     tries = _Tries(request, weigh)
@@ -132,9 +138,9 @@ def decide_shares(
         if 1 in several and "split" in (request.default, *marks):
             tries.add(1, several[1][::-1])  # One device has nothing to shard.
     for size in several if tries.best_seconds == math.inf else ():
-        if size > _within(cluster) and tries.best_seconds < math.inf:
-            break  # Links between nodes are slower than those inside.
-        tries.add(size, several[size][::-1])
+        fits = size > _within(cluster) and tries.best_seconds < math.inf
+        all_of_them = several[size][::-1]
+        tries.add(size, promising(size, several[size]) if fits else all_of_them)
     for size in several if tries.best_seconds == math.inf else ():
         tries.add_fewest(size, every[size][MOST_COUNTS:])
     for size in every if tries.best_seconds == math.inf else ():
@@ -145,8 +151,7 @@ def decide_shares(
         few_devices = cluster.num_devices <= MANY_DEVICES
         for size in several if few_devices else (tries.fastest_size(),):
             few = [n for n in fewer if n < ranks[size]]
-            least = _least_seconds(graph, cluster, request, size, few, options["known"])
-            tries.add(size, [n for n in few[::-1] if least[n] < tries.best_seconds])
+            tries.add(size, promising(size, few))
     if not tries.found:
         raise _nearest(cluster, tries.problems)
     ranked = sorted(tries.found, key=lambda one: one.step_seconds)
