@@ -120,16 +120,15 @@ def decide_mpmd(
     del again
     stages = piped.mesh[STAGE]
     request = by_marks(graph, request, stages)
-    most = request.num_devices
-    check_stages(request, stages, most=most, estimated=ESTIMATED)
+    check_stages(request, stages, most=request.num_devices, estimated=ESTIMATED)
     _check_interleaved(piped, marked, cluster)
     result: list[_MpmdCandidate] = []
     problems: list[PlanError] = []
     counts = [*_counts(graph, request, piped)]
-    numbers = [count for _, count in counts]
-    least = dict.fromkeys(numbers, 0.0)
+    least = dict.fromkeys((count for _, count in counts), 0.0)
+    fewest = min(least)
     if len(counts) > 1 or known_seconds < math.inf:
-        given = graph, cluster, request, stages, numbers
+        given = graph, cluster, request, stages, [*least]
         least = least_steps(*given, known=traced(()).known)
     counts.sort(key=lambda pair: least[pair[1]])
     policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
@@ -143,11 +142,9 @@ def decide_mpmd(
             stages=stages,
             schedule=piped.schedule or "1f1b",
             program=program,
-            cuts=ModelCuts(
-                whole=program, cluster=cluster, marked=marked, count=min(numbers)
-            ),
+            cuts=ModelCuts(whole=program, cluster=cluster, marked=marked, count=fewest),
             remat=remat,
-            count=min(numbers),
+            count=fewest,
             batch=batch,
             priced=PricedStages(stages),
         )

@@ -200,8 +200,12 @@ def decide_pipelines(
         steps = [one.step_seconds for one in result if one.lacks_bytes <= 0]
         limit = min(known_seconds, *steps, math.inf)
         parts = _Parts(cluster, replicas, request.num_devices // replicas)
-        if limit < math.inf:
-            parts.bound(graph, request, stages, several, known)
+        try:
+            if limit < math.inf:
+                parts.bound(graph, request, stages, several, known)
+        except PlanError as error:  # A stage would have devices of several kinds.
+            problems.append(error)
+            continue
         weigh = functools.partial(_weigh, parts, request, stages, asked, decide, limit)
         some = [*_while_faster(weigh, several, problems)]
         result += some

@@ -83,9 +83,7 @@ def least_stage_steps(
     scanned = bool(stacked_loops(graph)) and again is not None
     remats: list[Remat] = [()]
     if scanned:
-        between = [
-            policy for policy in request.policies if policy not in ("none", "full")
-        ]
+        between = [p for p in request.policies if p not in ("none", "full")]
         remats = [((ALL, policy),) for policy in between or ["full"]]
     if request.remat is not None:
         remats = [request.remat]

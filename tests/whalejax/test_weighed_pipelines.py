@@ -248,8 +248,10 @@ SMALL_TIED: dict[str, Any] = {
 """A GPT that reads its table of tokens in the first and the last stage."""
 
 
-def small_tied_plan(machine: str, batch: int, **options: Any) -> wh.Plan:
-    job = models.job("gpt-small", **SMALL_TIED)
+def small_tied_plan(
+    machine: str, batch: int, sizes: dict[str, Any] = SMALL_TIED, **options: Any
+) -> wh.Plan:
+    job = models.job("gpt-small", **sizes)
     given = jax.eval_shape(lambda: job.batch_at(0, batch))
     return wh.plan(
         job.loss_fn,
@@ -291,3 +293,12 @@ def test_bounds_on_shares_leave_out_no_faster_pipelines(
     unbounded = ask()
     assert plan.time == unbounded.time and plan.shares == unbounded.shares
     assert any(most < count for most, count in counts)
+
+
+def test_a_number_of_pipelines_that_kinds_do_not_allow_leaves_the_others() -> None:
+    # Of three pipelines the first would have a stage on both kinds.
+    thirds = {"layers": 2, "embed": 384, "heads": 6, "mlp": 1536, "vocab": 3072}
+    machine, sizes = "h100:1x3+a100-40:2x4+a100-40:1x1", {**SMALL_TIED, **thirds}
+    asked = {"mesh": {"stage": 2}, "num_micro_batches": 8}
+    plan = small_tied_plan(machine, 48, sizes, **asked)
+    assert len(plan.pipelines) in (2, 6)

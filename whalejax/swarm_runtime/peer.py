@@ -19,6 +19,7 @@ from whalejax.swarm_runtime.swarm_process import (
     ASK_SECONDS,
     PATIENCE_SECONDS,
     SwarmProcess,
+    told_address,
 )
 from whalejax.wire import swarm_messages as messages
 from whalejax.wire.keys import Key
@@ -132,6 +133,8 @@ class Peer(SwarmProcess):
         self._ask_admission(self._join_once, self._beat_seconds)
 
     def _join_once(self) -> None:
+        # On another network, another address of this machine reaches the registry.
+        self._address = told_address(self._service.address, self._registry)
         question = messages.Join(
             name=self.name,
             address=self._address,

@@ -398,3 +398,16 @@ def test_a_launcher_that_is_told_to_end_while_its_supervisor_starts(
     assert front.returncode == 143, said
     assert "it is started again" not in said
     assert [e["how"] for e in events(tmp_path, "ending")] == ["interrupted"]
+
+
+def test_an_end_is_written_before_it_is_carried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+
+    def remove_copies(key: Path) -> None:
+        written.append(len(events(tmp_path, "ending")))
+
+    monkeypatch.setattr(f"{Supervisor.__module__}.remove_copies", remove_copies)
+    assert supervised(tmp_path, "true").run() == 2  # Its members never join.
+    assert written == [0, 1]  # At the start, and at the end.

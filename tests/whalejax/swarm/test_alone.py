@@ -17,6 +17,7 @@ import pytest
 
 import whalejax as wh
 from tests.whalejax.keys import KEY
+from whalejax.elastic.environment import MEMBER_HOST
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm_runtime.commit import SwarmStepCommit
 from whalejax.swarm_runtime.micro_batch_route import (
@@ -31,7 +32,11 @@ from whalejax.swarm_runtime.stage_moves import StageMover
 from whalejax.swarm_runtime.trainer import Trainer
 from whalejax.swarm_runtime.trainers.trainer_state import Settings, SnapshotDownload
 from whalejax.wire.messages import Message
-from whalejax.wire.service import RefusedRequestError, UnreachableProcessError
+from whalejax.wire.service import (
+    Address,
+    RefusedRequestError,
+    UnreachableProcessError,
+)
 from whalejax.wire.swarm_messages import (
     AnnouncementReceived,
     Batch,
@@ -686,9 +691,9 @@ def test_the_last_of_a_stage_is_not_let_go_while_it_is_banned() -> None:
 # A peer.
 
 
-def peer_with(ask: Callable[..., Message]) -> Peer:
+def peer_with(ask: Callable[..., Message], **more: Any) -> Peer:
     cut: Any = SimpleNamespace(stages=3, facts=dict)
-    found = Peer(cut, KEY, ("monkey-1", 9), beat_seconds=0.001)
+    found = Peer(cut, KEY, ("monkey-1", 9), beat_seconds=0.001, **more)
     found._caller.close()
     caller: Any = SimpleNamespace(ask=ask, close=untold)
     found._caller = caller
@@ -737,6 +742,24 @@ def test_a_host_named_like_a_key_is_asked_again() -> None:
     )
     with pytest.raises(wh.WhaleError, match="its key file"):
         peer._join()
+    peer.close()
+
+
+def test_a_peer_on_another_network_joins_again_with_its_address_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts: list[str] = []
+
+    def ask(registry: Address, join: Any, **more: Any) -> Message:
+        hosts.append(join.address[0])
+        return welcome()
+
+    monkeypatch.setenv(MEMBER_HOST, "10.0.0.1")
+    peer = peer_with(ask, host="0.0.0.0")
+    peer._join_once()
+    monkeypatch.setenv(MEMBER_HOST, "10.0.0.2")
+    peer._join_once()
+    assert hosts == ["10.0.0.1", "10.0.0.2"]
     peer.close()
 
 

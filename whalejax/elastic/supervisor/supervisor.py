@@ -118,6 +118,7 @@ class Supervisor:
         self._save: Path | None = None
         self._is_full = False
         self._terminated = self._at_once = False
+        self._decided: ev.End | None = None
         self._end: ev.End | None = None
         self._ends_at, self._farewell_until = float("inf"), 0.0
         self._says_farewell = False
@@ -318,7 +319,7 @@ class Supervisor:
             if not isinstance(effect, ev.End):
                 self._effects.append(effect)
                 continue
-            self._end = self._end or effect  # Processes may still save.
+            self._decided = self._decided or effect  # Processes may still save.
             self._ends_at = min(self._ends_at, now + self._run.exit_seconds)
 
     def _take_all(self) -> float:
@@ -607,6 +608,7 @@ class Supervisor:
         for effect in effects:
             self._write(effect)
         self._is_written()
+        self._end = self._decided
         yield
         self._acknowledge()
 
