@@ -6,10 +6,10 @@ nothing. So the fast ones may be faster without them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import milliseconds
@@ -29,40 +29,38 @@ LESS = 0.1
 def notes_on_kinds(
     plan: Plan,
     graph: Graph,
-    cluster: Cluster,
     request: Request,
     *,
-    decide: Callable[..., Plan],
     known: ProgramCache,
-    **options: Any,
-) -> Iterator[str]:
-    """Yields a note for each kind of device that is clearly faster without the others.
+    replan: Callable[[Cluster], Plan],
+) -> list[str]:
+    """Returns a note if the devices of one kind are clearly faster without the others.
 
     Args:
         plan: Plan on devices of several kinds.
-        graph, cluster, request, options: Arguments of the search that found it.
-        decide: Search for the plan of one program on equal devices.
+        graph: The captured loss.
+        request: Options of the search that found the plan.
         known: Programs of the loss that were analysed before.
+        replan: Function that plans the same question for other devices.
     """
     limit = plan.time.step_seconds * (1 - LESS)
-    sizes = Counter(kind.name for kind in device_kinds(cluster))
-    for kind in cluster.kinds:
-        part = devices_of_kind(cluster, kind, sizes[kind.name])
+    sizes = Counter(kind.name for kind in device_kinds(plan.cluster))
+    count = request.num_micro_batches or 1
+    found: list[Plan] = []
+    for kind in plan.cluster.kinds:
+        part = devices_of_kind(plan.cluster, kind, sizes[kind.name])
         one = dataclasses.replace(request, num_devices=part.num_devices)
-        counts = [request.num_micro_batches or 1]
-        bounds = StageBounds(graph, part, one, 1, counts, known=known)
-        if bounds.seconds(counts[0]) >= limit:
-            continue
-        try:
-            alone = decide(graph, part, one, known=known, **options)
-        except PlanError:
-            continue
-        seconds = alone.time.step_seconds
-        if seconds < limit:
-            name = kind.display_name()
-            times = plan.time.step_seconds / seconds
-            yield (
-                f"the {part.num_devices} {name} alone take {milliseconds(seconds)} a "
-                f"step, {times:.1f} × as fast: plan for a cluster of them, and leave "
-                "the others out"
-            )
+        with contextlib.suppress(PlanError):
+            bounds = StageBounds(graph, part, one, 1, [count], known=known)
+            if bounds.seconds(count) < limit:
+                found.append(replan(part))
+    best = min(found, key=lambda one: one.time.step_seconds, default=None)
+    if best is None or best.time.step_seconds >= limit:
+        return []
+    seconds = best.time.step_seconds
+    times = plan.time.step_seconds / seconds
+    name = best.cluster.kinds[0].display_name()
+    return [
+        f"the {best.num_devices} {name} alone take {milliseconds(seconds)} a step, "
+        f"{times:.1f} × as fast: plan for a cluster of them, and leave the others out"
+    ]

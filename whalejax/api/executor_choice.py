@@ -35,7 +35,6 @@ from whalejax.planner.plan.estimates import (
     paper_note,
     why_not,
 )
-from whalejax.planner.plan.kinds_alone import notes_on_kinds
 from whalejax.planner.plan.pipeline_mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, decide_stages
 from whalejax.planner.plan.plan import Plan
@@ -447,12 +446,7 @@ class _Staging:
                 or plan.time.step_seconds * (1 + SURE) < plans[0].time.step_seconds
             ]
             best = min(clearly or plans, key=_seconds, default=None)
-            result = _fastest([*plans, *staged], problem, best)
-            known_programs = self.programs.known
-            notes = notes_on_kinds(
-                result, *given, decide=decide, known=known_programs, **options
-            )
-            return dataclasses.replace(result, notes=(*result.notes, *notes))
+            return _fastest([*plans, *staged], problem, best)
 
         return search_again
 

@@ -95,6 +95,7 @@ from whalejax.meshes.progress_events import tell
 from whalejax.planner.cost.model_work import model_work
 from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
 from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.plan.kinds_alone import notes_on_kinds
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
 from whalejax.planner.plan_errors import DeviceCountError, NothingFits, PlanError
@@ -237,6 +238,7 @@ class PlanQuestion:
         check_split(rules.loss(), result, rules.whole)
         result = question.finished(result, programs, wanted)
         notes = [*notes, *split_note(rules.loss(), result, rules.whole)]
+        notes += question._kinds_note(result, programs, wanted)
         rate = slow_link(self.cluster) if self.beside_swarm else None
         if rate is not None:
             from whalejax.swarm.planning import swarm_note
@@ -244,6 +246,19 @@ class PlanQuestion:
             notes = [*notes, *swarm_note(self._alone.replan, result, rate)]
         result = dataclasses.replace(result, notes=(*result.notes, *notes))
         return self._accepted(result) if self.request.verified else result
+
+    def _kinds_note(self, plan: Plan, programs: Programs, wanted: Request) -> list[str]:
+        request = self.request
+        fixed = request.mesh is not None or request.shares is not None
+        if self.cluster.is_uniform or fixed or not plan.runnable:
+            return []
+        return notes_on_kinds(
+            plan,
+            programs.graph,
+            wanted,
+            known=programs.known,
+            replan=lambda part: self._alone.replan(cluster=part),
+        )
 
     @property
     def _alone(self) -> PlanQuestion:
