@@ -1,8 +1,10 @@
-"""Errors that name every problem at once.
+"""Errors that name every problem at once, warnings, and progress events.
 
 A plan, a cluster file or a model can have several errors; fixing them one run at a time
-wastes the user's day. So checks collect problems in ``Problems`` and raise once. The
-module is at the bottom of the import order, so that every package can use it.
+wastes the user's day. So checks collect problems in ``Problems`` and raise once.
+Planning and compiling take seconds to minutes. They report their activities here,
+independent of terminals; ``whalejax.cli.progress`` shows them if requested. The module
+is at the bottom of the import order, so that every package can use it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Final
 
@@ -126,3 +131,35 @@ class Problems:
     ) -> None:
         if exc_type is None:
             self.raise_if_any()
+
+
+_LISTENER: ContextVar[Callable[[str], None] | None] = ContextVar(
+    "whalejax_listener", default=None
+)
+
+
+def tell(what: str) -> None:
+    """Reports the start of an activity, such as ``"tracing the model"``."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener(what)
+
+
+@contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Receives the reports inside the block.
+
+    Args:
+        listener: Function that receives the name of each activity.
+
+    >>> heard = []
+    >>> with listening(heard.append):
+    ...     tell("searching")
+    >>> heard
+    ['searching']
+    """
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)

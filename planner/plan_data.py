@@ -36,6 +36,7 @@ from whalejax.planner.plan_entries import (
     ModelWork,
     RegionTable,
     RoleInfo,
+    TablesData,
     UnsupportedFeatures,
     VirtualStagePrediction,
     starred,
@@ -43,7 +44,6 @@ from whalejax.planner.plan_entries import (
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.step_options import COMBINATIONS, StepOptions, option_counts
 from whalejax.planner.swarm_data import Swarm
-from whalejax.planner.tables_data import TablesData
 
 
 PLAN_VERSION: Final = 17

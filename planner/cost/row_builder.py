@@ -22,9 +22,8 @@ from whalejax.planner.model.graph import (
     Graph,
     Op,
     makes_weights,
+    rereads,
 )
-from whalejax.planner.model.halo_repeats import repeats
-from whalejax.planner.model.loop_reads import rereads
 from whalejax.planner.model.normalizations import Dataflow, normalization_kernels
 from whalejax.planner.model.reshape_factors import slots_of
 from whalejax.planner.sharding.fused_parameters import FusedLayout, reading
@@ -35,6 +34,7 @@ from whalejax.planner.sharding.operation_rows import (
     Row,
     Slot,
     Use,
+    repeats,
 )
 
 

@@ -22,8 +22,13 @@ import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost_terms import FETCHED
-from whalejax.planner.memory.few_samples import FewSamples
-from whalejax.planner.memory.saved_tensors import CHEAP, SMALL, SPREAD, TensorEntry
+from whalejax.planner.memory.saved_tensors import (
+    CHEAP,
+    SMALL,
+    SPREAD,
+    FewSamples,
+    TensorEntry,
+)
 from whalejax.planner.model.graph import (
     ATTENTION,
     CHOOSING_WINDOWS,
@@ -34,8 +39,8 @@ from whalejax.planner.model.graph import (
     Graph,
     LoopResidual,
     Op,
+    rereads,
 )
-from whalejax.planner.model.loop_reads import rereads
 
 
 _PIECES = 12

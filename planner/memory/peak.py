@@ -27,11 +27,11 @@ from whalejax.planner.memory.live_sets import SpanLiveSets
 from whalejax.planner.memory.looked_up_tables import tables_of
 from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.leaf_shard_counts import (
+from whalejax.planner.sharding.parameter_layout import LeafFacts
+from whalejax.planner.sharding.shard_counts import (
     LeafShardCounts,
     reduces_gradient,
 )
-from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
 GATHER_COPIES = 2

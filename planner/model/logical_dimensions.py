@@ -27,12 +27,12 @@ from whalejax.planner.model.dimensions import (
     Dimensions,
     Layout,
     RefusedTie,
+    fold,
     roles_of,
 )
+from whalejax.planner.model.dimensions import Role as Role
 from whalejax.planner.model.graph import Graph, Op, Tensor
 from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
-from whalejax.planner.model.roles import Role as Role
-from whalejax.planner.model.roles import fold
 from whalejax.planner.model.sequence import with_whole_operations
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
 from whalejax.planner.cost_terms import NO_EFFECT
+from whalejax.planner.model.analysis import expert_roles, weight_homes
 from whalejax.planner.model.dimensions import Dimensions, roles_of
-from whalejax.planner.model.expert_regions import expert_roles, weight_homes
 from whalejax.planner.model.graph import Graph, Mark, TaskGraph
 from whalejax.planner.model.sequence import attended, meeting_in_values
 from whalejax.planner.plan_errors import PlanError

@@ -236,7 +236,7 @@ def _scatter(equation: Equation) -> Behaviour:
     return Behaviour(factors=letters.factors, saves=saves)
 
 
-RULES: Final[dict[str, Rule]] = {
+SHAPE_RULES: Final[dict[str, Rule]] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,
