@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
-from whalejax.meshes.errors import Problems
-from whalejax.meshes.texts import (
+from whalejax.meshes.errors import (
     MOST_NAME,
+    Problems,
     as_json,
     clipped,
     is_shown_as_written,

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Callable
 from typing import Any, Final
 
-from whalejax.meshes.texts import quoted
+from whalejax.meshes.errors import quoted
 
 
 MOST_BYTES: Final = 2**28

@@ -36,6 +36,7 @@ from whalejax.planner.plan_entries import (
     ModelWork,
     RegionTable,
     RoleInfo,
+    Swarm,
     TablesData,
     UnsupportedFeatures,
     VirtualStagePrediction,
@@ -43,7 +44,6 @@ from whalejax.planner.plan_entries import (
 )
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.step_options import COMBINATIONS, StepOptions, option_counts
-from whalejax.planner.swarm_data import Swarm
 
 
 PLAN_VERSION: Final = 17

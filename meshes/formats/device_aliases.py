@@ -13,9 +13,8 @@ import re
 from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import CatalogueEntry, entries
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import WhaleError, quoted
 from whalejax.meshes.ratings import POWER
-from whalejax.meshes.texts import quoted
 
 
 @dataclass(frozen=True, slots=True)

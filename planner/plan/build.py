@@ -15,7 +15,7 @@ from whalejax.planner.cost_terms import OBEYED, UNCOUNTED_MOVES, TimeTerms
 from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.model.sequence import whole_notes
+from whalejax.planner.model.logical_dimensions import whole_notes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import leaf_note
 from whalejax.planner.plan_entries import (

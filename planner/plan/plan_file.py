@@ -14,14 +14,13 @@ import os
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import WhaleError, quoted
 from whalejax.meshes.read_file import (
     UnreadableFileError,
     check_depth,
     parse_json,
     read_text,
 )
-from whalejax.meshes.texts import quoted
 from whalejax.meshes.topology import RETIRED_FACTS
 from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.plan.validate import check_plan

@@ -15,9 +15,8 @@ from typing import Any, Final
 
 from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES
 from whalejax.meshes.dtypes import PRECISIONS
-from whalejax.meshes.errors import Problems
+from whalejax.meshes.errors import Problems, quoted
 from whalejax.meshes.read_file import UnreadableFileError, parse_json
-from whalejax.meshes.texts import quoted
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.allowed_xla_options import check_options
 from whalejax.planner.plan.report.describe import SENT

@@ -34,12 +34,12 @@ from whalejax.planner.search.layout_search import (
 from whalejax.planner.search.ranking import SURE, TIE
 from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.sharding.layout import SPATIAL_AXES, STAGE, replicas
+from whalejax.planner.sharding.metadata_constraints import check_devices, copies
 from whalejax.planner.sharding.sequence_parallel import (
     SUFFIX,
     split_between,
     splits_between,
 )
-from whalejax.planner.sharding.virtual_devices import check_devices, copies
 from whalejax.planner.step_options import LOSS_CHUNKS
 
 

@@ -97,6 +97,7 @@ from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
+from whalejax.planner.plan_entries import slow_link
 from whalejax.planner.plan_errors import DeviceCountError, NothingFits, PlanError
 from whalejax.planner.search.adasum_limits import check_combine, combine_notes
 from whalejax.planner.search.layout_search import PLANNED_AXES
@@ -105,7 +106,6 @@ from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.step_options import REMAT_POLICIES, options_of
-from whalejax.planner.swarm_data import slow_link
 from whalejax.runtime.compiler_options import (
     checked_options,
     compiled_with,

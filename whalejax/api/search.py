@@ -21,8 +21,7 @@ from whalejax.meshes import Cluster
 from whalejax.meshes.arguments.near_names import ARGUMENT_SYNONYMS, near_hint
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number, short_repr
-from whalejax.meshes.errors import Problems, WhaleError, tell
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import Problems, WhaleError, tell, visible
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import Candidate
 from whalejax.planner.plan_errors import PlanError

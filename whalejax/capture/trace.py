@@ -58,6 +58,7 @@ from whalejax.capture.reported_values.combinations import (
     undivided,
 )
 from whalejax.capture.reported_values.paired_traces import Trace
+from whalejax.capture.rules.behaviour import Position, Value
 from whalejax.capture.separability.proof import (
     LossInput,
     LossPrograms,
@@ -69,7 +70,6 @@ from whalejax.capture.sorted_rows import holds_sort, rows_after, with_sorted_row
 from whalejax.capture.split_dims.rewrite import taken_apart
 from whalejax.capture.table_reads import short_table_notes
 from whalejax.capture.walk import FlatProgram, KnownRules, SortedRows, holds_tiles
-from whalejax.capture.walk_records import Position, Value
 from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.jaxpr.positions import equation_at
 from whalejax.meshes.errors import WhaleError

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from whalejax.estimates import vocabulary
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError, quoted
 from whalejax.meshes.formats.cluster_text import MAX_DEVICES
 from whalejax.meshes.read_file import UnreadableFileError, read_text
-from whalejax.meshes.texts import quoted
 
 
 COLUMNS = (

@@ -26,9 +26,8 @@ from whalejax.estimates.published_run import PublishedRun, ReplicaDevices
 from whalejax.estimates.read_table import CsvTable, RowReading, read_row, read_table
 from whalejax.estimates.step_model import Array, Runs, pipeline_seconds
 from whalejax.estimates.workload import EMBED, HEAD, LAYER
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import WhaleError, visible
 from whalejax.meshes.fitted_constants import Constants, constants
-from whalejax.meshes.texts import visible
 
 
 SLACK = 0.15

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from whalejax.estimates.decoder import DecoderSizes, Remat
 from whalejax.estimates.frameworks import Framework
 from whalejax.meshes.catalogue import CatalogueEntry
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import WhaleError, quoted
 from whalejax.meshes.fitted_constants import TUNED, width_of
 from whalejax.meshes.formats.device_aliases import read_device
-from whalejax.meshes.texts import quoted
 from whalejax.planner.pipeline.schedules import most_in_flight
 
 

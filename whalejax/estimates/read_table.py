@@ -28,9 +28,8 @@ from whalejax.estimates.published_run import (
 )
 from whalejax.meshes.catalogue import CatalogueEntry, efficiency_notes
 from whalejax.meshes.device_kinds import VOLTA
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import WhaleError, quoted
 from whalejax.meshes.formats.device_aliases import AliasedDevice, read_device
-from whalejax.meshes.texts import quoted
 from whalejax.planner.sharding.layout import largest_divisor
 
 

@@ -37,7 +37,7 @@ from whalejax.capture.reported_values.sample_dims import (
     reported_rows,
     rows_of,
 )
-from whalejax.capture.walk_records import Value
+from whalejax.capture.rules.behaviour import Value
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.model.graph import Graph, Op
 from whalejax.user_code.losses import ReportedValue, is_merged

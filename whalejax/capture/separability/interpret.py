@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from whalejax import _compat
+from whalejax.capture.rules.behaviour import Position
 from whalejax.capture.separability.alignment import align_dims
 from whalejax.capture.separability.derivatives import check_derivative
 from whalejax.capture.separability.elementwise_rules import PLACE
@@ -32,7 +33,6 @@ from whalejax.capture.separability.values import (
     plain_dim,
     same_ratio,
 )
-from whalejax.capture.walk_records import Position
 
 
 OTHER_PROGRAM: Final = "does other operations for other numbers of samples"
