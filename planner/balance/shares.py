@@ -19,10 +19,11 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.errors import Problems
+from whalejax.planner.model.graph import Tensor
+from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.plan_errors import PlanError
 
 
@@ -270,32 +271,29 @@ def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -
     problems.raise_if_any()
 
 
-def water_fill(
-    weights: Sequence[float], most: Sequence[float], total: float = 1.0
-) -> tuple[float, ...]:
+def water_fill(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]:
     """Solves Whale's Formula 1 exactly: proportional shares, within bounds.
 
-    ``L_i = min(most_i, level · w_i)``, with the level at which they add up to the total
+    ``L_i = min(most_i, level · w_i)``, with the level at which they add up to 1
     (Jia et al., 2022, section 3.3.1, formula 1). Of all shares that minimise the
     formula's ``Σ |L_i − w_i / Σw|``, these also finish first.
 
     Args:
         weights: Speed of each device, in any unit.
         most: Largest share that fits each device's memory.
-        total: Sum of the shares.
 
     Raises:
-        PlanError: The bounds add up to less than the total, or a number is invalid.
+        PlanError: The bounds add up to less than 1, or a number is invalid.
 
     >>> [round(x, 4) for x in water_fill([2.0, 1.0], [1.0, 1.0])]
     [0.6667, 0.3333]
     >>> [round(x, 4) for x in water_fill([2.0, 1.0], [8 / 18, 16 / 18])]
     [0.4444, 0.5556]
     """
-    _check_fractions(weights, most, total)
+    _check_fractions(weights, most)
     # The device that fills up first comes first; the others share the rest.
     order = sorted(range(len(weights)), key=lambda i: most[i] / weights[i])
-    result, left = [0.0] * len(weights), total
+    result, left = [0.0] * len(weights), 1.0
     for place, i in enumerate(order):
         speed = math.fsum(weights[j] for j in order[place:])
         result[i] = min(most[i], left * (weights[i] / speed))
@@ -303,9 +301,7 @@ def water_fill(
     return tuple(result)
 
 
-def _check_fractions(
-    weights: Sequence[float], most: Sequence[float], total: float
-) -> None:
+def _check_fractions(weights: Sequence[float], most: Sequence[float]) -> None:
     problems = Problems("water_fill", PlanError)
     for i, weight in enumerate(weights):
         if not (weight > 0 and math.isfinite(weight)):
@@ -314,9 +310,9 @@ def _check_fractions(
         problems.add(f"most has {len(most)} entries for {len(weights)} devices")
     elif min(most, default=0.0) < 0:
         problems.add(f"most is {', '.join(map(str, most))}; expected numbers from 0")
-    elif math.fsum(most) < total * (1 - 1e-12):
+    elif math.fsum(most) < 1 - 1e-12:
         problems.add(
-            f"the devices hold {math.fsum(most):.6g} together; there is {total:.6g}. "
+            f"the devices hold {math.fsum(most):.6g} together; there is 1. "
             "Use more devices, or make what is shared smaller"
         )
     problems.raise_if_any()
@@ -439,14 +435,7 @@ def makespan(pieces: Sequence[int], seconds: Sequence[float]) -> float:
     return max((k * t for k, t in zip(pieces, seconds, strict=True)), default=0.0)
 
 
-class _Leaf(Protocol):
-    @property
-    def path(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def weights_hash(leaves: Iterable[_Leaf]) -> str:
+def weights_hash(leaves: Iterable[Tensor | LeafPlan]) -> str:
     """Returns a short hash of a model's parameters, the key of its timings.
 
     Args:

@@ -254,7 +254,8 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
         tokens=round(_tokens(graph, rows) * scale),
         step_flops=round(
             sum(
-                _both_passes(graph, op) * (1 if _of_weights(weight, op) else scale)
+                _both_passes(graph, op)
+                * (1 if all(weight[t] for t in op.operands) else scale)
                 for op in products
             )
         ),
@@ -287,10 +288,6 @@ def _in_one_branch(graph: Graph, products: Sequence[Op]) -> list[Op]:
             or op.position[depth] == largest
         ]
     return kept
-
-
-def _of_weights(weight: Sequence[bool], op: Op) -> bool:
-    return all(weight[t] for t in op.operands)
 
 
 def _both_passes(graph: Graph, op: Op) -> int:

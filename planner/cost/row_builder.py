@@ -101,7 +101,9 @@ class Views:
         self.turned = graph.turned()
         self.rereads = rereads(graph, self.weight)
         self.multiplied = graph.only_multiplied()
-        self.fusing = [self._fuses(op) for op in graph.ops]
+        self.fusing = [
+            op.elementwise or op.kind.startswith(("reduce", "arg")) for op in graph.ops
+        ]
         self._read()
         self.places = [{index for index, _ in several} for several in self.readers]
         self.own_kernels = [op.kernel for op in graph.ops]
@@ -375,10 +377,6 @@ class Views:
         if not (self.fuses and op.elementwise) or len(readers) > 1:
             return True
         return not all(self.fusing[i] for i in readers)
-
-    @staticmethod
-    def _fuses(op: Op) -> bool:
-        return op.elementwise or op.kind.startswith(("reduce", "arg"))
 
     def _present(self, index: int) -> tuple[frozenset[int], frozenset[int]]:
         op = self.graph.ops[index]

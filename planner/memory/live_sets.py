@@ -79,13 +79,10 @@ class StepLiveness:
     """Liveness of a step's tensors, independent of TaskGraphs.
 
     Args:
-        graph: Captured loss.
         dims: Logical dimensions of the loss.
-        weight: Whether each tensor depends on parameters alone.
-        compiler: Model of the compiler: fused computations and their types.
+        uses: Producers and readers of the tensors.
         waiting: Number of offloaded copies of values, by tensor.
         regathers: Whether products gather their weights again for their backward pass.
-        uses: Producers and readers of the tensors, if known.
 
     Attributes:
         entries: Index of each different tensor, by its layout, its bytes, the operation
@@ -108,19 +105,14 @@ class StepLiveness:
 
     def __init__(
         self,
-        graph: Graph,
         dims: Dimensions,
-        weight: Sequence[bool],
+        uses: TensorUses,
+        waiting: Mapping[int, int],
         *,
-        compiler: CompilerProfile,
-        waiting: Mapping[int, int] | None = None,
-        regathers: bool = False,
-        uses: TensorUses | None = None,
+        regathers: bool,
     ) -> None:
-        uses = uses or TensorUses(graph, weight, compiler)
-        timeline = Timeline(
-            graph, weight, compiler, waiting, regathers=regathers, uses=uses
-        )
+        graph = uses.graph
+        timeline = Timeline(uses, waiting, regathers=regathers)
         spans = timeline.spans
         self.dims = dims
         self.entries: dict[tuple[int, int, int, int], int] = {}
@@ -152,7 +144,7 @@ class StepLiveness:
             for pair in works
         ]
         self.waits = self._numbered(timeline.waits())
-        self.used = uses.directly
+        self.used = uses.used({})
         self.ahead = uses.used(timeline.written_until())
         firsts = np.array([span.first for span in spans])
         self.waited = np.array(uses.last, int) >= firsts[:, None]
@@ -286,23 +278,18 @@ class AnalysedProgram:
         graph: Captured loss.
         dims: Logical dimensions of the loss.
         compiler: Model of the compiler's treatment of the operations.
-        views: Operations in terms of roles, if known.
 
     Attributes:
         views: Operations in terms of roles.
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        dims: Dimensions,
-        compiler: CompilerProfile,
-        views: Views | None = None,
+        self, graph: Graph, dims: Dimensions, compiler: CompilerProfile
     ) -> None:
         self.graph = graph
         self.dims = dims
         self.compiler = compiler
-        self.views: Views = views or Views(graph, dims)
+        self.views = Views(graph, dims)
         self._courses: dict[tuple[bool, bool], StepLiveness] = {}
 
     @functools.cached_property
@@ -334,13 +321,8 @@ class AnalysedProgram:
         """
         key = apart, regathers and self.regathered
         if key not in self._courses:
+            waiting = self.waiting if apart else {}
             self._courses[key] = StepLiveness(
-                self.graph,
-                self.dims,
-                self.views.weight,
-                compiler=self.compiler,
-                waiting=self.waiting if apart else {},
-                regathers=key[1],
-                uses=self.uses,
+                self.dims, self.uses, waiting, regathers=key[1]
             )
         return self._courses[key]

@@ -100,17 +100,12 @@ def build_plan(
     )
 
 
-def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInfo, ...]:
-    """Returns the logical dimensions in the form that plans store.
-
-    Args:
-        dims: Dimensions of the graph, perhaps of another batch size.
-        batch_size: Number of samples of the planned batch, if it differs.
-    """
+def role_infos(dims: Dimensions) -> tuple[RoleInfo, ...]:
+    """Returns the logical dimensions in the form that plans store."""
     return tuple(
         RoleInfo(
             name=r.name,
-            size=batch_size if r.is_batch and batch_size else r.size,
+            size=r.size,
             aliases=r.aliases,
             unshardable=r.unshardable,
             common=r.common,

@@ -169,7 +169,7 @@ class LayoutMemory:
         number = len(one.accumulates)
         gathers = np.full(number, "params" in one.offload)
         for cut in one.cuts if self.program.regathered else ():
-            gathers = gathers | cut.is_gathered
+            gathers = gathers | (cut.compute.num_shards != cut.param.num_shards)
         names = [f.name for f in dataclasses.fields(PeakMemory)]
         result = {name: np.zeros(number) for name in names}
         for regathers in (False, True):

@@ -239,11 +239,6 @@ class LeafShardCounts:
         )
 
     @property
-    def is_gathered(self) -> Any:
-        """Whether parameters are gathered before they are used."""
-        return self.compute.num_shards != self.param.num_shards
-
-    @property
     def has_sharded_rows(self) -> Any:
         """Whether lookups read rows that are sharded."""
         return self.compute.per_dim[-2] > 1 if len(self.compute.per_dim) > 1 else False

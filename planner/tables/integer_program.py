@@ -37,13 +37,11 @@ class Solution:
         assignment: Best assignment, or None if none was found.
         bound: Lower bound on the largest load, in units of the mean.
         is_optimal: Whether the search finished.
-        is_infeasible: Whether no assignment is within the limits.
     """
 
     assignment: Assignment | None
     bound: float
     is_optimal: bool
-    is_infeasible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +141,7 @@ def solve(
     slack = 1 + _TOTAL_WEIGHT * len(scale.mean)
     bound = scale.bound if dual is None else max(scale.bound, float(dual) / slack)
     if result.x is None:
-        unknown = result.status != 2
-        return Solution(
-            assignment=None, bound=bound, is_optimal=False, is_infeasible=not unknown
-        )
+        return Solution(assignment=None, bound=bound, is_optimal=False)
     values = np.rint(result.x).astype(int)
     found = _assignment(items, ways, columns, values[1:])
     return Solution(assignment=found, bound=bound, is_optimal=result.status == 0)

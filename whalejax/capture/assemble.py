@@ -85,11 +85,6 @@ def regions(ops: Sequence[OpDraft], tensors: Sequence[TensorDraft]) -> Regions:
     return tree.fold(of_op)
 
 
-def found_marks(ops: Sequence[OpDraft]) -> set[Mark]:
-    """Returns all marks that cover an operation, as the user entered them."""
-    return {mark for labels in {op.labels for op in ops} for mark, _ in labels}
-
-
 def _check_nesting(ops: Sequence[OpDraft]) -> None:
     problems = Problems()
     if any(_DERIVED_STAGE.search(scope) for scope in {op.scope for op in ops}):
@@ -453,7 +448,8 @@ def graph_of(
     flows = differentiable(walk, loss)
     _check_gradient(walk, flows, loss)
     result = regions(walk.ops, walk.tensors)
-    marks = found_marks(walk.ops)
+    labels = {op.labels for op in walk.ops}
+    marks = {mark for one in labels for mark, _ in one}
     first_batch = next(i for i, t in enumerate(walk.tensors) if t.kind == "batch")
     batch_dims = tuple(
         (first_batch + index, leaf.axis)

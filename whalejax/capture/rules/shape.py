@@ -33,13 +33,11 @@ def _reshape(equation: Equation) -> Behaviour:
     return Behaviour(reshape=True)
 
 
-def _free(equation: Equation) -> Behaviour:
-    del equation
+def _free(_: Equation) -> Behaviour:
     return Behaviour(stops_gradient=True)
 
 
-def _iota(equation: Equation) -> Behaviour:
-    del equation
+def _iota(_: Equation) -> Behaviour:
     return Behaviour(elementwise=True, stops_gradient=True)
 
 
