@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
-from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.table import ID_BYTES, LEAST_COLUMNS, Table
+from whalejax.planner.tables.table import ID_BYTES, LEAST_COLUMNS, Ranks, Table
 
 
 Split = Literal["whole", "rows", "columns", "node_rows", "replicate", "host", "cached"]

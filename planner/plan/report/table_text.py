@@ -9,8 +9,7 @@ from whalejax.meshes.units import milliseconds
 from whalejax.planner.json_codec import DataError, decode
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.tables.cpu_or_device import TableCost
-from whalejax.planner.tables.placement import TablePlacement
-from whalejax.planner.tables.placement_record import placement_of
+from whalejax.planner.tables.placement import TablePlacement, placement_of
 from whalejax.planner.tables.sections import Sections
 
 

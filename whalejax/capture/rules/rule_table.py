@@ -20,14 +20,12 @@ from whalejax.capture.rules.behaviour import (
     Equation,
     FactorBuilder,
     Rule,
-    unknown,
-)
-from whalejax.capture.rules.shape import SHAPE_RULES
-from whalejax.capture.rules.window_geometry import (
     pooled,
+    unknown,
     windows_of_convolution,
     windows_of_pooling,
 )
+from whalejax.capture.rules.shape import SHAPE_RULES
 from whalejax.planner.model.graph import Factor
 
 

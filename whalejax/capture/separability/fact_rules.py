@@ -19,11 +19,17 @@ from whalejax import _compat
 from whalejax.capture.separability.elementwise_rules import (
     RULES as ELEMENTWISE_RULES,
 )
-from whalejax.capture.separability.equations import PairedEquation
-from whalejax.capture.separability.facts import (
+from whalejax.capture.separability.loop_rules import LOOP_RULES
+from whalejax.capture.separability.reduction_rules import with_sum
+from whalejax.capture.separability.separability_rules import apply_rule
+from whalejax.capture.separability.values import (
+    Along,
     AlwaysFalse,
     ArithmeticSteps,
     Counter,
+    CoupledError,
+    Dependence,
+    Dim,
     Filled,
     IdCounts,
     Ids,
@@ -32,22 +38,14 @@ from whalejax.capture.separability.facts import (
     Numbered,
     OneHot,
     Order,
+    PairedEquation,
     Places,
+    Reason,
     Sorted,
     Sorting,
-    fact_of,
-)
-from whalejax.capture.separability.loop_rules import LOOP_RULES
-from whalejax.capture.separability.reduction_rules import with_sum
-from whalejax.capture.separability.separability_rules import apply_rule
-from whalejax.capture.separability.values import (
-    Along,
-    CoupledError,
-    Dependence,
-    Dim,
-    Reason,
     Value,
     equal_dim,
+    fact_of,
     has_own_places,
     is_one,
     is_samples,

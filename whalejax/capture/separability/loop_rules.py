@@ -14,8 +14,6 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.separability.elementwise_rules import check_sum_dtype
-from whalejax.capture.separability.equations import PairedEquation, fixed
-from whalejax.capture.separability.facts import LoopPlace, RunningSum, fact_of
 from whalejax.capture.separability.separability_rules import apply_rule
 from whalejax.capture.separability.shape_rules import TAKES
 from whalejax.capture.separability.values import (
@@ -24,9 +22,14 @@ from whalejax.capture.separability.values import (
     CoupledError,
     Dependence,
     Dim,
+    LoopPlace,
+    PairedEquation,
     Reason,
+    RunningSum,
     Value,
     equal_dim,
+    fact_of,
+    fixed,
     is_samples,
     size_of,
 )

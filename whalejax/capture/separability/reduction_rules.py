@@ -7,11 +7,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from whalejax.capture.separability.alignment import align_dims, check_one_batch
-from whalejax.capture.separability.equations import (
-    PairedEquation,
-    Rule,
-    combined_kind,
-)
 from whalejax.capture.separability.values import (
     SIZE,
     Along,
@@ -19,7 +14,10 @@ from whalejax.capture.separability.values import (
     Dependence,
     Dim,
     Dims,
+    PairedEquation,
+    Rule,
     Value,
+    combined_kind,
     is_one,
     is_samples,
     plain_dim,

@@ -30,13 +30,6 @@ from whalejax.capture.separability.elementwise_rules import (
     check_sum_dtype,
     check_unsigned_sum,
 )
-from whalejax.capture.separability.equations import (
-    PairedEquation,
-    Rule,
-    combined_kind,
-    fixed,
-)
-from whalejax.capture.separability.facts import IndexColumns, Places, fact_of
 from whalejax.capture.separability.reduction_rules import with_sum
 from whalejax.capture.separability.shape_rules import TAKES, cut_dim
 from whalejax.capture.separability.values import (
@@ -44,8 +37,15 @@ from whalejax.capture.separability.values import (
     CoupledError,
     Dependence,
     Dim,
+    IndexColumns,
+    PairedEquation,
+    Places,
+    Rule,
     Value,
+    combined_kind,
     equal_dim,
+    fact_of,
+    fixed,
     is_one,
     is_samples,
     plain_dim,
