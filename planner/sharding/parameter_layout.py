@@ -258,10 +258,7 @@ class LeafFacts:
             tensors=tensors,
             groups=counted,
             group_of=group_of,
-            role_names=tuple(
-                tuple(tuple(dims.roles[r].name for r in atoms) for atoms in layout)
-                for layout in (dims.layouts[t.id] for t in tensors)
-            ),
+            role_names=tuple(_role_names(t, dims) for t in tensors),
             storage=storage,
             common=cut_roles(graph, dims) | {r.index for r in dims.batch},
             optimizer_other_bytes=optimizer.other_bytes,
@@ -460,6 +457,13 @@ def _turns(readers: Sequence[tuple[str, float]], gathers: int) -> int:
     if CONVOLUTION in kinds:
         return 1
     return 0 if LOOKUPS & kinds else gathers
+
+
+def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        tuple(dims.roles[role].name for role in atoms)
+        for atoms in dims.layouts[tensor.id]
+    )
 
 
 NARROW = 512
