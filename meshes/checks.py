@@ -20,8 +20,7 @@ from typing import Any, Final, Literal, TypeVar, Union
 import numpy as np
 
 from whalejax.meshes.arguments.near_names import near_hint
-from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.texts import is_shown_as_written, visible
+from whalejax.meshes.errors import Problems, WhaleError, is_shown_as_written, visible
 
 
 F = TypeVar("F")

@@ -18,8 +18,7 @@ from typing import Any, Self
 from whalejax.meshes.checks import Arguments, check_fields, short_repr
 from whalejax.meshes.device_kinds import MOST_NUMBER, DeviceKind, Platform, check_name
 from whalejax.meshes.dtypes import dtype_name
-from whalejax.meshes.errors import Problems
-from whalejax.meshes.texts import quoted
+from whalejax.meshes.errors import Problems, quoted
 from whalejax.meshes.topology import COMPILERS as COMPILERS
 from whalejax.meshes.topology import CompilerProfile as CompilerProfile
 from whalejax.meshes.topology import Level as Level

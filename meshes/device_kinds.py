@@ -22,7 +22,14 @@ from whalejax.meshes.checks import (
     short_repr,
 )
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.errors import (
+    MOST_NAME,
+    Problems,
+    WhaleError,
+    as_json,
+    is_shown_as_written,
+    quoted,
+)
 from whalejax.meshes.fitted_constants import Efficiency, constants, pace_of, shape_share
 from whalejax.meshes.measured_points import FILLED as FILLED
 from whalejax.meshes.measured_points import (
@@ -38,7 +45,6 @@ from whalejax.meshes.measured_points import MatmulPoint as MatmulPoint
 from whalejax.meshes.measured_points import Source as Source
 from whalejax.meshes.measured_points import TimedModel as TimedModel
 from whalejax.meshes.measured_points import effective_size as effective_size
-from whalejax.meshes.texts import MOST_NAME, as_json, is_shown_as_written, quoted
 from whalejax.meshes.units import gigabytes
 
 

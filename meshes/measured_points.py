@@ -147,7 +147,7 @@ class TimedModel:
     """Measured time of one model's micro-batch on one device.
 
     Attributes:
-        weights: Hash of the model's parameters; see ``kind_corrections.weights_hash``.
+        weights: Hash of the model's parameters; see ``shares.weights_hash``.
         samples: Number of samples of the micro-batch.
         seconds: Measured seconds, forward and backward.
         predicted_seconds: Prediction for this device at the time of measurement.

@@ -1,21 +1,34 @@
-"""Reads files from any source completely, or refuses them with a reason.
+"""Reads files and tables of any source completely, or refuses them with a reason.
 
 Parsers of the standard library fail in a dozen ways on damaged or hostile files: bytes
 that are no UTF-8, nesting that exhausts the stack, integers of thousands of digits,
 ``Infinity`` and duplicate keys in JSON. Here each becomes one error.
+
+Tables from TOML or JSON have a check of every key. All wrong types, missing values and
+unknown keys are recorded with their path, so one error lists them all.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
+import re
 import stat
 import tomllib
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar, overload
 
-from whalejax.meshes.texts import quoted
+from whalejax.meshes.errors import (
+    MOST_NAME,
+    Problems,
+    as_json,
+    clipped,
+    is_shown_as_written,
+    quoted,
+    visible,
+)
 
 
 MOST_BYTES: Final = 2**28
@@ -155,3 +168,213 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise UnreadableFileError(f"the key {quoted(twice)} stands twice in one table")
     return once
+
+
+T = TypeVar("T")
+_MISSING: Any = object()
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_LONGEST_KEY = 60
+_HINTS = 20
+"""Number of unknown keys for which the nearest known one is looked up."""
+
+
+class FileTable:
+    """One table of a file, read key by key.
+
+    Methods for single values take a default; without one the key is required. After a
+    wrong value, the default or a harmless stand-in is returned, so that reading
+    continues.
+
+    Args:
+        data: Parsed data.
+        path: Path of the table in the file, for messages; empty at the top.
+        problems: Collector of the errors.
+    """
+
+    def __init__(self, data: object, path: str, problems: Problems) -> None:
+        self.path = path
+        self.problems = problems
+        self.asked: list[str] = []
+        self.data: Mapping[str, Any] = {}
+        if isinstance(data, Mapping):
+            self.data = data
+        else:
+            self.problem("", data, "a table")
+
+    def at(self, key: str) -> str:
+        """Returns the path of one key in error messages."""
+        key = clipped(visible(key), _LONGEST_KEY)
+        return f"{self.path}.{key}" if self.path and key else self.path or key
+
+    def problem(self, key: str, value: object, expected: str) -> None:
+        """Records that a value is not what was expected."""
+        self.problems.add(f"{self.at(key)}: got {as_json(value)}, expected {expected}")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.data
+
+    def _get(self, key: str, expected: str, default: object) -> Any:
+        self.asked.append(key)
+        if key in self.data:
+            return self.data[key]
+        if default is _MISSING:
+            self.problems.add(f"{self.at(key)}: missing, expected {expected}")
+        return _MISSING
+
+    @overload
+    def integer(self, key: str) -> int: ...
+    @overload
+    def integer(self, key: str, default: T) -> int | T: ...
+    def integer(self, key: str, default: Any = _MISSING) -> Any:
+        """Returns an integer."""
+        value = self._get(key, "a whole number", default)
+        if value is _MISSING:
+            return 1 if default is _MISSING else default
+        if isinstance(value, float) and value.is_integer():
+            return int(value)  # 32e9
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        self.problem(key, value, "a whole number")
+        return 1
+
+    @overload
+    def number(self, key: str) -> float: ...
+    @overload
+    def number(self, key: str, default: T) -> float | T: ...
+    def number(self, key: str, default: Any = _MISSING) -> Any:
+        """Returns a number."""
+        value = self._get(key, "a number", default)
+        if value is _MISSING:
+            return 1.0 if default is _MISSING else default
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except OverflowError:
+                value = math.inf
+        self.problem(key, value, "a number")
+        return 1.0
+
+    @overload
+    def text(self, key: str) -> str: ...
+    @overload
+    def text(self, key: str, default: T) -> str | T: ...
+    def text(self, key: str, default: Any = _MISSING) -> Any:
+        """Returns a string."""
+        value = self._get(key, "a string", default)
+        if value is _MISSING:
+            return "" if default is _MISSING else default
+        if isinstance(value, str):
+            if len(value) <= MOST_NAME and is_shown_as_written(value):
+                return value
+            what = "a string without control characters, of at most"
+            self.problem(key, value, f"{what} {MOST_NAME} characters")
+            return ""
+        self.problem(key, value, "a string")
+        return ""
+
+    @overload
+    def boolean(self, key: str) -> bool: ...
+    @overload
+    def boolean(self, key: str, default: T) -> bool | T: ...
+    def boolean(self, key: str, default: Any = _MISSING) -> Any:
+        """Returns ``true`` or ``false``."""
+        value = self._get(key, "true or false", default)
+        if value is _MISSING:
+            return False if default is _MISSING else default
+        if isinstance(value, bool):
+            return value
+        self.problem(key, value, "true or false")
+        return False
+
+    def table(self, key: str) -> FileTable:
+        """Returns a table; an empty one if the key is missing."""
+        value = self._get(key, "a table", {})
+        return FileTable(
+            {} if value is _MISSING else value, self.at(key), self.problems
+        )
+
+    def tables(self, key: str) -> list[FileTable]:
+        """Returns a list of tables; an empty one if the key is missing."""
+        value = self._get(key, "a list of tables", [])
+        if value is _MISSING:
+            return []
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            self.problem(key, value, "a list of tables")
+            return []
+        path = self.at(key)
+        return [FileTable(v, f"{path}.{i}", self.problems) for i, v in enumerate(value)]
+
+    def numbers(self) -> tuple[tuple[str, float], ...]:
+        """Returns the full table as (key, number) pairs, in order."""
+        return tuple((key, self.number(key)) for key in self.data)
+
+    def report_unknown_keys(self) -> None:
+        """Records every key that was never read, with the nearest existing one."""
+        known = ", ".join(self.asked)
+        for place, key in enumerate(k for k in self.data if k not in self.asked):
+            looked_up = place < _HINTS and len(key) <= _LONGEST_KEY
+            near = difflib.get_close_matches(key, self.asked, n=1) if looked_up else []
+            hint = f"Did you mean {near[0]}? " if near else ""
+            self.problems.add(f"{self.at(key)}: unknown key. {hint}Known: {known}")
+
+
+def toml_text(data: Mapping[str, Any]) -> str:
+    """Returns a TOML document without ``None`` values.
+
+    Args:
+        data: Strings, numbers, booleans, tables, and lists of tables. Tables with only
+            numbers are written in one line.
+
+    Example:
+        >>> print(toml_text({"a": 1, "b": {"c": "x", "d": {"e": 0.5}}}), end="")
+        a = 1
+        <BLANKLINE>
+        [b]
+        c = "x"
+        d = {e = 0.5}
+    """
+    return "\n".join(_toml_lines(data, "")) + "\n"
+
+
+def _toml_lines(data: Mapping[str, Any], prefix: str) -> list[str]:
+    lines: list[str] = []
+    below: list[str] = []
+    for key, value in data.items():
+        path = prefix + _key(key)
+        if value is None:
+            continue
+        if isinstance(value, Mapping) and not _is_inline(value):
+            inner = _toml_lines(value, f"{path}.")
+            # A table of only tables needs no header.
+            head = [] if inner and inner[0] == "" else ["", f"[{path}]"]
+            below += head + inner
+        elif isinstance(value, list | tuple):
+            for item in value:
+                below += ["", f"[[{path}]]", *_toml_lines(item, f"{path}.")]
+        else:
+            lines.append(f"{_key(key)} = {_value(value)}")
+    return lines + below
+
+
+def _is_inline(table: Mapping[str, Any]) -> bool:
+    return bool(table) and all(isinstance(v, int | float) for v in table.values())
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _string(key)
+
+
+def _string(text: str) -> str:
+    # JSON's escapes are also TOML's; only DEL, legal in JSON, must be escaped, too.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items())
+        return f"{{{inner}}}"
+    return _string(str(value))

@@ -13,7 +13,7 @@ import math
 import types
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from whalejax.meshes.texts import is_shown_as_written, quoted
+from whalejax.meshes.errors import is_shown_as_written, quoted
 
 
 MOST_NUMBER: Final = 2**100

@@ -36,14 +36,14 @@ from whalejax.planner.plan_entries import (
     ModelWork,
     RegionTable,
     RoleInfo,
+    Swarm,
+    TablesData,
     UnsupportedFeatures,
     VirtualStagePrediction,
     starred,
 )
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.step_options import COMBINATIONS, StepOptions, option_counts
-from whalejax.planner.swarm_data import Swarm
-from whalejax.planner.tables_data import TablesData
 
 
 PLAN_VERSION: Final = 17

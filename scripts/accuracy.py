@@ -21,7 +21,7 @@ import numpy as np
 from scipy.stats import kendalltau
 
 from scripts.fit_constants import fit, source_weights
-from whalejax.estimates.fill_missing import readings
+from whalejax.estimates.estimate_table import readings
 from whalejax.estimates.published_run import PublishedRun
 from whalejax.estimates.read_table import measured_seconds, read_table
 from whalejax.estimates.step_model import Array, Runs

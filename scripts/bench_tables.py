@@ -56,8 +56,7 @@ from whalejax.planner.tables.published import (  # noqa: E402
     dlrm_v4_tables,
     kaggle_tables,
 )
-from whalejax.planner.tables.ranks import Ranks  # noqa: E402
-from whalejax.planner.tables.table import Table  # noqa: E402
+from whalejax.planner.tables.table import Ranks, Table  # noqa: E402
 
 
 CLUSTERS = {4: "h100:4", 8: "h100:8", 16: "h100:2x8"}

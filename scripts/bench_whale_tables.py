@@ -44,10 +44,10 @@ from whalejax.meshes.device_kinds import DeviceKind  # noqa: E402
 from whalejax.meshes.fitted_constants import constants  # noqa: E402
 from whalejax.planner.balance.shares import Device, balance  # noqa: E402
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds  # noqa: E402
+from whalejax.planner.pipeline.heterogeneous_stages import place  # noqa: E402
 from whalejax.planner.pipeline.schedules import schedule  # noqa: E402
 from whalejax.planner.pipeline.simulate import simulate  # noqa: E402
 from whalejax.planner.pipeline.stage_cuts import Layer, Stage  # noqa: E402
-from whalejax.planner.pipeline.stage_placement import place  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ import statistics
 from typing import Any, Final
 
 from whalejax.meshes import cluster
-from whalejax.planner.swarm_data import wire_bytes
+from whalejax.planner.plan_entries import wire_bytes
 from whalejax.swarm.churn import Churn, PeerLink, draw
 from whalejax.swarm.rebalancing import Rule
 from whalejax.swarm.simulator import (

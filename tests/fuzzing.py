@@ -74,7 +74,7 @@ def plans() -> Target:
 
 def toml() -> Target:
     """Cluster files in TOML."""
-    from whalejax.meshes.checked_tables import toml_text
+    from whalejax.meshes.read_file import toml_text
 
     texts = []
     for given in ("h100:2x4", "v5p:2x2x1", "v100-32:2+p100-16:2"):

@@ -23,11 +23,9 @@ from whalejax.meshes.catalogue import (
     unknown_kind,
 )
 from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
-from whalejax.meshes.errors import Problems, WhaleError, warn
+from whalejax.meshes.errors import Problems, WhaleError, quoted, warn
 from whalejax.meshes.fitted_constants import WHOLE, Achieved, constants
-from whalejax.meshes.formats.datasheet_cards import datasheet_card
-from whalejax.meshes.formats.device_aliases import read_device
-from whalejax.meshes.texts import quoted
+from whalejax.meshes.formats.device_aliases import datasheet_card, read_device
 
 
 MAX_DEVICES = 2**20

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from whalejax.meshes.catalogue import CatalogueEntry, entry, kind_names
-from whalejax.meshes.checked_tables import FileTable, toml_text
 from whalejax.meshes.cluster_data import (
     COMPILERS,
     ClusterData,
@@ -45,10 +44,12 @@ from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.fitted_constants import ASSUMED
 from whalejax.meshes.formats.cluster_text import MAX_DEVICES, node_levels
 from whalejax.meshes.read_file import (
+    FileTable,
     UnreadableFileError,
     check_depth,
     parse_toml,
     read_text,
+    toml_text,
 )
 from whalejax.meshes.topology import RETIRED_FACTS
 

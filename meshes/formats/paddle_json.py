@@ -26,7 +26,6 @@ from itertools import groupby
 from typing import Any, Final
 
 from whalejax.meshes.catalogue import CatalogueEntry, entry
-from whalejax.meshes.checked_tables import FileTable
 from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES, DeviceKind
 from whalejax.meshes.errors import Problems, WhaleError
@@ -34,6 +33,7 @@ from whalejax.meshes.formats.cluster_text import node_levels
 from whalejax.meshes.formats.device_aliases import read_device
 from whalejax.meshes.formats.paddle_topo import NIC_BANDWIDTH, join_topo, topo_machines
 from whalejax.meshes.read_file import (
+    FileTable,
     UnreadableFileError,
     check_depth,
     parse_json,

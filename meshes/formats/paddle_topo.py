@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from whalejax.meshes.checked_tables import FileTable
+from whalejax.meshes.read_file import FileTable
 
 
 NIC_BANDWIDTH: Final = 24.0

@@ -4,17 +4,26 @@ Data-parallel ranks wait for the slowest, so the shares are the integers ``k`` t
 minimise ``max(k_i * t_i)``; a device's memory may bound its share. Whale's Formula 1
 defines the same in fractions: ``water_fill`` solves it exactly, and
 ``whale_algorithm1`` has the algorithm of the paper.
+
+A data sheet, and even measured products and bandwidths, give the limits of a device.
+The relative speed of two kinds on a model is known only after it has run on both;
+``corrections`` follow from measured times of the model's own micro-batches.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.errors import Problems
+from whalejax.planner.model.graph import Tensor
+from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.plan_errors import PlanError
 
 
@@ -262,32 +271,29 @@ def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -
     problems.raise_if_any()
 
 
-def water_fill(
-    weights: Sequence[float], most: Sequence[float], total: float = 1.0
-) -> tuple[float, ...]:
+def water_fill(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]:
     """Solves Whale's Formula 1 exactly: proportional shares, within bounds.
 
-    ``L_i = min(most_i, level · w_i)``, with the level at which they add up to the total
+    ``L_i = min(most_i, level · w_i)``, with the level at which they add up to 1
     (Jia et al., 2022, section 3.3.1, formula 1). Of all shares that minimise the
     formula's ``Σ |L_i − w_i / Σw|``, these also finish first.
 
     Args:
         weights: Speed of each device, in any unit.
         most: Largest share that fits each device's memory.
-        total: Sum of the shares.
 
     Raises:
-        PlanError: The bounds add up to less than the total, or a number is invalid.
+        PlanError: The bounds add up to less than 1, or a number is invalid.
 
     >>> [round(x, 4) for x in water_fill([2.0, 1.0], [1.0, 1.0])]
     [0.6667, 0.3333]
     >>> [round(x, 4) for x in water_fill([2.0, 1.0], [8 / 18, 16 / 18])]
     [0.4444, 0.5556]
     """
-    _check_fractions(weights, most, total)
+    _check_fractions(weights, most)
     # The device that fills up first comes first; the others share the rest.
     order = sorted(range(len(weights)), key=lambda i: most[i] / weights[i])
-    result, left = [0.0] * len(weights), total
+    result, left = [0.0] * len(weights), 1.0
     for place, i in enumerate(order):
         speed = math.fsum(weights[j] for j in order[place:])
         result[i] = min(most[i], left * (weights[i] / speed))
@@ -295,9 +301,7 @@ def water_fill(
     return tuple(result)
 
 
-def _check_fractions(
-    weights: Sequence[float], most: Sequence[float], total: float
-) -> None:
+def _check_fractions(weights: Sequence[float], most: Sequence[float]) -> None:
     problems = Problems("water_fill", PlanError)
     for i, weight in enumerate(weights):
         if not (weight > 0 and math.isfinite(weight)):
@@ -306,9 +310,9 @@ def _check_fractions(
         problems.add(f"most has {len(most)} entries for {len(weights)} devices")
     elif min(most, default=0.0) < 0:
         problems.add(f"most is {', '.join(map(str, most))}; expected numbers from 0")
-    elif math.fsum(most) < total * (1 - 1e-12):
+    elif math.fsum(most) < 1 - 1e-12:
         problems.add(
-            f"the devices hold {math.fsum(most):.6g} together; there is {total:.6g}. "
+            f"the devices hold {math.fsum(most):.6g} together; there is 1. "
             "Use more devices, or make what is shared smaller"
         )
     problems.raise_if_any()
@@ -429,3 +433,66 @@ def even_shares(total: int, count: int) -> tuple[int, ...]:
 def makespan(pieces: Sequence[int], seconds: Sequence[float]) -> float:
     """Returns the seconds after which the last device finishes."""
     return max((k * t for k, t in zip(pieces, seconds, strict=True)), default=0.0)
+
+
+def weights_hash(leaves: Iterable[Tensor | LeafPlan]) -> str:
+    """Returns a short hash of a model's parameters, the key of its timings.
+
+    Args:
+        leaves: Parameters with paths and shapes, in any order. Neither the batch nor
+            the precision matters.
+    """
+    text = json.dumps(sorted((leaf.path, leaf.shape) for leaf in leaves))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
+    """Returns the measured over the predicted time of a model on each kind.
+
+    Args:
+        kinds: Kinds of the replicas.
+        weights: ``weights_hash`` of the model.
+
+    Returns:
+        One ratio for each kind. All are 1 unless the model was timed on every kind:
+        otherwise measured times would be compared with predicted ones.
+    """
+    result = []
+    for kind in kinds:
+        timed = [model for model in kind.timed_models if model.weights == weights]
+        if not timed:
+            return (1.0,) * len(kinds)
+        result.append(timed[-1].seconds / timed[-1].predicted_seconds)
+    return tuple(result)
+
+
+def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
+    """Returns the note on the sources of the kinds' measured speeds."""
+    names = dict.fromkeys(kinds)
+    timed = {
+        kind: [model for model in kind.timed_models if model.weights == weights]
+        for kind in names
+    }
+    if not any(timed.values()):
+        return _weights_note(list(names))
+    if missing := [kind.display_name() for kind, result in timed.items() if not result]:
+        return (
+            f"shares: this model was not timed on {', '.join(missing)}, so no timing "
+            "counts. Run whalejax calibrate --model there"
+        )
+    words = ", ".join(
+        f"{kind.display_name()} {result[-1].seconds / result[-1].samples * 1e3:.3g} ms"
+        for kind, result in timed.items()
+    )
+    return f"shares: by this model's own samples, measured: {words} each"
+
+
+def _weights_note(kinds: Sequence[DeviceKind]) -> str:
+    own = [kind.display_name() for kind in kinds if kind.matmul_points]
+    listed = [kind.display_name() for kind in kinds if not kind.matmul_points]
+    if not listed:
+        return "shares: by products and memory that were measured on every kind"
+    weights = f"by the catalogue's efficiencies of {', '.join(listed)}"
+    if own:
+        weights += f", beside what was measured on {', '.join(own)}"
+    return f"shares: {weights}, until a run measures"

@@ -1,4 +1,12 @@
-"""Time and traffic of attention computed in blocks of scores.
+"""Attention in blocks of scores: their rounds in a ring, their time and traffic.
+
+Queries stay on their device; keys and values move to the next device in each round.
+Rows and columns are cut into blocks. In each round, a device computes the pairs of
+blocks that no mask hides. With a causal mask, the sequence is split in zig-zag order:
+device ``d`` of ``n`` holds parts ``d`` and ``2n - 1 - d`` of ``2n``. So all devices
+have the same number of pairs in every round. Brandon et al., "Striped Attention", 2023,
+say why; Llama 3's context parallelism uses this order. The lowering runs these tables
+and the cost model counts them.
 
 Forward there are two products for each block, backward five: the recomputed scores, and
 the cotangents of weights, values, queries and keys (Dao et al., "FlashAttention", 2022,
@@ -9,13 +17,160 @@ through memory between them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.planner.sharding.operation_rows import Product
-from whalejax.planner.sharding.ring_rounds import busiest_share
+
+
+BLOCK = 512
+"""Largest number of rows and columns of a block, whose scores are in memory at once."""
+
+Hidden = Callable[[int, int], np.ndarray]
+"""Function from the numbers of row and column blocks to ``bool[rows, columns]``: the
+blocks that a mask hides entirely."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Rounds of ring attention over some devices.
+
+    Attributes:
+        size: Number of devices.
+        row_size, column_size: Size of one block.
+        rows, columns: Blocks of each device, in local order.
+        zigzag: Whether the order of blocks is zig-zag, not that of the sequence.
+        seen: Whether no mask hides a pair of blocks, ``bool[rows, columns]``.
+        counts: Number of pairs that a device computes, ``[device, round]``.
+    """
+
+    size: int
+    row_size: int
+    column_size: int
+    rows: np.ndarray
+    columns: np.ndarray
+    zigzag: bool
+    seen: np.ndarray
+    counts: np.ndarray
+
+    @functools.cached_property
+    def pairs(self) -> np.ndarray:
+        """Assigned pairs of blocks, ``[device, round, pair, 4]``.
+
+        The last dimension has the local indices of row block and column block, then
+        their indices in the sequence. Zeros follow the last pair.
+        """
+        most = max(1, self.counts.max())
+        pairs = np.zeros((self.size, self.size, most, 4), dtype=np.int32)
+        for device, step in np.ndindex(self.size, self.size):
+            ours, theirs = self.rows[device], self.columns[(device - step) % self.size]
+            a, b = np.nonzero(self.seen[np.ix_(ours, theirs)])
+            pairs[device, step, : len(a)] = np.stack([a, b, ours[a], theirs[b]], axis=1)
+        return pairs
+
+    @property
+    def share(self) -> float:
+        """Fraction of its rows' scores that the busiest device computes."""
+        blocks = self.rows.shape[1] * self.columns.shape[1] * self.size
+        return float(self.counts.max(axis=0).sum() / blocks)
+
+
+def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
+    """Assigns the blocks of an attention to rounds.
+
+    Args:
+        num_rows, num_columns: Lengths of the sequence of queries and of that of keys;
+            ``size`` divides them.
+        size: Number of devices.
+        hidden: Function that returns the blocks that a mask hides.
+
+    >>> causal = ring(16, 16, 2, lambda a, b: ~np.tri(a, b, dtype=bool))
+    >>> causal.zigzag, causal.rows.tolist(), causal.counts.tolist()
+    (True, [[0, 3], [1, 2]], [[3, 2], [3, 2]])
+    """
+    halves = 2 * size
+    zigzag = size > 1 and num_rows == num_columns and num_rows % halves == 0
+    zigzag = zigzag and bool(
+        np.triu(hidden(halves, halves), 1).sum() * 2 == _off(halves)
+    )
+    parts = halves if zigzag else size
+    row_size, column_size = _block(num_rows // parts), _block(num_columns // parts)
+    rows = _blocks_by_device(num_rows // row_size, size, zigzag)
+    columns = _blocks_by_device(num_columns // column_size, size, zigzag)
+    seen = ~hidden(rows.size, columns.size)
+    dealt = seen[np.ix_(rows.ravel(), columns.ravel())]
+    shared = dealt.reshape(*rows.shape, *columns.shape).sum(axis=(1, 3))
+    device, step = np.ix_(range(size), range(size))
+    return Ring(
+        size=size,
+        row_size=row_size,
+        column_size=column_size,
+        rows=rows,
+        columns=columns,
+        zigzag=zigzag,
+        seen=seen,
+        counts=shared[device, (device - step) % size],
+    )
+
+
+def busiest_share(
+    num_rows: int, num_columns: int, size: int, *, causal: bool
+) -> tuple[int, int, float]:
+    """Returns the block sizes and ``Ring.share``, without the tables of large rings.
+
+    Args:
+        num_rows, num_columns, size: Arguments of ``ring``.
+        causal: Whether the mask is causal; otherwise, there is no mask.
+
+    >>> busiest_share(16, 16, 2, causal=True)
+    (4, 4, 0.625)
+    """
+    if causal and num_rows != num_columns:
+        result = ring(num_rows, num_columns, size, _later)
+        return result.row_size, result.column_size, result.share
+    zigzag = causal and size > 1 and num_rows % (2 * size) == 0
+    parts = 2 * size if zigzag else size
+    height, width = _block(num_rows // parts), _block(num_columns // parts)
+    # Half of all pairs, and both halves of the blocks on the diagonal. In sequence
+    # order, the last device sees all columns except the later ones of its own part.
+    above = 0.5 if zigzag else 1 - 0.5 / size
+    share = above + height / (2 * num_rows) if causal else 1.0
+    return height, width, share
+
+
+def _later(rows: int, columns: int) -> np.ndarray:
+    return ~np.tri(rows, columns, dtype=bool)
+
+
+def _off(count: int) -> int:
+    return count * (count - 1)
+
+
+_SHORT, _LONGEST = 64, 8192
+"""Least useful block size, and the longest sequence that stays one block instead."""
+
+
+def _block(length: int) -> int:
+    """Returns the longest block that divides a length.
+
+    >>> [_block(n) for n in (4096, 12, 577)]
+    [512, 12, 577]
+    """
+    block = next(n for n in range(min(length, BLOCK), 0, -1) if length % n == 0)
+    return length if block < _SHORT and length <= _LONGEST else block
+
+
+def _blocks_by_device(count: int, size: int, zigzag: bool) -> np.ndarray:
+    if not zigzag:
+        return np.arange(count).reshape(size, -1)
+    parts = np.arange(count).reshape(2 * size, -1)
+    return np.stack(
+        [np.concatenate([parts[d], parts[2 * size - 1 - d]]) for d in range(size)]
+    )
 
 
 AHEAD, BEHIND = 2, 5

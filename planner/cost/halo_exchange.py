@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.planner.model.halo_repeats import Repeats
 from whalejax.planner.model.windows import Window
+from whalejax.planner.sharding.operation_rows import Repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

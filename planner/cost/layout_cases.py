@@ -17,12 +17,12 @@ import numpy as np
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.sharding.fused_parameters import FusedLayout
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.leaf_shard_counts import (
+from whalejax.planner.sharding.parameter_layout import LeafFacts
+from whalejax.planner.sharding.shard_counts import (
     LeafShardCounts,
     leaf_shard_counts,
+    table_shard_counts,
 )
-from whalejax.planner.sharding.parameter_layout import LeafFacts
-from whalejax.planner.sharding.shard_counts import table_shard_counts
 
 
 Cuts = tuple[LeafShardCounts, ...]

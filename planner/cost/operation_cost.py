@@ -55,13 +55,11 @@ class RowCost:
         compute_seconds: Seconds of matrix products and memory traffic.
         collectives: Collectives of the row.
         launches: Number of separate kernels, for the fixed cost of launching.
-        covers_seconds: Seconds of computation that overlap with a ring's transfers.
     """
 
     compute_seconds: float
     collectives: tuple[Collective, ...] = ()
     launches: float = 0.0
-    covers_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +161,14 @@ def row_cost(row: Row, hits: Mapping[str, int], s: CostSetting) -> RowCost:
     ahead, behind, launches = row_seconds(row, hits, s, kind)
     if row.remat:
         behind += ahead
-    seconds = (ahead + behind) * row.count
     return RowCost(
-        compute_seconds=seconds,
+        compute_seconds=(ahead + behind) * row.count,
         collectives=(
             *gradients_of(row, hits, s),
             *rounds_of(row, hits, s),
             *halos_of(row, hits, s),
         ),
         launches=launches * row.count,
-        covers_seconds=seconds if row.kind == ATTENTION else 0.0,
     )
 
 

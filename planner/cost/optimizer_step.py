@@ -22,9 +22,9 @@ from whalejax.planner.cost.collectives import (
 from whalejax.planner.cost.operation_cost import CostSetting, whole_bytes
 from whalejax.planner.plan_entries import Collective, CollectiveKind
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup
 from whalejax.planner.sharding.shard_counts import (
+    LeafShardCounts,
     ShardCounts,
     added_axes,
     axis_sets,

@@ -22,9 +22,8 @@ from whalejax.planner.model.graph import (
     Graph,
     Op,
     makes_weights,
+    rereads,
 )
-from whalejax.planner.model.halo_repeats import repeats
-from whalejax.planner.model.loop_reads import rereads
 from whalejax.planner.model.normalizations import Dataflow, normalization_kernels
 from whalejax.planner.model.reshape_factors import slots_of
 from whalejax.planner.sharding.fused_parameters import FusedLayout, reading
@@ -35,6 +34,7 @@ from whalejax.planner.sharding.operation_rows import (
     Row,
     Slot,
     Use,
+    repeats,
 )
 
 
@@ -101,7 +101,9 @@ class Views:
         self.turned = graph.turned()
         self.rereads = rereads(graph, self.weight)
         self.multiplied = graph.only_multiplied()
-        self.fusing = [self._fuses(op) for op in graph.ops]
+        self.fusing = [
+            op.elementwise or op.kind.startswith(("reduce", "arg")) for op in graph.ops
+        ]
         self._read()
         self.places = [{index for index, _ in several} for several in self.readers]
         self.own_kernels = [op.kernel for op in graph.ops]
@@ -375,10 +377,6 @@ class Views:
         if not (self.fuses and op.elementwise) or len(readers) > 1:
             return True
         return not all(self.fusing[i] for i in readers)
-
-    @staticmethod
-    def _fuses(op: Op) -> bool:
-        return op.elementwise or op.kind.startswith(("reduce", "arg"))
 
     def _present(self, index: int) -> tuple[frozenset[int], frozenset[int]]:
         op = self.graph.ops[index]

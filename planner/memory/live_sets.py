@@ -1,10 +1,13 @@
 """Live sets: tensors and parameters that are in memory in each span of a step.
 
 They are computed once for a program; ``peak`` computes their bytes under a layout.
+Searches may cut the same operations into different TaskGraphs. ``AnalysedProgram`` has
+the results that depend on the operations alone, each computed at the first request.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -12,11 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.memory.liveness import TensorUses, Timeline, Works
+from whalejax.planner.cost.row_builder import Views
+from whalejax.planner.memory.liveness import (
+    TensorUses,
+    Timeline,
+    Works,
+    regathered_operands,
+)
 from whalejax.planner.memory.saved_tensors import SavedTensorGroup, TensorEntry
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
 from whalejax.planner.model.reshape_factors import slots_of
+from whalejax.planner.sharding.offload_candidates import sliced_leaves, waiting_values
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
@@ -69,13 +79,10 @@ class StepLiveness:
     """Liveness of a step's tensors, independent of TaskGraphs.
 
     Args:
-        graph: Captured loss.
         dims: Logical dimensions of the loss.
-        weight: Whether each tensor depends on parameters alone.
-        compiler: Model of the compiler: fused computations and their types.
+        uses: Producers and readers of the tensors.
         waiting: Number of offloaded copies of values, by tensor.
         regathers: Whether products gather their weights again for their backward pass.
-        uses: Producers and readers of the tensors, if known.
 
     Attributes:
         entries: Index of each different tensor, by its layout, its bytes, the operation
@@ -98,19 +105,14 @@ class StepLiveness:
 
     def __init__(
         self,
-        graph: Graph,
         dims: Dimensions,
-        weight: Sequence[bool],
+        uses: TensorUses,
+        waiting: Mapping[int, int],
         *,
-        compiler: CompilerProfile,
-        waiting: Mapping[int, int] | None = None,
-        regathers: bool = False,
-        uses: TensorUses | None = None,
+        regathers: bool,
     ) -> None:
-        uses = uses or TensorUses(graph, weight, compiler)
-        timeline = Timeline(
-            graph, weight, compiler, waiting, regathers=regathers, uses=uses
-        )
+        graph = uses.graph
+        timeline = Timeline(uses, waiting, regathers=regathers)
         spans = timeline.spans
         self.dims = dims
         self.entries: dict[tuple[int, int, int, int], int] = {}
@@ -142,7 +144,7 @@ class StepLiveness:
             for pair in works
         ]
         self.waits = self._numbered(timeline.waits())
-        self.used = uses.directly
+        self.used = uses.used({})
         self.ahead = uses.used(timeline.written_until())
         firsts = np.array([span.first for span in spans])
         self.waited = np.array(uses.last, int) >= firsts[:, None]
@@ -267,3 +269,60 @@ class _Kinds:
         """Returns ``full`` of each different row."""
         table = dict.fromkeys(tuple(self.full(row)) for row in rows)
         return np.array([*table] or [(0.0,) * len(self.kinds)])
+
+
+class AnalysedProgram:
+    """Cached analyses of the operations of one captured loss.
+
+    Args:
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
+        compiler: Model of the compiler's treatment of the operations.
+
+    Attributes:
+        views: Operations in terms of roles.
+    """
+
+    def __init__(
+        self, graph: Graph, dims: Dimensions, compiler: CompilerProfile
+    ) -> None:
+        self.graph = graph
+        self.dims = dims
+        self.compiler = compiler
+        self.views = Views(graph, dims)
+        self._courses: dict[tuple[bool, bool], StepLiveness] = {}
+
+    @functools.cached_property
+    def waiting(self) -> dict[int, int]:
+        """Number of copies of each activation that may be in host memory, by tensor."""
+        return waiting_values(self.graph)
+
+    @functools.cached_property
+    def sliced(self) -> frozenset[int]:
+        """Parameters that loops over layers read one slice at a time."""
+        return sliced_leaves(self.graph)
+
+    @functools.cached_property
+    def regathered(self) -> bool:
+        """Whether memory depends on gathering weights again in the backward pass."""
+        return bool(regathered_operands(self.graph, self.views.weight))
+
+    @functools.cached_property
+    def uses(self) -> TensorUses:
+        """Producers and readers of each tensor, which every liveness uses."""
+        return TensorUses(self.graph, self.views.weight, self.compiler)
+
+    def course(self, *, apart: bool, regathers: bool) -> StepLiveness:
+        """Returns the live tensors of each span of a step.
+
+        Args:
+            apart: Whether activations are in host memory.
+            regathers: Whether products gather their weights again backward.
+        """
+        key = apart, regathers and self.regathered
+        if key not in self._courses:
+            waiting = self.waiting if apart else {}
+            self._courses[key] = StepLiveness(
+                self.dims, self.uses, waiting, regathers=key[1]
+            )
+        return self._courses[key]

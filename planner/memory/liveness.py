@@ -22,8 +22,13 @@ import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost_terms import FETCHED
-from whalejax.planner.memory.few_samples import FewSamples
-from whalejax.planner.memory.saved_tensors import CHEAP, SMALL, SPREAD, TensorEntry
+from whalejax.planner.memory.saved_tensors import (
+    CHEAP,
+    SMALL,
+    SPREAD,
+    FewSamples,
+    TensorEntry,
+)
 from whalejax.planner.model.graph import (
     ATTENTION,
     CHOOSING_WINDOWS,
@@ -34,8 +39,8 @@ from whalejax.planner.model.graph import (
     Graph,
     LoopResidual,
     Op,
+    rereads,
 )
-from whalejax.planner.model.loop_reads import rereads
 
 
 _PIECES = 12
@@ -224,11 +229,6 @@ class TensorUses:
         return result
 
     @functools.cached_property
-    def directly(self) -> np.ndarray:
-        """Use of each parameter by each span's own operations."""
-        return self.used({})
-
-    @functools.cached_property
     def reread(self) -> np.ndarray:
         """Value of ``StepLiveness.reread``."""
         times, spans = rereads(self.graph, self.weight), self.spans
@@ -247,27 +247,17 @@ class Timeline:
     They do not depend on the TaskGraphs of operations.
 
     Args:
-        graph: Captured loss.
-        weight: Whether each tensor depends on parameters alone.
-        compiler: Model of the compiler: fused computations and their types.
+        uses: Producers and readers of the tensors.
         waiting: Number of offloaded copies of values, by tensor.
         regathers: Whether products gather their weights again for their backward pass.
-        uses: Producers and readers of the tensors, if known.
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        weight: Sequence[bool],
-        compiler: CompilerProfile,
-        waiting: Mapping[int, int] | None = None,
-        *,
-        regathers: bool = False,
-        uses: TensorUses | None = None,
+        self, uses: TensorUses, waiting: Mapping[int, int], *, regathers: bool
     ) -> None:
-        self.graph = graph
-        self.weight = weight
-        self.waiting = waiting or {}
+        self.graph, self.weight, self.compiler = uses.graph, uses.weight, uses.compiler
+        self.uses, self.waiting = uses, waiting
+        graph, compiler = uses.graph, uses.compiler
         self.multiplied = {
             t
             for op in (() if compiler.fuses_products else graph.ops)
@@ -275,10 +265,8 @@ class Timeline:
             for t in op.operands
         }
         if regathers:
-            self.multiplied |= regathered_operands(graph, weight)
-        self.compiler = compiler
+            self.multiplied |= regathered_operands(graph, uses.weight)
         self.halves = compiler.narrow_products
-        self.uses = uses = uses or TensorUses(graph, weight, compiler)
         self.narrow, self.leaving = uses.narrow, uses.leaving
         self.maker, self.readers, self.reader = uses.maker, uses.readers, uses.reader
         self.masks, self.data = uses.masks, uses.data

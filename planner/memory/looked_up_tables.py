@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from whalejax.planner.cost.operation_cost import CostSetting
-from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup
-from whalejax.planner.sharding.shard_counts import ShardCounts
+from whalejax.planner.sharding.shard_counts import LeafShardCounts, ShardCounts
 
 
 _SUBLANES = 8

@@ -27,11 +27,11 @@ from whalejax.planner.memory.live_sets import SpanLiveSets
 from whalejax.planner.memory.looked_up_tables import tables_of
 from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.leaf_shard_counts import (
+from whalejax.planner.sharding.parameter_layout import LeafFacts
+from whalejax.planner.sharding.shard_counts import (
     LeafShardCounts,
     reduces_gradient,
 )
-from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
 GATHER_COPIES = 2
@@ -99,11 +99,6 @@ class StageShare:
         return np.array(
             [self.task_graph_shares[kind.task_graph] for kind in found.kinds]
         )
-
-    @property
-    def has_group(self) -> Any:
-        """Whether the stage stores some of each parameter group, by case."""
-        return np.asarray(self.group_shares) > 0
 
 
 WHOLE_PROGRAM: Final = StageShare()
@@ -308,7 +303,7 @@ def _gathered_weight_bytes(
     """
     result = c.found
     reread = result.reread * c.s.cluster.compiler.merge_partials
-    half, there = len(reread) // 2, c.stage.has_group
+    half, there = len(reread) // 2, np.asarray(c.stage.group_shares) > 0
     rest = (leaves.gathered - first) * there
     fresh = leaves.fresh * there
     held, made = (np.zeros((len(reread), c.number)) for _ in range(2))

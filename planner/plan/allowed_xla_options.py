@@ -13,8 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from whalejax.meshes.errors import Problems
-from whalejax.meshes.texts import quoted
+from whalejax.meshes.errors import Problems, quoted
 
 
 _ANY = """

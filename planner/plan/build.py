@@ -15,7 +15,7 @@ from whalejax.planner.cost_terms import OBEYED, UNCOUNTED_MOVES, TimeTerms
 from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.model.sequence import whole_notes
+from whalejax.planner.model.logical_dimensions import whole_notes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import leaf_note
 from whalejax.planner.plan_entries import (
@@ -100,17 +100,12 @@ def build_plan(
     )
 
 
-def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInfo, ...]:
-    """Returns the logical dimensions in the form that plans store.
-
-    Args:
-        dims: Dimensions of the graph, perhaps of another batch size.
-        batch_size: Number of samples of the planned batch, if it differs.
-    """
+def role_infos(dims: Dimensions) -> tuple[RoleInfo, ...]:
+    """Returns the logical dimensions in the form that plans store."""
     return tuple(
         RoleInfo(
             name=r.name,
-            size=batch_size if r.is_batch and batch_size else r.size,
+            size=r.size,
             aliases=r.aliases,
             unshardable=r.unshardable,
             common=r.common,

@@ -33,8 +33,8 @@ from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
 from whalejax.planner.plan_data import PlannedQuestion, StagesData
 from whalejax.planner.plan_errors import NothingFits as NothingFits
 from whalejax.planner.plan_errors import PlanError as PlanError
-from whalejax.planner.search.micro_batches import with_samples_note
-from whalejax.planner.search.zero1_slices import slices_of
+from whalejax.planner.search.uneven_replicas import slices_of
+from whalejax.planner.search.user_shares import with_samples_note
 
 
 _INTERNAL_NAMES = frozenset(

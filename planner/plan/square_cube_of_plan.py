@@ -14,8 +14,8 @@ from whalejax.meshes.units import milliseconds
 from whalejax.planner.pipeline.square_cube import StageOverLink, StageWork
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.pictures import SquareCubeDisplay
+from whalejax.planner.plan_entries import WIRES, wire_bytes
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.swarm_data import WIRES, wire_bytes
 
 
 BANDWIDTHS: Final = ("80Mb/s", "200Mb/s", "1Gb/s", "10Gb/s", "100Gb/s")

@@ -1,7 +1,7 @@
 """Plans with different data-parallel replicas, each with its own micro-batches.
 
 A separate search for each kind of device finds the time of a micro-batch on one
-replica, corrected by measurements (``kind_corrections``). Shares are the integers that
+replica, corrected by measurements (``balance.shares``). Shares are the integers that
 minimise the time of the slowest replica. All replicas have the layout of the kind with
 the least memory.
 """
@@ -15,18 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.balance.kind_corrections import (
-    corrections,
-    timing_note,
-    weights_hash,
-)
 from whalejax.planner.balance.shares import (
+    corrections,
     even_shares,
     gain_words,
     idle_note,
     makespan,
     shares,
     speed_bound,
+    timing_note,
+    weights_hash,
 )
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost_terms import TimeTerms
@@ -45,17 +43,15 @@ from whalejax.planner.search.spmd_search import ProgramCache, check_marks
 from whalejax.planner.search.uneven_replicas import (
     Replicas,
     SharesCase,
+    check_zero,
     device_kinds,
     devices_of_kind,
     nothing_fits,
-)
-from whalejax.planner.search.user_shares import DATA, check_shares, said_of
-from whalejax.planner.search.zero1_slices import (
-    check_zero,
     sliceable,
     sliced,
     with_slices,
 )
+from whalejax.planner.search.user_shares import DATA, check_shares, said_of
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.step_options import options_of
 

@@ -16,7 +16,7 @@ from whalejax.planner.cost.adasum_cost import DATA, Part, combining, node_size
 from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.model.layer_axes import layer_axes
+from whalejax.planner.model.repeated_layers import layer_axes
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_entries import Collective
 from whalejax.planner.plan_errors import PlanError

@@ -17,14 +17,14 @@ from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost_terms import OFFLOADS
-from whalejax.planner.search.analysis_cache import AnalysedProgram
+from whalejax.planner.memory.live_sets import AnalysedProgram
 from whalejax.planner.search.request import OffloadableState, Request
-from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
 from whalejax.planner.sharding.offload_candidates import (
     exposed_seconds,
     hosts_known,
 )
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
+from whalejax.planner.sharding.shard_counts import LeafShardCounts
 
 
 Offload = tuple[str, ...]

@@ -31,17 +31,16 @@ from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
 from whalejax.planner.cost.operation_cost import CostSetting, row_flops, row_hits
 from whalejax.planner.cost.step_time import TimeColumns
 from whalejax.planner.cost_terms import MemoryTerms
+from whalejax.planner.memory.live_sets import AnalysedProgram
 from whalejax.planner.memory.saved_tensors import Residents, residents
+from whalejax.planner.model.analysis import weight_homes
 from whalejax.planner.model.dimensions import Dimensions
-from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.windows import Window
 from whalejax.planner.plan_entries import Collective
 from whalejax.planner.search.adasum_limits import may_combine, zero_levels
-from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.evaluator import SEARCHED_AXES, Evaluator
+from whalejax.planner.search.evaluator import SEARCHED_AXES, Evaluator, MemoryColumns
 from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Offload
-from whalejax.planner.search.layout_memory import MemoryColumns
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import LayoutCandidate as LayoutCandidate
 from whalejax.planner.search.request import Request as Request
@@ -51,7 +50,6 @@ from whalejax.planner.sharding.layout import (
     divisors,
     replicas,
 )
-from whalejax.planner.sharding.leaf_shard_counts import ignores_pins, sharded_shares
 from whalejax.planner.sharding.metadata_constraints import pinned_axes
 from whalejax.planner.sharding.operation_rows import OperationRows, Row
 from whalejax.planner.sharding.parameter_layout import (
@@ -60,6 +58,7 @@ from whalejax.planner.sharding.parameter_layout import (
     lay_out,
 )
 from whalejax.planner.sharding.sequence_parallel import SequenceSplit, shared_roles
+from whalejax.planner.sharding.shard_counts import ignores_pins, sharded_shares
 from whalejax.planner.sharding.strategies import (
     NOTHING_TO_SPLIT,
     Options,

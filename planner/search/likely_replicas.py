@@ -31,9 +31,9 @@ from whalejax.planner.search.uneven_replicas import (
     SharesCase,
     device_kinds,
     devices_of_kind,
+    sliceable,
 )
 from whalejax.planner.search.user_shares import DATA
-from whalejax.planner.search.zero1_slices import sliceable
 from whalejax.planner.step_options import ProgramOptions
 
 

@@ -18,11 +18,11 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost_terms import ALL, Chosen, Remat
+from whalejax.planner.memory.live_sets import AnalysedProgram
 from whalejax.planner.model.analysis import GraphAnalysis, analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_errors import DeviceCountError, PlanError
-from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.layout_search import (
     KnownLayouts,
@@ -34,12 +34,12 @@ from whalejax.planner.search.layout_search import (
 from whalejax.planner.search.ranking import SURE, TIE
 from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.sharding.layout import SPATIAL_AXES, STAGE, replicas
+from whalejax.planner.sharding.metadata_constraints import check_devices, copies
 from whalejax.planner.sharding.sequence_parallel import (
     SUFFIX,
     split_between,
     splits_between,
 )
-from whalejax.planner.sharding.virtual_devices import check_devices, copies
 from whalejax.planner.step_options import LOSS_CHUNKS
 
 

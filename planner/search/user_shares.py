@@ -1,13 +1,24 @@
-"""Checks of the shares that a user requests."""
+"""Checks requested shares, and compares the samples that devices process at a time.
+
+``num_micro_batches`` divides the global batch. The samples that a device then processes
+at a time depend on the plan. With shares, each replica takes complete micro-batches;
+without shares, all replicas divide each micro-batch. So plans with one fixed number for
+several clusters may differ in the work per device, and in its efficiency.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.layout import STAGE
 
 
 DATA = "data"
@@ -77,3 +88,72 @@ def said_of(what: str) -> Iterator[None]:
         yield
     except PlanError as error:
         raise PlanError(f"{what}: {error}") from None
+
+
+P = TypeVar("P", bound=PlanData)
+
+
+def samples_at_a_time(plan: PlanData) -> float:
+    """Returns the work that one device does at a time, in samples of its stage.
+
+    Devices share the samples of a micro-batch, or the work of each sample: if four
+    devices under ``tensor`` process four samples, each does the work of one.
+
+    Args:
+        plan: Plan whose batch leaves have the samples in dimension 0.
+    """
+    mesh = dict(plan.axis_sizes)
+    for one in plan.stage_plans[:1]:
+        mesh |= one.axis_sizes
+    alone = {STAGE, DATA} if plan.shares else {STAGE}
+    ranks = math.prod(size for axis, size in mesh.items() if axis not in alone)
+    size = plan.batch[0].shape[0] if plan.batch and plan.batch[0].shape else 0
+    return size / (plan.num_micro_batches * ranks)
+
+
+def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
+    """Returns the note on a number of micro-batches that means several sizes.
+
+    Args:
+        asked: Requested number of micro-batches.
+        samples: Samples per micro-batch and device, by the name of the cluster.
+
+    Returns:
+        One note, or none if all clusters have equal samples.
+
+    >>> unlike_note(8, {"a": 4.0, "b": 4.0})
+    ()
+    >>> (note,) = unlike_note(8, {"a": 4.0, "b": 16.0, "c": 4.0})
+    >>> print(note.partition(" of ")[0])
+    num_micro_batches=8 is not the same everywhere: a device does the work
+    """
+    if len(set(samples.values())) < 2:
+        return ()
+    words: list[str] = []
+    for size in sorted(set(samples.values())):
+        names = [name for name, its in samples.items() if its == size]
+        what = f"{size:g}" if words else f"the work of {size:g} samples at a time"
+        words.append(f"{what} on {' and '.join(names)}")
+    return (
+        f"num_micro_batches={asked} is not the same everywhere: a device does "
+        f"{', '.join(words)}. Leave it out, or give each cluster a number of its own, "
+        "to compare step times",
+    )
+
+
+def with_samples_note(before: PlanData, after: P, changes: Mapping[str, Any]) -> P:
+    """Returns a plan for another cluster, with the note on its micro-batches.
+
+    Args:
+        before: Original plan.
+        after: Plan with the changes.
+        changes: Requested changes.
+    """
+    asked = getattr(before.question, "num_micro_batches", None)
+    if asked is None or "cluster" not in changes or "num_micro_batches" in changes:
+        return after
+    samples = {
+        before.cluster.describe(): samples_at_a_time(before),
+        after.cluster.describe(): samples_at_a_time(after),
+    }
+    return dataclasses.replace(after, notes=after.notes + unlike_note(asked, samples))

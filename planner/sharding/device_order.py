@@ -2,19 +2,163 @@
 
 Levels describe groups of devices, but not which pairs share a fast link. If a cluster
 lists the rate of every link, mesh ranks that exchange many bytes are placed on fast
-links (``rank_order``).
+links. This is a quadratic assignment problem. For at most eight devices, all placements
+are compared. For more, each rank in turn gets the cheapest free device, given those
+placed before it; then pairs are exchanged as long as that helps. The given order,
+improved in the same way, is used if it is better.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TypeVar
+from functools import cache
+from itertools import permutations
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
+from whalejax.meshes.errors import Problems
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.sharding.rank_order import Matrix, cost, place
+
+
+Matrix: TypeAlias = npt.NDArray[np.float64]
+Order: TypeAlias = npt.NDArray[np.intp]
+
+EXACT_DEVICES: Final = 8
+"""Largest number of devices for which all placements (40,320) are compared."""
+
+_LEAST_SWAP_GAIN: Final = 1e-12
+"""Smallest relative gain of an exchange; smaller gains are rounding errors and might
+never end."""
+
+
+def place(traffic_bytes: Any, seconds_per_byte: Any) -> tuple[int, ...]:
+    """Returns the device of each rank that minimises the total time of all transfers.
+
+    Args:
+        traffic_bytes: Array ``[ranks, ranks]`` of bytes, by sender and receiver.
+        seconds_per_byte: Array ``[devices, devices]`` of the links between devices; as
+            many devices as ranks. The diagonals are ignored.
+
+    Returns:
+        Device of each rank; among equal placements of at most eight devices, the first
+        in lexicographic order.
+
+    Raises:
+        WhaleError: The matrices are not square, differ in size, or have entries that
+            are negative or not finite.
+
+    >>> far, near = 1.0, 0.1
+    >>> links = [[0, far, near], [far, 0, far], [near, far, 0]]
+    >>> place([[0, 9, 0], [9, 0, 1], [0, 1, 0]], links)
+    (0, 2, 1)
+    """
+    traffic, seconds = _checked(traffic_bytes, seconds_per_byte)
+    if len(traffic) <= EXACT_DEVICES:
+        orders = _orders(len(traffic))
+        costs = np.zeros(len(orders))
+        for sender, receiver in zip(*np.nonzero(traffic), strict=True):
+            links = seconds[orders[:, sender], orders[:, receiver]]
+            costs += traffic[sender, receiver] * links
+        best = orders[int(np.argmin(costs))]
+    else:
+        greedy = _exchanged(_greedy(traffic, seconds), traffic, seconds)
+        given = _exchanged(np.arange(len(traffic)), traffic, seconds)
+        best = min(given, greedy, key=lambda order: cost(order, traffic, seconds))
+    return tuple(best.tolist())
+
+
+def cost(order: Any, traffic_bytes: Any, seconds_per_byte: Any) -> float:
+    """Returns the seconds of all transfers, one after the other.
+
+    Args:
+        order: Device of each rank.
+        traffic_bytes: Bytes by sender and receiver, as in ``place``.
+        seconds_per_byte: Seconds per byte of the links, as in ``place``.
+
+    >>> cost([1, 0], [[0, 3], [0, 0]], [[0, 1], [2, 0]])
+    6.0
+    """
+    devices = np.asarray(order)
+    traffic, seconds = _checked(traffic_bytes, seconds_per_byte)
+    return float((traffic * seconds[np.ix_(devices, devices)]).sum())
+
+
+def _checked(traffic: Any, seconds: Any) -> tuple[Matrix, Matrix]:
+    result = []
+    with Problems("place") as problems:
+        for name, given in (("traffic_bytes", traffic), ("seconds_per_byte", seconds)):
+            matrix = np.array(given, np.float64)
+            result.append(matrix)
+            if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+                problems.add(f"{name} has shape {matrix.shape}; expected a square")
+            elif not (np.isfinite(matrix) & (matrix >= 0)).all():
+                problems.add(f"{name} has numbers below zero or none; expected 0 or up")
+            else:
+                np.fill_diagonal(matrix, 0.0)
+        if not problems and result[0].shape != result[1].shape:
+            problems.add(
+                f"traffic_bytes is of {len(result[0])} ranks, seconds_per_byte of "
+                f"{len(result[1])} devices; expected as many. Give idle devices ranks "
+                "that send nothing"
+            )
+    return result[0], result[1]
+
+
+@cache
+def _orders(count: int) -> Order:
+    return np.array(list(permutations(range(count))), np.intp).reshape(-1, count)
+
+
+def _greedy(traffic: Matrix, seconds: Matrix) -> Order:
+    """Places the rank with the most traffic to placed ranks next, at least cost."""
+    both = traffic + traffic.T
+    order = np.full(len(traffic), -1, np.intp)
+    free = np.ones(len(traffic), bool)
+    for step in range(len(traffic)):
+        open_ranks = np.flatnonzero(order < 0)
+        placed = np.flatnonzero(order >= 0)
+        said = both[np.ix_(open_ranks, placed)].sum(1) if step else both.sum(1)
+        rank = open_ranks[int(np.argmax(said))]
+        devices = np.flatnonzero(free)
+        if step:
+            taken = order[placed]
+            prices = seconds[np.ix_(devices, taken)] @ traffic[rank, placed]
+            prices += seconds[np.ix_(taken, devices)].T @ traffic[placed, rank]
+        else:
+            prices = seconds[devices].sum(1) + seconds[:, devices].sum(0)
+        order[rank] = devices[int(np.argmin(prices))]
+        free[order[rank]] = False
+    return order
+
+
+def _exchanged(order: Order, traffic: Matrix, seconds: Matrix) -> Order:
+    """Exchanges the pair with the largest gain until no exchange gains."""
+    order = order.copy()
+    while True:
+        links = seconds[np.ix_(order, order)]
+        total = float((traffic * links).sum())
+        gains = _gains(traffic, links)
+        one, other = np.unravel_index(int(np.argmax(gains)), gains.shape)
+        if gains[one, other] <= _LEAST_SWAP_GAIN * total:
+            return order
+        order[[one, other]] = order[[other, one]]
+
+
+def _gains(traffic: Matrix, links: Matrix) -> Matrix:
+    """Returns the seconds that each exchange saves, as an array ``[ranks, ranks]``."""
+    # Cost of rank r on the device of rank s, if all others stay.
+    pays = traffic @ links.T + traffic.T @ links
+    now = np.diag(pays)
+    # Both ends of the pair's own link move, so its cost is computed separately.
+    own = traffic * links + traffic.T * links.T
+    swapped = traffic * links.T + traffic.T * links
+    # In pays[r, s] the partner s is still on its old device: a free link to itself.
+    gains: Matrix = now[:, None] + now[None, :] - own - pays - pays.T - swapped
+    np.fill_diagonal(gains, 0.0)
+    return gains
 
 
 P = TypeVar("P", bound=PlanData)

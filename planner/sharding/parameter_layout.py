@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.model.analysis import weight_homes
 from whalejax.planner.model.dimensions import Dimensions, Layout
-from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import (
     CONVOLUTION,
     LINEAR,
@@ -40,7 +40,7 @@ from whalejax.planner.sharding.fused_parameters import (
 )
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.metadata_constraints import pins_of
-from whalejax.planner.sharding.precision_regions import read_bytes
+from whalejax.planner.sharding.program_regions import read_bytes
 from whalejax.planner.sharding.strategies import cut_roles
 
 

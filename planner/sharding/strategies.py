@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
 from whalejax.planner.cost_terms import NO_EFFECT
+from whalejax.planner.model.analysis import expert_roles, weight_homes
 from whalejax.planner.model.dimensions import Dimensions, roles_of
-from whalejax.planner.model.expert_regions import expert_roles, weight_homes
 from whalejax.planner.model.graph import Graph, Mark, TaskGraph
-from whalejax.planner.model.sequence import attended, meeting_in_values
+from whalejax.planner.model.logical_dimensions import attended, meeting_in_values
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.layout import SPATIAL_AXES, Table
 from whalejax.planner.sharding.metadata_constraints import (

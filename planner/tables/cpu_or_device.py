@@ -22,7 +22,6 @@ import numpy as np
 from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.plan_errors import NothingFits
 from whalejax.planner.tables.place import HOST_SPLITS
-from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.sections import (
     ENOUGH,
     SectionTimes,
@@ -30,7 +29,7 @@ from whalejax.planner.tables.sections import (
     wire_latency,
 )
 from whalejax.planner.tables.storage_options import SPLITS, list_ways
-from whalejax.planner.tables.table import Table
+from whalejax.planner.tables.table import Ranks, Table
 
 
 _ON_DEVICES: Final = tuple(split for split in SPLITS if split not in HOST_SPLITS)

@@ -16,15 +16,20 @@ from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster, cluster
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.tables.greedy import Assignment, Scale, assign, largest_load
-from whalejax.planner.tables.integer_program import Solution, solve
+from whalejax.planner.tables.assignment import (
+    Assignment,
+    Scale,
+    Solution,
+    assign,
+    largest_load,
+    solve,
+)
 from whalejax.planner.tables.placement import (
     TablePlacement,
     TableShard,
     gap_over,
     table_shards,
 )
-from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.storage_options import (
     OBJECTIVES,
     PIN_WORDS,
@@ -35,7 +40,7 @@ from whalejax.planner.tables.storage_options import (
     list_ways,
     read_pin,
 )
-from whalejax.planner.tables.table import Table
+from whalejax.planner.tables.table import Ranks, Table
 
 
 MOST_EXACT_SHARDS: Final = 200

@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
-from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.table import ID_BYTES, LEAST_COLUMNS, Table
+from whalejax.planner.tables.table import ID_BYTES, LEAST_COLUMNS, Ranks, Table
 
 
 Split = Literal["whole", "rows", "columns", "node_rows", "replicate", "host", "cached"]
@@ -142,7 +141,6 @@ def list_ways(
     objective: Objective,
     splits: Collection[str],
     cached_part: float | None = None,
-    asks: bool = True,
 ) -> Iterator[StorageOption]:
     """Yields the ways of storing one table, by split in the order of ``SPLITS``.
 
@@ -153,8 +151,6 @@ def list_ways(
         objective: Objective to balance; see ``place_tables``.
         splits: Allowed splits.
         cached_part: Part of a cached table's rows on the device; None for any.
-        asks: Whether distinct rows may be requested, if that moves less; they never
-            are for objectives other than ``"time"``.
     """
     parts = _CACHED_PARTS if cached_part is None else (cached_part,)
     for split in SPLITS:
@@ -165,7 +161,7 @@ def list_ways(
             continue
         for shards in _shard_numbers(split, table, ranks, batch_size):
             way = _storage_option(
-                split, shards, table, ranks, batch_size, objective, asks
+                split, shards, table, ranks, batch_size, objective, True
             )
             is_by_rows = split in ("rows", "whole") and "columns" in splits
             if way.distinct_rows and is_by_rows and table.splits_columns:

@@ -18,9 +18,8 @@ from whalejax.planner.tables.cpu_or_device import (
 )
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import TablePlacement
-from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.sections import Sections, SectionTimes, choose_sections
-from whalejax.planner.tables.table import Table
+from whalejax.planner.tables.table import Ranks, Table
 
 
 _ROOM: Final = (1.0, 0.9, 0.75, 0.5, 0.0)

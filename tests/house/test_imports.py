@@ -44,7 +44,6 @@ MESHES_WITH_JAX: Final = (
     "detect.py",
     "jax_mesh.py",
     "probes.py",
-    "timers.py",
 )
 # Plans and clusters show themselves in notebooks by what stands above them.
 DOORS: Final = ("meshes/cluster.py", "planner/plan/report/pictures.py")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from whalejax.meshes import Cluster, WhaleError, cluster
-from whalejax.meshes.calibration import calibrate, probes, timers
+from whalejax.meshes.calibration import calibrate, probes
 from whalejax.meshes.calibration.probes import (
     EXP_BYTES,
     ChainProbe,
@@ -35,7 +35,7 @@ from whalejax.meshes.jax_mesh import build_mesh
 DEVICES = jax.devices()
 
 
-def _result(run: timers.Run, iterations: int) -> np.ndarray:
+def _result(run: probes.Run, iterations: int) -> np.ndarray:
     return np.asarray(run(iterations), np.float64)
 
 
@@ -44,30 +44,30 @@ def _result(run: timers.Run, iterations: int) -> np.ndarray:
 def test_products_neither_grow_nor_vanish(
     dtype: str, shape: tuple[int, int, int]
 ) -> None:
-    run = timers.matmul_run(DEVICES, dtype, *shape)
+    run = probes.matmul_run(DEVICES, dtype, *shape)
     once, often = _result(run, 1), _result(run, 500)
     assert once.shape == (8, *shape[:2])
     assert np.abs(often).mean() == pytest.approx(np.abs(once).mean(), rel=0.2)
 
 
 def test_products_of_a_batch_are_those_of_its_matrices() -> None:
-    one = _result(timers.matmul_run(DEVICES, "f32", 16, 32, 64), 3)
-    many = _result(timers.matmul_run(DEVICES, "f32", 16, 32, 64, batch=4), 3)
+    one = _result(probes.matmul_run(DEVICES, "f32", 16, 32, 64), 3)
+    many = _result(probes.matmul_run(DEVICES, "f32", 16, 32, 64, batch=4), 3)
     assert many.shape == (8, 4, 16, 32)
     np.testing.assert_allclose(many, np.repeat(one[:, None], 4, axis=1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("group_size", [2, 8])
-@pytest.mark.parametrize("collective", list(timers.COLLECTIVES))
+@pytest.mark.parametrize("collective", list(probes.COLLECTIVES))
 def test_collectives_of_ones_stay_ones(collective: str, group_size: int) -> None:
-    run = timers.collective_run(DEVICES, collective, group_size, 256)
+    run = probes.collective_run(DEVICES, collective, group_size, 256)
     local = 64 // group_size if collective == "all-gather" else 64
     np.testing.assert_array_equal(_result(run, 3), np.ones((8, local)))
 
 
-@pytest.mark.parametrize("collective", list(timers.COLLECTIVES))
+@pytest.mark.parametrize("collective", list(probes.COLLECTIVES))
 def test_each_collective_is_in_its_compiled_program(collective: str) -> None:
-    operation = timers.COLLECTIVES[collective]
+    operation = probes.COLLECTIVES[collective]
     mesh = build_mesh((("in", 8),), DEVICES)
     spec = jax.P("in")
     program = jax.shard_map(
@@ -79,17 +79,17 @@ def test_each_collective_is_in_its_compiled_program(collective: str) -> None:
     )
     text = jax.jit(program).lower(np.ones(512, np.float32)).compile().as_text()
     assert text is not None
-    found = {name for name in timers.COLLECTIVES if f" {name}(" in text}
+    found = {name for name in probes.COLLECTIVES if f" {name}(" in text}
     assert found == {collective}
 
 
 def test_elementwise_programs() -> None:
     np.testing.assert_allclose(
-        _result(timers.add_run(DEVICES, 64), 10), np.full((8, 16), 1 + 1e-5), rtol=1e-6
+        _result(probes.add_run(DEVICES, 64), 10), np.full((8, 16), 1 + 1e-5), rtol=1e-6
     )
-    fixed_point = _result(timers.exp_run(DEVICES, 64), 100)
+    fixed_point = _result(probes.exp_run(DEVICES, 64), 100)
     np.testing.assert_allclose(fixed_point, np.exp(-fixed_point), rtol=1e-5)
-    assert np.isfinite(_result(timers.chain_run(DEVICES), 50)).all()
+    assert np.isfinite(_result(probes.chain_run(DEVICES), 50)).all()
 
 
 def test_what_every_run_costs_is_taken_off() -> None:
@@ -100,7 +100,7 @@ def test_what_every_run_costs_is_taken_off() -> None:
         now += 0.5 + 1e-3 * iterations
         return 0
 
-    watch = timers.TimingPlan(clock=lambda: now)
+    watch = probes.TimingPlan(clock=lambda: now)
     assert watch.seconds_each(run) == pytest.approx(1e-3)
 
 
@@ -115,7 +115,7 @@ class _Machine:
     def clock(self) -> float:
         return self.now
 
-    def run_of(self, probe: Probe, devices: object) -> timers.Run:
+    def run_of(self, probe: Probe, devices: object) -> probes.Run:
         self.done.append(probe)
 
         def run(iterations: int) -> int:
@@ -208,7 +208,7 @@ def test_times_become_a_cluster(
                 m, k, n = probe.product
                 return 3 * 2 * m * k * n / 4e8 + probe.turned_bytes / 5e8
             case ChainProbe():
-                return timers.OPS_IN_CHAIN * 1e-6
+                return probes.OPS_IN_CHAIN * 1e-6
             case CollectiveProbe(collective, size, payload):
                 rounds = 2 if collective == "all-reduce" else 1
                 # Threads over one memory: a wait for each, and the whole payload.
@@ -359,12 +359,12 @@ def test_an_accelerator_does_more_in_a_turn_of_a_loop() -> None:
     small = ProductProbe("f32", 64, 64, 64)
     for probe in (small, Elementwise("add", 2**20), ChainProbe()):
         on_cpu = probes._operations_in(probe, True)
-        assert probes._operations_in(probe, False) == timers.REPEATED * on_cpu
-    assert timers._repeated([_Silent()]) == timers.REPEATED
-    assert timers._repeated(jax.local_devices()) == 1
+        assert probes._operations_in(probe, False) == probes.REPEATED * on_cpu
+    assert probes._repeated([_Silent()]) == probes.REPEATED
+    assert probes._repeated(jax.local_devices()) == 1
 
 
 def test_what_a_loop_repeats_is_done_each_time() -> None:
-    mesh = timers._all_device_mesh(jax.local_devices()[:1])
-    run = timers._looped(lambda x, y: x + y, mesh, [np.zeros(2), np.ones(2)], 8)
+    mesh = probes._all_device_mesh(jax.local_devices()[:1])
+    run = probes._looped(lambda x, y: x + y, mesh, [np.zeros(2), np.ones(2)], 8)
     np.testing.assert_array_equal(np.asarray(run(3))[0], [24.0, 24.0])

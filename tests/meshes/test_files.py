@@ -24,8 +24,8 @@ from whalejax.meshes import (
     device_kind,
 )
 from whalejax.meshes.catalogue import entry
-from whalejax.meshes.checked_tables import toml_text
 from whalejax.meshes.formats.cluster_toml import from_data
+from whalejax.meshes.read_file import toml_text
 
 
 POSITIVE = st.floats(1e-9, 1e18)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from whalejax.meshes import device_kind
-from whalejax.meshes.catalogue import entries
-from whalejax.meshes.efficiency_notes import efficiency_notes
+from whalejax.meshes.catalogue import efficiency_notes, entries
 from whalejax.meshes.fitted_constants import (
     ASSUMED,
     CORE,

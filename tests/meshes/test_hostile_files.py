@@ -18,10 +18,10 @@ import pytest
 from tests.fuzzing import fuzzed
 from tests.mutants import deep
 from whalejax.meshes import Cluster, DeviceKind, WhaleError, cluster, device_kind
-from whalejax.meshes.checked_tables import toml_text
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.formats.cluster_toml import from_data
 from whalejax.meshes.formats.paddle_json import from_data as from_paddle
+from whalejax.meshes.read_file import toml_text
 
 
 HIDDEN = ["a\x1b[31mb", "a\x00b", "a\nb", "a\u202eb", "a\u200fb", "a\u2028b", "\x7f"]

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.meshes.checked_tables import toml_text
+from whalejax.meshes.read_file import toml_text
 
 
 SCALARS = (

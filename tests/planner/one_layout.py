@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
 from whalejax.planner.sharding.parameter_layout import LeafLayout
-from whalejax.planner.sharding.shard_counts import spec_shard_counts
+from whalejax.planner.sharding.shard_counts import LeafShardCounts, spec_shard_counts
 
 
 def layout_shard_counts(

@@ -18,8 +18,8 @@ from whalejax import hlo, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.model.analysis import expert_roles
 from whalejax.planner.model.dimensions import Dimensions
-from whalejax.planner.model.expert_regions import expert_roles
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.sharding.strategies import choices

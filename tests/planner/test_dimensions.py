@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.planner.graphs import GraphBuilder, Sizes, gpt, mlp
 from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.model.analysis import expert_roles
 from whalejax.planner.model.dimensions import Dimensions
-from whalejax.planner.model.expert_regions import expert_roles
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.plan_entries import starred

@@ -10,7 +10,7 @@ import pytest
 
 from tests.planner.runs import run
 from whalejax.estimates import step_model
-from whalejax.estimates.heterogeneous import price_unlike
+from whalejax.estimates.estimate_table import price_unlike
 from whalejax.estimates.published_run import PublishedRun, ReplicaDevices, StageSpec
 from whalejax.estimates.step_model import Runs
 from whalejax.estimates.workload import work_of

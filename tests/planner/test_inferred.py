@@ -6,7 +6,7 @@ import pytest
 
 from tests.planner.test_published import ROW
 from tests.planner.test_published import read as described
-from whalejax.estimates.fill_missing import readings
+from whalejax.estimates.estimate_table import readings
 from whalejax.estimates.read_table import RowReading
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.fitted_constants import constants

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.test_stages import brute_force
+from whalejax.planner.pipeline.heterogeneous_stages import in_order, memory_order, place
 from whalejax.planner.pipeline.stage_cuts import Layer, Stage
-from whalejax.planner.pipeline.stage_placement import in_order, memory_order, place
 from whalejax.planner.plan_errors import PlanError
 
 

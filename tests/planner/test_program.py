@@ -13,7 +13,7 @@ from tests.planner.plans import WIDE, search_of
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.search.layout_memory import StepLayout
+from whalejax.planner.search.evaluator import StepLayout
 from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.spmd_search import decided_on
 from whalejax.planner.sharding.layout import Table

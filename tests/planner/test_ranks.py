@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.sharding.rank_order import _exchanged, _gains, cost, place
+from whalejax.planner.sharding.device_order import _exchanged, _gains, cost, place
 
 
 def matrices(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

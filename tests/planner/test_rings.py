@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.sharding.ring_rounds import BLOCK, busiest_share, ring
+from whalejax.planner.cost.blocked_attention import BLOCK, busiest_share, ring
 
 
 def _later(rows: int, columns: int) -> np.ndarray:

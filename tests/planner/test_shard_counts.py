@@ -29,19 +29,16 @@ from whalejax.planner.cost.operation_cost import (
 )
 from whalejax.planner.cost_terms import ALL
 from whalejax.planner.model.analysis import analyse_graph
-from whalejax.planner.search.evaluator import SEARCHED_AXES
-from whalejax.planner.search.layout_memory import StepLayout
+from whalejax.planner.search.evaluator import SEARCHED_AXES, StepLayout
 from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.fused_parameters import FusedLayout, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
-from whalejax.planner.sharding.leaf_shard_counts import (
-    leaf_shard_counts,
-)
 from whalejax.planner.sharding.parameter_layout import lay_out
 from whalejax.planner.sharding.sequence_parallel import shared_roles, splits_between
 from whalejax.planner.sharding.shard_counts import (
     ShardCounts,
+    leaf_shard_counts,
     spec_shard_counts,
     table_shard_counts,
     with_storage_axis,

@@ -18,9 +18,8 @@ from whalejax.planner.tables.cpu_or_device import (
     table_costs,
     times_of,
 )
-from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.sections import SectionTimes
-from whalejax.planner.tables.table import Table
+from whalejax.planner.tables.table import Ranks, Table
 from whalejax.planner.tables.two_sections import SectionsWanted, place_in_sections
 
 

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 import whalejax as wh
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.tables.greedy import Scale, slot_limit
+from whalejax.planner.tables.assignment import Scale, slot_limit
 from whalejax.planner.tables.place import place_tables
-from whalejax.planner.tables.placement import TablePlacement
-from whalejax.planner.tables.placement_record import placement_data, placement_of
-from whalejax.planner.tables.ranks import Ranks
+from whalejax.planner.tables.placement import (
+    TablePlacement,
+    placement_data,
+    placement_of,
+)
 from whalejax.planner.tables.storage_options import (
     Item,
     Objective,
@@ -29,7 +31,7 @@ from whalejax.planner.tables.storage_options import (
     rank_groups,
     times_chosen,
 )
-from whalejax.planner.tables.table import Table, range_edges
+from whalejax.planner.tables.table import Ranks, Table, range_edges
 
 
 RANKS = Ranks(count=3, per_node=3, memory_bytes=1e9)

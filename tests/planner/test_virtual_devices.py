@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from whalejax.meshes.errors import Problems
 from whalejax.planner.model.graph import Mark, MarkKind, TaskGraph
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.sharding.virtual_devices import (
+from whalejax.planner.sharding.metadata_constraints import (
     check_devices,
     copies,
 )

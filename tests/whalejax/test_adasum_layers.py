@@ -16,7 +16,7 @@ import whalejax as wh
 from tests.adasum import difference, reference
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.planner.model.layer_axes import LayerAxes, layer_axes
+from whalejax.planner.model.repeated_layers import LayerAxes, layer_axes
 
 
 LAYERS: Final = 4

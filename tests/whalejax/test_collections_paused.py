@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from whalejax.api.garbage_collection import collections_paused
+from whalejax.api.plan_request import collections_paused
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -28,7 +28,7 @@ from whalejax.display.page import page
 from whalejax.meshes.jax_mesh import build_mesh, partition_spec
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.pipeline.schedules import schedule
-from whalejax.planner.pipeline.timed_schedule import table_of, time_schedule
+from whalejax.planner.pipeline.simulate import table_of, time_schedule
 from whalejax.planner.plan.report.headline import headline_words
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 

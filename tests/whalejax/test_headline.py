@@ -17,8 +17,7 @@ import pytest
 import whalejax as wh
 from whalejax.api.named_jobs import find_job
 from whalejax.jobs import abstract_model, first_batch
-from whalejax.planner.plan.report.headline import run_words
-from whalejax.planner.plan.report.prices import hourly_price
+from whalejax.planner.plan.report.headline import hourly_price, run_words
 
 
 def planned(name: str, cluster: str = "h100:8", **options: Any) -> wh.Plan:

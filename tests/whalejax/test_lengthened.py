@@ -26,7 +26,7 @@ from whalejax._compat import bind
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.jaxpr import rebuild
-from whalejax.planner.model.last_tokens import gathered_bytes
+from whalejax.planner.model.analysis import gathered_bytes
 
 
 Array = jax.Array

@@ -18,7 +18,7 @@ import whalejax as wh
 from tests.whalejax.attentions import context_mesh, in_blocks
 from whalejax.capture.patterns.attention_pattern import attention_of
 from whalejax.capture.patterns.named_calls import is_attention, with_calls
-from whalejax.planner.sharding import ring_rounds
+from whalejax.planner.cost import blocked_attention
 
 
 BATCH, LENGTH, DEPTH = 2, 16, 3
@@ -134,8 +134,8 @@ def _gradients(function: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_rounds, "BLOCK", 4)
-    monkeypatch.setattr(ring_rounds, "_LONGEST", 0)
+    monkeypatch.setattr(blocked_attention, "BLOCK", 4)
+    monkeypatch.setattr(blocked_attention, "_LONGEST", 0)
 
 
 @pytest.mark.sampled(1)

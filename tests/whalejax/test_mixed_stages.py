@@ -19,7 +19,7 @@ from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
 from whalejax import jobs, models
 from whalejax.meshes.device_kinds import TimedModel
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.balance.kind_corrections import weights_hash
+from whalejax.planner.balance.shares import weights_hash
 from whalejax.planner.plan.report.plan_traffic import traffic
 
 

@@ -22,7 +22,7 @@ from whalejax.capture import Captured, capture
 from whalejax.jobs import abstract_model
 from whalejax.planner.cost_terms import ALL
 from whalejax.planner.model.analysis import analyse_graph
-from whalejax.planner.sharding.remat_regions import Region, checked_policies, regions
+from whalejax.planner.sharding.program_regions import Region, checked_policies, regions
 
 
 LAYERS, EMBED, MLP, BATCH = 4, 32, 128, 64

@@ -22,8 +22,8 @@ from whalejax.cli.show import (
     print_plan,
     seconds_text,
 )
+from whalejax.meshes.errors import listening, tell
 from whalejax.meshes.fitted_constants import constants
-from whalejax.meshes.progress_events import listening, tell
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan.report.plan_page import bar_text
 

@@ -13,8 +13,7 @@ import pytest
 import whalejax as wh
 from tests.whalejax.test_table_step import check_exchanges
 from whalejax.planner.tables.place import place_tables
-from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.table import Table
+from whalejax.planner.tables.table import Ranks, Table
 
 
 SAMPLES, LENGTH = 32, 24

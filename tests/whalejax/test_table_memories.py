@@ -21,7 +21,7 @@ from tests.whalejax.test_table_step import (
     make_net,
 )
 from whalejax.hlo.groups import groups_of
-from whalejax.planner.tables.placement_record import placement_data, placement_of
+from whalejax.planner.tables.placement import placement_data, placement_of
 from whalejax.tables.layout import BufferKey
 
 

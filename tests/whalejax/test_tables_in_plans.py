@@ -16,8 +16,7 @@ import pytest
 import whalejax as wh
 from tests.whalejax.test_table_step import loss, make_batch, make_net
 from whalejax.cli.main import main
-from whalejax.planner.plan_entries import LeafPlan, RegionTable, RoleInfo
-from whalejax.planner.tables_data import TablesData
+from whalejax.planner.plan_entries import LeafPlan, RegionTable, RoleInfo, TablesData
 from whalejax.runtime.table_step import TableStep
 from whalejax.tables.table_plan_record import tables_plan
 

@@ -14,7 +14,7 @@ import whalejax as wh
 from whalejax.cli import main
 from whalejax.cli.measure_model import timing_words
 from whalejax.meshes import TimedModel
-from whalejax.planner.balance.kind_corrections import corrections, weights_hash
+from whalejax.planner.balance.shares import corrections, weights_hash
 
 
 WIDE = {"w": jax.ShapeDtypeStruct((2048, 2048), jnp.float32)}

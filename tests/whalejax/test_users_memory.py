@@ -18,7 +18,7 @@ import whalejax as wh
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.meshes import cluster
-from whalejax.planner.memory.liveness import Timeline
+from whalejax.planner.memory.liveness import TensorUses, Timeline
 
 
 VOCAB: Final = 32_768
@@ -124,7 +124,9 @@ def test_gradients_of_skip_connections_wait() -> None:
     captured = capture(adapt(model, _skipping), {"x": _abstract(8, 64)})
     graph = captured.graph
     profile = cluster("v5e:1x1").compiler
-    timeline = Timeline(graph, graph.weight_tensors(), profile)
+    timeline = Timeline(
+        TensorUses(graph, graph.weight_tensors(), profile), {}, regathers=False
+    )
     waiting = [timeline.gradients_before(span) for span in timeline.spans]
     shapes = [{graph.tensors[e.tensor].shape for e in found} for found in waiting]
     assert shapes[0] == set() == shapes[-1]

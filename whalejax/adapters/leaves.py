@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from whalejax import _compat
 from whalejax.meshes.checks import is_array, is_whole, short_repr
-from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import Problems, WhaleError, visible
 
 
 Path = tuple[Any, ...]

@@ -9,8 +9,7 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat
-from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import WhaleError, visible
 
 
 _MOST_LEAVES: Final = 8

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whalejax.adapters.abstract_models import abstract_model as abstract_model
+from whalejax.api.plan import plan_with_tables, tables_question
 from whalejax.api.plan_request import PlanRequest, question_about
 from whalejax.api.search import search as find_plans
 from whalejax.api.search_result import SearchResult
-from whalejax.api.tables_in_plans import plan_with_tables, tables_question
 from whalejax.api.tables_request import TablesRequest
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster

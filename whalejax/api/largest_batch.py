@@ -22,7 +22,7 @@ from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
 from whalejax.api.search import named_clusters
 from whalejax.meshes import Cluster
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
-from whalejax.meshes.progress_events import tell
+from whalejax.meshes.errors import tell
 from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.plan.kept_layout import kept_layout
 from whalejax.planner.plan.plan import Plan
@@ -32,7 +32,7 @@ from whalejax.planner.plan.report.search_data import place_of_cluster
 from whalejax.planner.plan.report.text_layout import Line, paragraph, plain, table
 from whalejax.planner.plan.report.why import layout_text
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.search.micro_batches import samples_at_a_time
+from whalejax.planner.search.user_shares import samples_at_a_time
 
 
 GROWTH: Final = 16

@@ -1,11 +1,21 @@
-"""Notes of a plan on the loss, in addition to those of the search."""
+"""Notes of a plan on its loss, and a refusal of losses without a gradient.
+
+JAX cannot differentiate a loop with an unknown number of iterations, or a callback
+without its own rule. It says so only when a gradient is taken. Tracing the gradient
+takes as long as tracing the loss, so only losses with such operations are tried.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Final
 
+import jax
+
+from whalejax import _compat
 from whalejax.capture import Captured
+from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.cost_terms import NO_EFFECT, Remat
 from whalejax.planner.model.graph import Graph
@@ -13,6 +23,45 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import NOT_READ
 from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.step_options import remat_words
+
+
+_DOUBTFUL: Final = frozenset(
+    ("while", "pure_callback", "io_callback", "custom_call", "ffi_call")
+)
+"""Kinds of operations that may have no derivative."""
+
+
+def check_has_gradient(captured: Captured) -> None:
+    """Refuses a loss whose gradient JAX cannot take.
+
+    Args:
+        captured: The loss.
+
+    Raises:
+        WhaleError: Has JAX's reason, and the lines of the operations in doubt.
+    """
+    graph = captured.graph
+    doubtful = {op.kind for op in graph.ops} & _DOUBTFUL
+    doubtful |= {*graph.unknown_primitives}
+    if not doubtful or captured.axes:  # Axes of the user's are bound elsewhere.
+        return
+    loss = _compat.needed(captured.jaxpr, [0])
+    avals = [
+        _compat.abstract(v.aval.shape, v.aval.dtype)
+        for v in _compat.open_jaxpr(captured.jaxpr)[0].invars
+    ]
+    count = len(captured.adapter.param_paths)
+    params, rest = avals[:count], avals[count:]
+    gradient = jax.grad(lambda params, rest: loss(*params, *rest)[0])
+    try:
+        jax.eval_shape(gradient, params, rest)
+    except (ValueError, RuntimeError, TypeError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise WhaleError(
+            f"the loss has no gradient ({', '.join(sorted(doubtful))}): {first} Use a "
+            "loop of fixed length, jax.lax.stop_gradient or jax.custom_vjp there, or "
+            "leave optimizer= out to plan an evaluation"
+        ) from error
 
 
 def loss_notes(captured: Captured, found: Plan) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from whalejax.api.plan_settings import PlanSettings
 from whalejax.meshes import Cluster, DeviceKind
-from whalejax.meshes.progress_events import tell
+from whalejax.meshes.errors import tell
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.memory.prediction_band import MemoryBand
 from whalejax.planner.model.graph import Mark

@@ -16,10 +16,12 @@ The module is long because every argument of ``wh.plan`` is checked and stored h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,9 +29,9 @@ import jax
 import optax
 
 from whalejax.adapters.base import Adapter, adapt
-from whalejax.api.batch_splits import SplitRules
 from whalejax.api.executor_choice import decider, space_problems
 from whalejax.api.fixed_axes import (
+    SplitRules,
     Uneven,
     check_mesh,
     idle_note,
@@ -37,8 +39,8 @@ from whalejax.api.fixed_axes import (
     uneven_shares,
     zero_note,
 )
-from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import (
+    check_has_gradient,
     loss_notes,
     optimizer_note,
     remat_note,
@@ -64,7 +66,6 @@ from whalejax.capture.batch import (
     with_length,
 )
 from whalejax.capture.batch import batch_leaves as micro_leaves
-from whalejax.capture.gradient_check import check_has_gradient
 from whalejax.capture.loss_options import fixed_options
 from whalejax.capture.loss_programs import (
     Programs,
@@ -88,16 +89,16 @@ from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
 from whalejax.meshes.arguments.near_names import ARGUMENT_SYNONYMS, near_hint
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
+from whalejax.meshes.catalogue import efficiency_notes
 from whalejax.meshes.checks import Arguments, is_whole
-from whalejax.meshes.efficiency_notes import efficiency_notes
-from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.progress_events import tell
+from whalejax.meshes.errors import WhaleError, tell
 from whalejax.planner.cost.model_work import model_work
 from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.kinds_alone import notes_on_kinds
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
+from whalejax.planner.plan_entries import slow_link
 from whalejax.planner.plan_errors import DeviceCountError, NothingFits, PlanError
 from whalejax.planner.search.adasum_limits import check_combine, combine_notes
 from whalejax.planner.search.layout_search import PLANNED_AXES
@@ -106,7 +107,6 @@ from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.step_options import REMAT_POLICIES, options_of
-from whalejax.planner.swarm_data import slow_link
 from whalejax.runtime.compiler_options import (
     checked_options,
     compiled_with,
@@ -114,6 +114,21 @@ from whalejax.runtime.compiler_options import (
 )
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import check_order
+
+
+@contextlib.contextmanager
+def collections_paused() -> Iterator[None]:
+    """Disables cyclic garbage collection inside; reference counts still free objects.
+
+    A collector that was already disabled stays so.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 NO_OPTIMIZER: Final = optax.identity()

@@ -21,9 +21,9 @@ from whalejax.meshes.checks import Arguments, is_number, is_whole, plain, short_
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
+from whalejax.planner.plan_entries import SUM_WIRES, WIRES
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.step_options import UserOptions, by_task_graph, check_user_options
-from whalejax.planner.swarm_data import SUM_WIRES, WIRES
 from whalejax.runtime.compiler_options import checked_options
 from whalejax.user_code.argument_checks import check_optimizer
 

@@ -21,14 +21,12 @@ from whalejax.meshes import Cluster
 from whalejax.meshes.arguments.near_names import ARGUMENT_SYNONYMS, near_hint
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number, short_repr
-from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.progress_events import tell
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import Problems, WhaleError, tell, visible
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import Candidate
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.search.micro_batches import samples_at_a_time, unlike_note
 from whalejax.planner.search.ranking import best_first
+from whalejax.planner.search.user_shares import samples_at_a_time, unlike_note
 from whalejax.planner.sharding.layout import GRID_AXES, MESH_AXES, STAGE
 
 

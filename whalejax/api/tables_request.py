@@ -36,10 +36,9 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.tables.place import HOST_SPLITS, place_tables
 from whalejax.planner.tables.placement import TablePlacement
-from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.sections import SectionTimes
 from whalejax.planner.tables.storage_options import PIN_WORDS, SPLITS, read_pin
-from whalejax.planner.tables.table import Table
+from whalejax.planner.tables.table import Ranks, Table
 from whalejax.planner.tables.two_sections import (
     SectionsWanted,
     TwoSections,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from whalejax import _compat
 from whalejax.adapters.leaves import dtype_of
-from whalejax.capture.counters import advances
+from whalejax.capture.batch_independent_state import advances
 from whalejax.planner.model.repeated_layers import stacked_loop
 from whalejax.planner.pipeline.layer_stack import NO_LAYERS
 from whalejax.planner.plan_errors import PlanError

@@ -17,8 +17,11 @@ from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.host_offload import unhosted
 from whalejax.planner.search.request import OffloadableState
-from whalejax.planner.sharding.attention_blocks import check_rings, checked_attention
-from whalejax.planner.sharding.remat_regions import checked_policies
+from whalejax.planner.sharding.program_regions import (
+    check_rings,
+    checked_attention,
+    checked_policies,
+)
 from whalejax.planner.step_options import FixedOptions, UserOptions, is_nothing
 
 

@@ -17,13 +17,13 @@ from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.passes.remat_pass import checkpoint_names
 from whalejax.capture.precision import at_precision
 from whalejax.capture.reported_values.combinations import check_clear
-from whalejax.meshes.progress_events import tell
+from whalejax.meshes.errors import tell
 from whalejax.planner.cost_terms import ALL, Chosen, Remat
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.rebatch import rebatch_graph
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.spmd_search import ProgramCache
-from whalejax.planner.sharding.precision_regions import checked_precisions
+from whalejax.planner.sharding.program_regions import checked_precisions
 
 
 T = TypeVar("T")

@@ -1,19 +1,32 @@
-"""Named axes that a loss uses but that nothing binds, as in ``pmean(x, "batch")``.
+"""Axes that a model itself names: in collectives, layouts and metadata.
 
 Code written for ``jax.pmap`` runs on one device's samples and names the axis over all
-devices. Here a loss is traced for all samples of a micro-batch at once, whichever
-device holds them. So such an axis has size 1. A mean over it is the value itself, which
-is already the mean over all samples.
+devices, as in ``pmean(x, "batch")``. Here a loss is traced for all samples of a
+micro-batch at once, whichever device holds them. So such an axis has size 1. A mean
+over it is the value itself, which is already the mean over all samples.
+
+Layouts of ``with_sharding_constraint`` name axes of the user's mesh. The plan's mesh
+may lack these axes, and it divides the work in another way. A plan's program omits such
+layouts, and a note says so. Explicit axes, along which JAX itself determines the layout
+of every value, are refused.
+
+``nnx.vmap`` adds a dimension to all variables that it makes, but to their metadata only
+if it is given the name. Metadata alone would assign the first names to the first
+dimensions. The program shows the dimension of the layers: it reads them one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 import jax
 
 from whalejax import _compat
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.planner.model.graph import LOOPS, Graph, Op
 
 
 Flat = Callable[..., list[Any]]
@@ -76,3 +89,220 @@ def _bound(function: Flat, name: str) -> Flat:
         return [x[0] for x in mapped(0)(*leaves)]
 
     return run
+
+
+CONSTRAINT: Final = "sharding_constraint"
+"""Name of the primitive."""
+
+
+def constraint_notes(jaxpr: Any) -> list[str]:
+    """Returns notes on layouts that the program itself constrains.
+
+    Args:
+        jaxpr: Traced loss.
+    """
+    result = [*_constraints(jaxpr)]
+    if not result:
+        return []
+    spec, line = result[0].params["sharding"], _compat.line_text(result[0])
+    spec = getattr(spec, "spec", spec)
+    count = len(result)
+    layouts = "1 layout" if count == 1 else f"{count} layouts"
+    are = "is" if count == 1 else "are"
+    return [
+        f"{layouts} of values that the model fixes by with_sharding_constraint (the "
+        f"first: {spec} in {line}) {are} left out: this plan lays values out itself. "
+        "What an axis is to shard is said by the metadata of parameters, or by "
+        "wh.split(axis=...)"
+    ]
+
+
+_DIVIDES: Final = "the plan divides the work itself"
+_EXPLICIT: Final = (
+    "loss_fn asks for layouts along explicit mesh axes (out_sharding=, reshard), and "
+    "programs with explicit axes are not planned yet: {what}. Leave these layouts out, "
+    f"as {_DIVIDES}; what an axis is to shard is said by the metadata of parameters, "
+    "or by wh.split(axis=...)"
+)
+_OTHER_KIND: Final = (
+    "loss_fn names a mesh with explicit axes in {what}, and is traced without a layout "
+    "along them. Make that mesh with axis_types=(jax.sharding.AxisType.Auto,) * its "
+    "number of axes, or leave the call out: " + _DIVIDES
+)
+_OF_MESHES: Final = {
+    "context mesh cannot be empty": "loss_fn calls jax.shard_map without a mesh, and "
+    "the plan's own is chosen after the loss is traced. Give the call mesh=, plan and "
+    "compile under jax.set_mesh(mesh), or leave jax.shard_map out: " + _DIVIDES,
+    "with_sharding_constraint requires a non-empty mesh": "loss_fn calls "
+    "with_sharding_constraint with a PartitionSpec, and no mesh says what its axes "
+    f"are. Leave the call out: {_DIVIDES}, and takes no such layout; or plan and "
+    "compile under jax.set_mesh(mesh), whose axes may be any",
+    "can only refer to Auto axes of the mesh": _OTHER_KIND.format(
+        what="with_sharding_constraint"
+    ),
+    "in_specs passed to shard_map": _OTHER_KIND.format(what="jax.shard_map"),
+    "should match the mesh passed to shard_map": _OTHER_KIND.format(
+        what="jax.shard_map"
+    ),
+}
+"""Texts of JAX's errors for missing or unsuitable meshes, with the message for each."""
+
+_OF_EXPLICIT: Final = (
+    "when you are not under a mesh context is not allowed",
+    "cannot contain axis names that are of type Auto or Manual",
+)
+"""JAX's error texts for layouts along axes that are not explicit, or do not exist."""
+
+
+def mesh_error_text(error: Exception) -> str:
+    """Returns the message for an error about a loss's mesh; empty for others.
+
+    Args:
+        error: Error that was raised while the loss was traced.
+    """
+    given = str(error)
+    if any(text in given for text in _OF_EXPLICIT):
+        return _EXPLICIT.format(what=given.splitlines()[0].removesuffix("."))
+    return next((to for text, to in _OF_MESHES.items() if text in given), "")
+
+
+def refuse_explicit_axes(jaxpr: Any) -> None:
+    """Refuses a program in which values are sharded along explicit axes.
+
+    Args:
+        jaxpr: Jaxpr of the loss as the user wrote it.
+
+    Raises:
+        WhaleError: A value is so sharded; names the first, and the line that makes it.
+    """
+    for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
+        for variable in equation.outvars:
+            if _compat.has_explicit_axes(variable.aval):
+                what = f"{variable.aval} in {_compat.line_text(equation)}"
+                raise WhaleError(_EXPLICIT.format(what=what))
+        for inner in _compat.inner_jaxprs(equation):
+            refuse_explicit_axes(inner)
+
+
+def _constraints(jaxpr: Any) -> Iterator[Any]:
+    for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
+        if equation.primitive.name == CONSTRAINT:
+            yield equation
+        if _compat.recursion(equation) != "opaque":
+            for inner in _compat.inner_jaxprs(equation):
+                yield from _constraints(inner)
+
+
+Shape = tuple[int, ...]
+Texts = tuple[str | None, ...]
+
+_INDEXING = ("slice", "dynamic_slice", "split")
+
+
+def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
+    """Returns the graph with the names moved to the dimensions that they describe.
+
+    Args:
+        graph: The captured loss, whose names are at the first dimensions.
+        short: Number of missing names, by the paths of weights whose metadata does not
+            name all dimensions.
+
+    Returns:
+        The graph, and notes for the user.
+
+    Raises:
+        WhaleError: Nothing shows which dimensions have no name; lists all such weights.
+    """
+    if not short:
+        return graph, []
+    problems, notes = Problems("model"), list[str]()
+    looped, indexed = _taken_singly(graph)
+    tensors = list(graph.tensors)
+    for t in graph.params:
+        missing = short.get(t.path, 0)
+        if not missing:
+            continue
+        said = (
+            f"{t.path}: its metadata names {len(t.shape) - missing} of its "
+            f"{len(t.shape)} dimensions {t.shape}"
+        )
+        stacks = (looped[t.id], looped[t.id] | indexed[t.id])
+        result = next((dims for dims in stacks if len(dims) == missing), None)
+        if result is None:
+            problems.add(
+                f"{said}, and nothing says which of them has no name, as after "
+                "nnx.vmap without a name for its dimension. Name each dimension, with "
+                "None for one that has no name, or give "
+                "transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap"
+            )
+            continue
+        tensors[t.id] = replace(
+            t,
+            names=_align_to_unstacked_dims(result, t.names),
+            pinned=_align_to_unstacked_dims(result, t.pinned),
+            called=_align_to_unstacked_dims(result, t.called),
+        )
+        notes.append(
+            f"{said}: they are taken for those beside dimension "
+            f"{' and '.join(map(str, sorted(result)))}, which the model takes one by "
+            "one as layers; name it, or say that it has no name, with "
+            "transform_metadata={nnx.PARTITION_NAME: None}"
+        )
+    problems.raise_if_any()
+    return replace(graph, tensors=tuple(tensors)), notes
+
+
+def _align_to_unstacked_dims(stacks: Collection[int], texts: Texts) -> Texts:
+    own = iter(texts)
+    return tuple(None if d in stacks else next(own) for d in range(len(texts)))
+
+
+def _taken_singly(
+    graph: Graph,
+) -> tuple[defaultdict[int, set[int]], defaultdict[int, set[int]]]:
+    """Returns dimensions of parameters that a loop, or an index, reads one by one.
+
+    They are followed through casts and transpositions.
+    """
+    # The parameter's dimension at each dimension of a value; -1 where there is none.
+    origin = {t.id: (t.id, tuple(range(len(t.shape)))) for t in graph.params}
+    looped, indexed = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+    for op in graph.ops:
+        if not op.operands or not op.results or op.operands[0] not in origin:
+            continue
+        leaf, dims = origin[op.operands[0]]
+        before = graph.tensors[op.operands[0]].shape
+        after = graph.tensors[op.results[0]].shape
+        single = len(op.operands) == len(op.results) == 1
+        if single and op.kind in LOOPS and after == before[1:]:
+            looped[leaf].add(dims[0])
+            origin[op.results[0]] = leaf, dims[1:]
+        elif op.kind in _INDEXING:
+            indexed[leaf] |= {dims[d] for d in _indexed(before, after)}
+        elif single and sorted(before) == sorted(after):
+            origin[op.results[0]] = leaf, _through(op, dims)
+    for result in (*looped.values(), *indexed.values()):
+        result.discard(-1)
+    return looped, indexed
+
+
+def _indexed(before: Shape, after: Shape) -> list[int]:
+    """Returns the dimension that a slice cuts to one element, if it cuts no other."""
+    if len(before) != len(after):
+        return []
+    cut = [
+        d
+        for d, sizes in enumerate(zip(before, after, strict=True))
+        if len({*sizes}) > 1
+    ]
+    return cut if len(cut) == 1 and after[cut[0]] == 1 else []
+
+
+def _through(op: Op, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the positions of dimensions after an operation that only permutes."""
+    result = [-1] * len(dims)
+    for factor in op.factors:
+        ends = dict(factor.members)
+        if factor.kind == "linked" and ends.keys() == {0, 1}:
+            result[ends[1]] = dims[ends[0]]
+    return tuple(result)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whalejax import _compat
-from whalejax.capture.counters import advances
+from whalejax.capture.batch_independent_state import advances
 from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.planner.pipeline.program_cut import Position, Unit, Units, Value
 

@@ -16,15 +16,18 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat
-from whalejax.capture.separability.facts import (
+from whalejax.capture.rules.behaviour import Position
+from whalejax.capture.separability.interpret import Interpreter
+from whalejax.capture.separability.values import (
+    Along,
+    Dependence,
+    Dim,
     IdCounts,
     Order,
     Places,
     Sorted,
+    Value,
 )
-from whalejax.capture.separability.interpret import Interpreter
-from whalejax.capture.separability.values import Along, Dependence, Dim, Value
-from whalejax.capture.walk_records import Position
 from whalejax.jaxpr import rebuild
 from whalejax.jaxpr.fewer_rows import (
     BatchRows,

@@ -23,6 +23,8 @@ BEYOND: Final = "reads beyond a table: "
 
 _LARGEST_CONSTANT: Final = 2**20
 
+_PASSING_ON: Final = frozenset(("convert_element_type", "copy", "reshape"))
+
 
 def short_table_notes(program: Any, paths: Sequence[str]) -> list[str]:
     """Returns a note for each table that is shorter than the rows that are read.
@@ -50,7 +52,8 @@ def _notes(
             yield from _gather_note(equation, operands[1], names)
         elif inner := _compat.inner_jaxprs(equation):
             yield from _inner_notes(equation, inner, operands, names)
-        if _passes_on(equation) and (path := _path(equation.invars[0], names)):
+        passes_on = equation.primitive.name in _PASSING_ON
+        if passes_on and (path := _path(equation.invars[0], names)):
             names[equation.outvars[0]] = path
         known |= _result_bounds(equation, operands)
 
@@ -72,10 +75,6 @@ def _constant(value: Any) -> Interval:
 
 def _path(atom: Any, names: Mapping[Any, str]) -> str | None:
     return None if _compat.is_literal(atom) else names.get(atom)
-
-
-def _passes_on(equation: Any) -> bool:
-    return equation.primitive.name in ("convert_element_type", "copy", "reshape")
 
 
 def _result_bounds(equation: Any, operands: list[Interval]) -> dict[Any, Interval]:

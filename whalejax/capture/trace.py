@@ -29,12 +29,18 @@ from whalejax.capture.assemble import graph_of, loss_id, name_inputs, with_stack
 from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.batch_independent_state import (
     BatchIndependentState,
+    advances,
     held_back,
     left_alone,
 )
-from whalejax.capture.counters import advances
-from whalejax.capture.named_axes import bound, traced_with_axes
-from whalejax.capture.partial_metadata import aligned
+from whalejax.capture.named_axes import (
+    aligned,
+    bound,
+    constraint_notes,
+    mesh_error_text,
+    refuse_explicit_axes,
+    traced_with_axes,
+)
 from whalejax.capture.passes.mixed_precision import left_wide, narrowed, wide_products
 from whalejax.capture.passes.remat_pass import applicable, recomputed
 from whalejax.capture.patterns.full_length import lengthened
@@ -52,6 +58,7 @@ from whalejax.capture.reported_values.combinations import (
     undivided,
 )
 from whalejax.capture.reported_values.paired_traces import Trace
+from whalejax.capture.rules.behaviour import Position, Value
 from whalejax.capture.separability.proof import (
     LossInput,
     LossPrograms,
@@ -59,31 +66,26 @@ from whalejax.capture.separability.proof import (
     known_inputs,
     prove,
 )
-from whalejax.capture.sharding_constraints import (
-    constraint_notes,
-    mesh_error_text,
-    refuse_explicit_axes,
-)
 from whalejax.capture.sorted_rows import holds_sort, rows_after, with_sorted_rows
 from whalejax.capture.split_dims.rewrite import taken_apart
 from whalejax.capture.table_reads import short_table_notes
 from whalejax.capture.walk import FlatProgram, KnownRules, SortedRows, holds_tiles
-from whalejax.capture.walk_records import Position, Value
 from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.jaxpr.positions import equation_at
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.cost_terms import ALL, precision_words
-from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.model.analysis import (
+    analyse_graph,
+    gathered_bytes,
+    last_tokens_cut,
+)
 from whalejax.planner.model.graph import ATTENTION, Graph, Mark, Op
-from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
-from whalejax.planner.sharding.attention_blocks import ringed
 from whalejax.planner.sharding.fused_parameters import (
     fused_dimensions,
     merging_reshapes,
     picks,
 )
-from whalejax.planner.sharding.precision_regions import precision_for
-from whalejax.planner.sharding.remat_regions import regions
+from whalejax.planner.sharding.program_regions import precision_for, regions, ringed
 from whalejax.user_code.ambient_mesh import tracing
 from whalejax.user_code.annotations import recording
 from whalejax.user_code.losses import check_metrics

@@ -26,16 +26,19 @@ from whalejax._compat import inner_jaxprs as inner_jaxprs
 from whalejax._compat import recursion as recursion
 from whalejax.capture.patterns.named_calls import is_attention, keeping, makes_logits
 from whalejax.capture.rules.attention_rule import attention_behaviour
-from whalejax.capture.rules.behaviour import Behaviour, Equation, Shape, of_each
-from whalejax.capture.rules.rule_table import behaviour
-from whalejax.capture.walk_records import (
+from whalejax.capture.rules.behaviour import (
+    Behaviour,
     Context,
+    Equation,
     OpDraft,
     Position,
+    Shape,
     TensorDraft,
     Value,
+    of_each,
     without_literals,
 )
+from whalejax.capture.rules.rule_table import behaviour
 from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.planner.model.graph import ATTENTION, Factor, LoopResidual, TensorKind
 

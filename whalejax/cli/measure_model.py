@@ -13,7 +13,7 @@ import jax
 from whalejax.api.job_plans import abstract_model, make_plan
 from whalejax.meshes import Cluster, WhaleError
 from whalejax.meshes.device_kinds import TimedModel
-from whalejax.planner.balance.kind_corrections import weights_hash
+from whalejax.planner.balance.shares import weights_hash
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.user_code.losses import Job

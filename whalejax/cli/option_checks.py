@@ -31,8 +31,7 @@ from whalejax.meshes.checks import (
     short_repr,
 )
 from whalejax.meshes.dtypes import PRECISIONS
-from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.texts import is_shown_as_written
+from whalejax.meshes.errors import Problems, WhaleError, is_shown_as_written
 
 
 LONGEST_WORD: Final = 4096

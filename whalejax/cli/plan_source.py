@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from whalejax.api.named_jobs import find_job, is_file, named_values
-from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.texts import quoted
+from whalejax.meshes.errors import Problems, WhaleError, quoted
 from whalejax.planner.plan_errors import PlanError
 
 

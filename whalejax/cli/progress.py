@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from whalejax.meshes.progress_events import listening
+from whalejax.meshes.errors import listening
 from whalejax.meshes.units import milliseconds as seconds_text
 from whalejax.runtime.progress_meter import Meter as Meter
 from whalejax.runtime.progress_meter import make_console as make_console

@@ -16,7 +16,7 @@ from typing import Any
 
 from whalejax.display.page import FILLS, INK, Picture, drawing, stage_names, words
 from whalejax.meshes.units import milliseconds as seconds_text
-from whalejax.planner.pipeline.timed_schedule import TimedSchedule, paced_beside
+from whalejax.planner.pipeline.simulate import TimedSchedule, paced_beside
 from whalejax.planner.plan_data import PlanData
 
 

@@ -21,8 +21,7 @@ from whalejax.equality.mesh_reduction import reduced_mesh
 from whalejax.equality.random_data import sample
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number, short_repr
-from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.progress_events import tell
+from whalejax.meshes.errors import WhaleError, tell
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.plan_compatibility import check_planned, check_same_shapes

@@ -23,7 +23,7 @@ from whalejax.equality.resized_program import ResizedProgram
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.optimizer_state import updates
 from whalejax.planner.cost.adasum_cost import DATA, node_size
-from whalejax.planner.model.layer_axes import layers_by_path
+from whalejax.planner.model.repeated_layers import layers_by_path
 from whalejax.planner.plan.plan import Plan
 
 

@@ -1,4 +1,4 @@
-"""Tables of training runs as CSV files: their columns, and valid cells.
+"""Tables of training runs as CSV files: their columns, valid cells, and notes on them.
 
 It is separate from ``read_table``, which interprets rows: this module refuses damaged
 or invented tables.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from whalejax.estimates import vocabulary
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError, quoted
 from whalejax.meshes.formats.cluster_text import MAX_DEVICES
 from whalejax.meshes.read_file import UnreadableFileError, read_text
-from whalejax.meshes.texts import quoted
 
 
 COLUMNS = (
@@ -192,3 +191,38 @@ def _expected_text(column: str) -> str:
     if column in _POSITIVE:
         return "a whole number of at least 1"
     return "a number of at least 0"
+
+
+@dataclass(slots=True)
+class Cells:
+    """One row that is being read.
+
+    Attributes:
+        row: Column to cell.
+        notes: Notes on values that were inferred.
+    """
+
+    row: Mapping[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    def text(self, column: str) -> str:
+        """Returns the cell without blanks around it; empty if there is none."""
+        return (self.row.get(column) or "").strip()
+
+    def whole(self, column: str) -> int | None:
+        """Returns the integer of the cell; None if empty or -1 (the rest)."""
+        whole = self.number(column)
+        return None if whole is None or whole < 0 else int(whole)
+
+    def number(self, column: str) -> float | None:
+        """Returns the number of the cell, or None if it is empty."""
+        text = self.text(column)
+        return float(text) if text else None
+
+    def or_else(self, column: str, value: int, why: str) -> int:
+        """Returns the cell, or a default that is noted."""
+        or_else = self.whole(column)
+        if or_else is not None:
+            return or_else
+        self.notes.append(f"{column} {value} ({why})")
+        return value

@@ -1,22 +1,203 @@
-"""``whalejax estimate``: adds predictions to a table of runs."""
+"""``whalejax estimate``: adds predictions to a table of runs.
+
+A published run fitted its devices, even if its row omits the micro-batch,
+rematerialization or sharding. The possible values are tried from the likeliest on, for
+all rows at once.
+
+If the stages of a pipeline are on mixed devices, the full run is estimated on every
+kind of device. A stage then takes as long as its slowest replica, and the schedule's
+rows give the waits.
+"""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from whalejax.estimates.fill_missing import readings
-from whalejax.estimates.heterogeneous import price_unlike
-from whalejax.estimates.read_table import CsvTable, RowReading, read_table
-from whalejax.estimates.rematerialization import Remat
-from whalejax.estimates.step_model import Runs
-from whalejax.meshes.errors import WhaleError
+import numpy as np
+
+from whalejax.estimates.decoder import Remat
+from whalejax.estimates.published_run import PublishedRun, ReplicaDevices
+from whalejax.estimates.read_table import CsvTable, RowReading, read_row, read_table
+from whalejax.estimates.step_model import Array, Runs, pipeline_seconds
+from whalejax.estimates.workload import EMBED, HEAD, LAYER
+from whalejax.meshes.errors import WhaleError, visible
 from whalejax.meshes.fitted_constants import Constants, constants
-from whalejax.meshes.texts import visible
+
+
+SLACK = 0.15
+"""Part of a device's memory by which a row's estimate may exceed it.
+
+The row was run, so the excess is an error of the activations' estimate.
+"""
+
+
+def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
+    """Returns every row's reading, with open values chosen to fit.
+
+    Args:
+        rows: Column to cell, from ``read_table``.
+    """
+    result = [read_row(row) for row in rows]
+    offers = {i: several for i, one in enumerate(result) if (several := _offers(one))}
+    for place in range(max(map(len, offers.values()), default=0)):
+        tried = {i: one[place] for i, one in offers.items() if place < len(one)}
+        runs = [one.run for one in tried.values() if one.run is not None]
+        if not runs:
+            break
+        peaks = Runs(runs).peak_bytes(constants())
+        for (index, one), run, peak in zip(tried.items(), runs, peaks, strict=True):
+            over = peak / run.device.kind.memory_bytes - 1.0
+            if over <= SLACK:
+                said = f"taken to fit (its estimate is {over:.0%} too large)"
+                notes = (*one.notes, said) if over > 0 else one.notes
+                result[index] = replace(one, notes=notes, taken=over > 0)
+                del offers[index]
+    for index, several in offers.items():
+        one = several[-1]
+        assert one.run is not None
+        note = f"remat {one.run.remat} (nothing fits; it takes least memory)"
+        result[index] = replace(one, notes=(*result[index].notes, note))
+    return tuple(result)
+
+
+def _offers(one: RowReading) -> list[RowReading]:
+    """Returns the possible readings of a row, the likeliest first; empty if nothing is
+    open.
+
+    A smaller micro-batch comes first, because it costs less time than recomputation.
+    Unusual sharding for the framework comes last.
+    """
+    run = one.run
+    if run is None or run.unlike:
+        return []
+    sizes = [run.micro_batch]
+    while one.open_micro_batch and sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    layouts = [run]
+    if one.open_zero and run.ranks > 1:
+        if run.stages == 1 or run.framework.compiled:
+            full = replace(run, zero=3, fsdp=run.ranks, data=1)
+            layouts += [full] if run.zero < 3 else []
+        else:  # Launched pipelines would gather parameters for every micro-batch.
+            layouts += [replace(run, zero=1)] if run.zero < 1 else []
+    if len(one.policies) * len(sizes) * len(layouts) == 1:
+        return []
+    offers = []
+    for layout in layouts:
+        for remat in one.policies:
+            for size in sizes:
+                notes = list(one.notes)
+                if one.policies[0] == "none":
+                    notes.append(f"remat {remat} (the least that fits)")
+                elif remat != one.policies[0]:
+                    notes.append(f"remat {remat} ({one.policies[0]} does not fit)")
+                if size < sizes[0]:
+                    notes.append(f"micro_batch {size} (the largest that fits)")
+                if layout is not run:
+                    level = f"zero_stage {layout.zero} over {run.ranks}"
+                    notes.append(f"{level} (nothing less fits)")
+                meant = replace(layout, remat=remat, micro_batch=size)
+                offers.append(replace(one, run=meant, notes=tuple(notes)))
+    return offers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeterogeneousEstimate:
+    """Prediction of one run; see ``estimate_table.Prediction``."""
+
+    step_seconds: float
+    peak_bytes: float
+    fits: bool
+
+
+def price_unlike(run: PublishedRun, constants: Constants) -> HeterogeneousEstimate:
+    """Predicts a run with ``unlike`` stages."""
+    replicas = list(dict.fromkeys(r for stage in run.unlike for r in stage.replicas))
+    runs = Runs([_alone(run, replica) for replica in replicas])
+    ahead, behind = runs.places(constants)
+    at = {replica: index for index, replica in enumerate(replicas)}
+    forward: list[float] = []
+    backward: list[float] = []
+    for number, stage in enumerate(run.unlike):
+        places = [(LAYER, stage.layers)]
+        places += [(EMBED, 1)] if number == 0 else []
+        places += [(HEAD, 1)] if number == len(run.unlike) - 1 else []
+        for result, seconds in ((forward, ahead), (backward, behind)):
+            result.append(max(_sum(places, seconds, at[r]) for r in stage.replicas))
+    sent = run.itemsize_bytes * run.micro_batch * run.sizes.seq * run.sizes.hidden
+    network = float((runs.network * runs.shares(constants, "point")).min())
+    step = pipeline_seconds(run, forward, backward, sent / network)
+    exposed, update = _after(run, runs, at, constants)
+    peaks = _peaks(run, runs, at, constants)
+    fits = all(
+        need <= runs.entries[index].kind.memory_bytes for index, need in peaks.items()
+    )
+    fixed = float(runs.shares(constants, "step_seconds").max())
+    between = float(runs.shares(constants, "micro_seconds").max())
+    fixed += run.num_micro_batches * between * (not run.framework.compiled)
+    return HeterogeneousEstimate(
+        step_seconds=step + exposed + update + fixed,
+        peak_bytes=max(peaks.values()),
+        fits=fits,
+    )
+
+
+def _alone(run: PublishedRun, replica: ReplicaDevices) -> PublishedRun:
+    return dataclasses.replace(
+        run, device=replica.device, tensor=replica.tensor, unlike=()
+    )
+
+
+def _sum(places: list[tuple[int, int]], seconds: Array, index: int) -> float:
+    return float(sum(count * seconds[place, index] for place, count in places))
+
+
+def _after(
+    run: PublishedRun,
+    runs: Runs,
+    at: Mapping[ReplicaDevices, int],
+    constants: Constants,
+) -> tuple[float, float]:
+    """Returns the seconds of gradient reduction and update of the slowest stage."""
+    s = run.sizes
+    network = runs.network * runs.shares(constants, "network")
+    moved = runs.shares(constants, "update_bytes")
+    reduction, update = 0.0, 0.0
+    for number, stage in enumerate(run.unlike):
+        params = stage.layers * s.layer_params
+        params += s.embedding_params if number in (0, len(run.unlike) - 1) else 0
+        ranks = len(stage.replicas)
+        for replica in stage.replicas:
+            index, own = at[replica], params / replica.tensor
+            sent = 2.0 * own * run.framework.gradient_bytes * (ranks - 1) / ranks
+            reduction = max(reduction, sent / float(network[index]))
+            seconds = own * float(moved[index]) / float(runs.memory[index])
+            update = max(update, seconds)
+    return reduction, update
+
+
+def _peaks(
+    run: PublishedRun,
+    runs: Runs,
+    at: Mapping[ReplicaDevices, int],
+    constants: Constants,
+) -> dict[int, float]:
+    whole = runs.peak_bytes(constants)
+    reserve = runs.shares(constants, "reserve_bytes")
+    peaks: dict[int, float] = {}
+    most = run.layers_per_stage
+    for stage in run.unlike:
+        for replica in stage.replicas:
+            index = at[replica]
+            part = (float(whole[index]) - float(reserve[index])) * stage.layers / most
+            peaks[index] = max(peaks.get(index, 0.0), part + float(reserve[index]))
+    return {index: float(np.ceil(need)) for index, need in peaks.items()}
 
 
 ADDED: tuple[str, ...] = (

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from whalejax.estimates.rematerialization import Remat
+from whalejax.estimates.decoder import Remat
 
 
 Convention = Literal["model", "hardware", "causal"]

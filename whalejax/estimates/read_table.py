@@ -14,21 +14,22 @@ from dataclasses import dataclass, replace
 
 from whalejax.estimates import vocabulary
 from whalejax.estimates.csv_table import COLUMNS as COLUMNS
-from whalejax.estimates.csv_table import NEEDED
+from whalejax.estimates.csv_table import NEEDED, Cells
 from whalejax.estimates.csv_table import CsvTable as CsvTable
 from whalejax.estimates.csv_table import read_table as read_table
-from whalejax.estimates.decoder import DecoderSizes
+from whalejax.estimates.decoder import UNCONFIRMED, DecoderSizes, Remat
 from whalejax.estimates.frameworks import Framework, framework, with_compilation
-from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
-from whalejax.estimates.published_run import PublishedRun, StageSpec
-from whalejax.estimates.rematerialization import UNCONFIRMED, Remat
-from whalejax.estimates.table_cells import Cells
-from whalejax.meshes.catalogue import CatalogueEntry
+from whalejax.estimates.published_run import (
+    PublishedRun,
+    StageSpec,
+    devices_of,
+    notes_of,
+    stages_of,
+)
+from whalejax.meshes.catalogue import CatalogueEntry, efficiency_notes
 from whalejax.meshes.device_kinds import VOLTA
-from whalejax.meshes.efficiency_notes import efficiency_notes
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import WhaleError, quoted
 from whalejax.meshes.formats.device_aliases import AliasedDevice, read_device
-from whalejax.meshes.texts import quoted
 from whalejax.planner.sharding.layout import largest_divisor
 
 

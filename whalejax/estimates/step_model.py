@@ -19,25 +19,23 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.estimates.held_parameters import (
+from whalejax.estimates.decoder import recomputed_shares
+from whalejax.estimates.published_run import PublishedRun
+from whalejax.estimates.workload import (
     COPIES,
+    EMBED,
     GROUPS,
+    HEAD,
+    LAYER,
     REPLICAS,
     SHARDS,
     Axes,
     HeldParameters,
-    link_waits,
-)
-from whalejax.estimates.published_run import PublishedRun
-from whalejax.estimates.rematerialization import recomputed_shares
-from whalejax.estimates.workload import (
-    EMBED,
-    HEAD,
-    LAYER,
     MicroBatchWork,
     arrays,
     copies_of_experts,
     levels_of,
+    link_waits,
     wires,
     work_of,
 )

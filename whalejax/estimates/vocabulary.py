@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from whalejax.estimates.rematerialization import SAVED_BY_NAME, Remat
+from whalejax.estimates.decoder import SAVED_BY_NAME, Remat
 
 
 NO = frozenset("none no false off 0 0.0 disabled n/a - na".split())

@@ -3,6 +3,8 @@
 The run's layout converts the rows and flows of the decoder's graph into kernels (sizes
 and bytes on one device) and traffic (bytes on the wire by link). This module has no
 hardware constants, so the work is computed once and evaluated as often as a fit needs.
+``step_model`` computes the time of many runs at once, so parameters on their devices
+are arrays.
 """
 
 from __future__ import annotations
@@ -18,18 +20,17 @@ import numpy as np
 from whalejax.estimates.decoder import (
     DROPOUT,
     IN_PLACE,
+    PRODUCTS,
     REGIONS,
+    SAVED_BY_NAME,
     SOFTMAX,
     DecoderSizes,
-    decoder_graph,
-)
-from whalejax.estimates.published_run import PublishedRun
-from whalejax.estimates.rematerialization import (
-    PRODUCTS,
-    SAVED_BY_NAME,
     Remat,
+    decoder_graph,
     saved_shares,
 )
+from whalejax.estimates.published_run import PublishedRun
+from whalejax.meshes.catalogue import CatalogueEntry
 from whalejax.meshes.cluster import Cluster, cluster
 from whalejax.planner.cost.operation_cost import (
     CostSetting,
@@ -46,6 +47,52 @@ from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.plan_entries import Collective, CollectiveKind
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.operation_rows import OperationRows, Row
+
+
+Array = np.ndarray
+Axes = tuple[str, ...]
+COPIES: Axes = ("context", "fsdp", "data")
+SHARDS: Axes = ("context", "fsdp")
+REPLICAS: Axes = ("data",)
+GROUPS = (COPIES, SHARDS, REPLICAS)
+"""Axes over which parameters are replicated, over which ZeRO-3 shards them, and over
+which these shards are replicated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParameters:
+    """One kind of parameters on every run's device, as used in computation.
+
+    Attributes:
+        params: Number of parameters.
+        copies: Number of devices that compute with the same ones.
+        shards: Number of ZeRO-3 shards of these.
+        levels: Number of devices per node, and of nodes, by axes.
+    """
+
+    params: Array
+    copies: Array
+    shards: Array
+    levels: dict[Axes, Array]
+
+    def owners(self, zero: Array) -> Array:
+        """Returns the number of devices over which ZeRO shards one copy."""
+        whole = np.where(zero >= 1, self.copies, 1.0)
+        owners: Array = np.where((zero >= 3) & (self.shards > 1), self.shards, whole)
+        return owners
+
+
+def link_waits(
+    found: CatalogueEntry,
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Returns (base, hop) seconds inside a node or torus, and between them."""
+    inner = found.torus.link if found.torus is not None else found.node
+    outer = found.network or inner
+    assert inner is not None and outer is not None
+    return (
+        (inner.base_seconds, inner.hop_seconds),
+        (outer.base_seconds, outer.hop_seconds),
+    )
 
 
 EMBED, LAYER, HEAD = 0, 1, 2

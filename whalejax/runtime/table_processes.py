@@ -24,7 +24,7 @@ from whalejax.lowering.global_arrays import put_global, run_alone, wrapped
 from whalejax.lowering.multihost.plan_agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
 from whalejax.lowering.train_state import host_copy
-from whalejax.planner.tables.placement_record import placement_data, placement_of
+from whalejax.planner.tables.placement import placement_data, placement_of
 from whalejax.planner.tables.replace import Replacement
 from whalejax.state.checkpoint_files import told_by_first
 from whalejax.tables.recognize import TableProgram

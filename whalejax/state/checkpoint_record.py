@@ -16,9 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from whalejax._version import __version__
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError, quoted
 from whalejax.meshes.read_file import read_text
-from whalejax.meshes.texts import quoted
 
 
 if TYPE_CHECKING:

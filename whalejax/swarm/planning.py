@@ -19,8 +19,7 @@ from whalejax.meshes.topology import Level, Node
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import border_bytes, rate_words
-from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.swarm_data import (
+from whalejax.planner.plan_entries import (
     WIRES,
     Swarm,
     SwarmStage,
@@ -28,6 +27,7 @@ from whalejax.planner.swarm_data import (
     sum_bytes,
     wire_bytes,
 )
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.rebalancing import best_counts
 from whalejax.swarm.simulator import (

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.swarm_data import sum_bytes
+from whalejax.planner.plan_entries import sum_bytes
 from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.deadlines import (
     MOST_PAUSE_SECONDS,

@@ -23,12 +23,12 @@ from whalejax.planner.plan_entries import (
     ModelWork,
     RegionTable,
     RoleInfo,
+    TablesData,
 )
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.cpu_or_device import TableCost
-from whalejax.planner.tables.placement_record import placement_data, placement_of
+from whalejax.planner.tables.placement import placement_data, placement_of
 from whalejax.planner.tables.sections import Sections
-from whalejax.planner.tables_data import TablesData
 from whalejax.tables.dense import OLD_PREFIXES
 from whalejax.tables.device_use import DeviceUse
 from whalejax.tables.recognize import TableProgram

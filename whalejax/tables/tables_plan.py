@@ -7,11 +7,11 @@ from typing import Any
 
 from whalejax.meshes.checks import short_repr
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.table_text import placed_text, placed_why
 from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.cpu_or_device import TableCost
 from whalejax.planner.tables.placement import TablePlacement
-from whalejax.planner.tables.section_text import placed_text, placed_why
 from whalejax.planner.tables.sections import Sections
 from whalejax.planner.tables.table import Table
 from whalejax.tables.dense import lookup_axes

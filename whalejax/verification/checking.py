@@ -12,7 +12,7 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.catalogue import kind_names
 from whalejax.meshes.checks import is_number, is_printable, short_repr
-from whalejax.meshes.progress_events import tell
+from whalejax.meshes.errors import tell
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.verification.comparison import Verification, compare_with_compiled

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import visible
 from whalejax.wire.connection_loop import loop
 from whalejax.wire.keys import Key, peer_name, refused_words
 from whalejax.wire.messages import (

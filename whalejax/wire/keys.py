@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import WhaleError, visible
 
 
 AUTHORITY: Final = ".authority"

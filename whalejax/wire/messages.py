@@ -29,8 +29,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import WhaleError, visible
 
 
 MOST_TEXT_BYTES: Final = 1 << 20

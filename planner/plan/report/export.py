@@ -16,6 +16,7 @@ from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.report.axis_mappings import (
     check_one_program,
     degrees,
+    logical_names,
     remedy,
 )
 from whalejax.planner.plan.report.framework_configs import (
@@ -25,7 +26,6 @@ from whalejax.planner.plan.report.framework_configs import (
     maxtext_text,
 )
 from whalejax.planner.plan.report.job_files import jobset_text, skypilot_text
-from whalejax.planner.plan.report.logical_names import logical_names
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.plan_errors import PlanError

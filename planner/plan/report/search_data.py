@@ -18,9 +18,8 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report import export
-from whalejax.planner.plan.report.headline import speed_words
+from whalejax.planner.plan.report.headline import hourly_price, price_notes, speed_words
 from whalejax.planner.plan.report.plan_page import page_width
-from whalejax.planner.plan.report.prices import hourly_price, price_notes
 from whalejax.planner.plan.report.text_layout import (
     Line,
     check_lines,

@@ -26,7 +26,7 @@ from whalejax.planner.plan.square_cube_of_plan import (
     rate_words,
     stage_works,
 )
-from whalejax.planner.swarm_data import closed_form_seconds, wire_bytes
+from whalejax.planner.plan_entries import closed_form_seconds, wire_bytes
 from whalejax.swarm.churn import ChurnEvent, PeerEventKind
 from whalejax.swarm.planning import LATENCY_SECONDS, setting_of
 from whalejax.swarm.quantize import packed_bytes

@@ -10,7 +10,7 @@ import pytest
 
 from tests.whalejax.messages import SWARM, received
 from tests.whalejax.swarm.swarm_jobs import COUNT
-from whalejax.planner.swarm_data import BLOCK, SUM_WIRES, sum_bytes
+from whalejax.planner.plan_entries import BLOCK, SUM_WIRES, sum_bytes
 from whalejax.state.state_bytes import digest_of
 from whalejax.swarm_runtime.peer_programs import StageState
 from whalejax.swarm_runtime.peer_store.gradient_sums import GradientSum

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.walk_records import Position
+from whalejax.capture.rules.behaviour import Position
 from whalejax.jaxpr import rebuild
 
 

@@ -19,7 +19,7 @@ from whalejax.capture.patterns.named_calls import makes_logits
 from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.jaxpr.splice import Scope, Splice
 from whalejax.planner.model.graph import CONVOLUTION
-from whalejax.planner.sharding.remat_regions import Region
+from whalejax.planner.sharding.program_regions import Region
 from whalejax.planner.step_options import named_in
 
 

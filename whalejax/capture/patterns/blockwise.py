@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from whalejax import _compat
-from whalejax.capture.rules.elementwise import SAME_SHAPE
+from whalejax.capture.rules.rule_table import SAME_SHAPE
 
 
 Tags = tuple[int | None, ...]

@@ -22,9 +22,9 @@ import numpy as np
 from jax import lax
 
 from whalejax import _compat
-from whalejax.capture.rules.elementwise import SAME_SHAPE
+from whalejax.capture.rules.behaviour import Position
+from whalejax.capture.rules.rule_table import SAME_SHAPE
 from whalejax.capture.sorted_rows import sorts_rows
-from whalejax.capture.walk_records import Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

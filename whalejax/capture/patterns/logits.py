@@ -23,7 +23,7 @@ from whalejax.capture.patterns.blockwise import (
     operand_tags,
     reduced_tags,
 )
-from whalejax.capture.rules.elementwise import SAME_SHAPE
+from whalejax.capture.rules.rule_table import SAME_SHAPE
 
 
 class NotTokensError(Exception):

@@ -1,17 +1,24 @@
-"""Finds a softmax by its equations.
+"""Finds a softmax by its equations, and moves a factor for each of its rows.
 
 Functions called softmax differ in where they subtract the maximum, cast and transpose;
-all divide an exponential by its sum.
+all divide an exponential by its sum. A mask of heads multiplies the softmax's result,
+after which nothing could be computed in blocks. A factor that is the same for all keys
+commutes with the sum over them, and can multiply the product's output instead; so can
+several factors, and divisors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
+
+import numpy as np
+from jax import lax
 
 from whalejax import _compat
 from whalejax.capture.patterns.blockwise import Tags, operand_tags
+from whalejax.jaxpr import rebuild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,3 +164,212 @@ def _is_level(atom: Any, axis: int, maker: Mapping[Any, Any]) -> bool:
             return False
         (atom,) = equation.invars
     return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Factor:
+    atom: Any
+    tags: Tags
+    divides: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScaledWeights:
+    """Attention weights and their factors.
+
+    Attributes:
+        weights: Variable of the weights.
+        factors: Factors in order of use.
+        order: For each dimension of the scaled weights, that of the weights.
+    """
+
+    weights: Any
+    factors: tuple[_Factor, ...]
+    order: tuple[int, ...]
+
+
+def rescaled(body: Any) -> list[rebuild.EquationReplacement]:
+    """Replaces products of one jaxpr that read scaled weights: scales the output.
+
+    Args:
+        body: Open jaxpr, without calls that could be inlined.
+    """
+    chains = _Chains({v: e for e in body.eqns for v in e.outvars})
+    result = []
+    for equation in body.eqns:
+        if equation.primitive.name == "dot_general":
+            calls = (_instead(equation, side, chains) for side in (0, 1))
+            result += [call for call in calls if call is not None][:1]
+    return result
+
+
+def holds_rescaled(jaxpr: Any) -> bool:
+    """Returns whether a program has any product that reads scaled weights."""
+    body = _compat.open_jaxpr(jaxpr)[0]
+    return bool(rescaled(body)) or any(
+        holds_rescaled(inner) for e in body.eqns for inner in _compat.inner_jaxprs(e)
+    )
+
+
+def _instead(
+    product: Any, side: int, chains: _Chains
+) -> rebuild.EquationReplacement | None:
+    """Returns a product with a scaled output; None if its weights are not scaled."""
+    scaled = chains.behind(product.invars[side])
+    if scaled is None or not scaled.factors:
+        return None
+    places = dict(zip(scaled.order, _output_places(product, side), strict=True))
+    wheres = [
+        [
+            (places[tag], dim)
+            for dim, (tag, size) in enumerate(zip(f.tags, _shape(f.atom), strict=True))
+            if tag is not None and size > 1
+        ]
+        for f in scaled.factors
+    ]
+    if any(place is None for where in wheres for place, _ in where):
+        return None
+    weights, values = product.invars[side], product.invars[1 - side]
+    given = [f.atom for f in scaled.factors if not _compat.is_literal(f.atom)]
+
+    def run(*operands: Any) -> list[Any]:
+        raw, other, *rest = operands
+        one = lax.transpose(raw, scaled.order).astype(weights.aval.dtype)
+        pair = (one, other) if side == 0 else (other, one)
+        (result,) = _compat.bind(product, pair)
+        read = iter(rest)
+        for factor, where in zip(scaled.factors, wheres, strict=True):
+            atom = factor.atom
+            value = atom.val if _compat.is_literal(atom) else next(read)
+            more = _spread(value, where, result)
+            result = result / more if factor.divides else result * more
+        return [result]
+
+    return rebuild.EquationReplacement(
+        inputs=(scaled.weights, values, *given),
+        outputs=tuple(product.outvars),
+        function=run,
+        equation=product,
+    )
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return () if _compat.is_literal(atom) else tuple(atom.aval.shape)
+
+
+def _output_places(product: Any, side: int) -> list[int | None]:
+    """Returns each operand dimension's output dimension; None if summed over."""
+    inside, batch = product.params["dimension_numbers"]
+    ranks = [len(atom.aval.shape) for atom in product.invars]
+    own = [
+        [d for d in range(rank) if d not in (*inside[n], *batch[n])]
+        for n, rank in enumerate(ranks)
+    ]
+    before = len(batch[0]) + (len(own[0]) if side == 1 else 0)
+    output_places: list[int | None] = [None] * ranks[side]
+    for place, dim in enumerate(batch[side]):
+        output_places[dim] = place
+    for place, dim in enumerate(own[side]):
+        output_places[dim] = before + place
+    return output_places
+
+
+def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
+    """Broadcasts a factor; ``places`` has its (output, own) dimensions above 1."""
+    factor = lax.convert_element_type(factor, like.dtype)
+    order = sorted(places)
+    sizes = [np.shape(factor)[d] for _, d in places]
+    flat = lax.reshape(factor, sizes)
+    flat = lax.transpose(flat, [places.index(pair) for pair in order])
+    return lax.broadcast_in_dim(flat, like.shape, [place for place, _ in order])
+
+
+class _Chains:
+    def __init__(self, maker: Mapping[Any, Any]) -> None:
+        self.maker = maker
+        self._known: dict[Any, _ScaledWeights | None] = {}
+
+    def behind(self, atom: Any) -> _ScaledWeights | None:
+        """Returns a value's weights and factors, through transposes and casts."""
+        if _compat.is_literal(atom):
+            return None
+        if atom not in self._known:
+            self._known[atom] = self._behind(atom)
+        return self._known[atom]
+
+    def _behind(self, variable: Any) -> _ScaledWeights | None:
+        if isinstance(softmax_behind(variable, self.maker), Softmax):
+            dims = range(len(variable.aval.shape))
+            return _ScaledWeights(weights=variable, factors=(), order=tuple(dims))
+        equation = self.maker.get(variable)
+        if equation is None:
+            return None
+        name = equation.primitive.name
+        if name in {*CASTS, "transpose"}:
+            behind = self.behind(equation.invars[0])
+            if behind is None or name != "transpose":
+                return behind
+            turned = equation.params["permutation"]
+            return replace(behind, order=tuple(behind.order[d] for d in turned))
+        places = {"mul": (0, 1), "dot_general": (0, 1), "div": (0,)}.get(name, ())
+        either = (self._scale_through(equation, place) for place in places)
+        return next((behind for behind in either if behind is not None), None)
+
+    def _scale_through(self, equation: Any, place: int) -> _ScaledWeights | None:
+        """Returns an operand's weights, with the other operand as a factor, or None."""
+        lying = _factors(equation, place)
+        result = None if lying is None else self.behind(equation.invars[place])
+        if lying is None or result is None:
+            return None
+        own, tags = lying
+        atom, tags = _narrowest(equation.invars[1 - place], tags, self.maker)
+        factor = _Factor(
+            atom=atom,
+            tags=tuple(None if t is None else result.order[t] for t in tags),
+            divides=equation.primitive.name == "div",
+        )
+        return _ScaledWeights(
+            weights=result.weights,
+            factors=(*result.factors, factor),
+            order=tuple(result.order[d] for d in own),
+        )
+
+
+def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
+    """Returns the dimensions of weights and factor in an elementwise product.
+
+    First the weights' dimension of each result dimension, then of each factor
+    dimension; None if the equation is another one.
+    """
+    weights, factor = equation.invars[place], equation.invars[1 - place]
+    if _compat.is_literal(weights):
+        return None
+    shape = _shape(factor)
+    if equation.primitive.name in ("mul", "div"):
+        if weights.aval.shape != equation.outvars[0].aval.shape:
+            return None
+        dims = range(len(weights.aval.shape))
+        return tuple(dims), tuple(
+            None if size == 1 else dim for dim, size in enumerate(shape)
+        )
+    inside, batch = equation.params["dimension_numbers"]
+    mine, theirs = batch[place], batch[1 - place]
+    if any(inside) or len(theirs) != len(shape):
+        return None
+    own = [d for d in range(len(weights.aval.shape)) if d not in mine]
+    known = dict(zip(theirs, mine, strict=True))
+    return (*mine, *own), tuple(known[d] for d in range(len(shape)))
+
+
+def _narrowest(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, Tags]:
+    """Returns the array that a factor was broadcast from, with its tags."""
+    while not _compat.is_literal(atom):
+        equation = maker.get(atom)
+        if equation is None or equation.primitive.name not in CASTS | SPREADS:
+            break
+        result = operand_tags(equation, tags)
+        if result is None:
+            break
+        (atom,) = equation.invars
+        tags = result[0] or ()
+    return atom, tags

@@ -1,12 +1,18 @@
 """Finds how reported values are combined, as far as the program shows it.
 
-The trace knows the values by name, and ``sample_dims`` the position of their rows. This
-module connects both, and describes values that cannot be combined.
+The trace knows the values by name, and ``sample_dims`` the position of their rows;
+``batch_combination`` finds the form of a value from two traces of a loss. This module
+decides which of the two applies, and describes values that cannot be combined.
+
+Operations whose statistics of the samples reach the loss or the state are found by
+following the batch dimension, and values reduced over it, forward through the factors
+of a graph's operations. Values that depend on a statistic, such as batch
+normalisation's, still have rows of samples: each micro-batch its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,15 +20,213 @@ import jax
 
 from whalejax import _compat
 from whalejax.adapters.leaves import dotted
-from whalejax.capture.reported_values.paired_traces import Trace, avals
+from whalejax.capture.reported_values.batch_combination import (
+    HOWS,
+    MADE_OTHERWISE,
+    ValueForms,
+)
+from whalejax.capture.reported_values.paired_traces import (
+    Pairing,
+    Trace,
+    avals,
+    power_of,
+)
 from whalejax.capture.reported_values.sample_dims import (
     SampleRows,
     UnknownCombination,
     reported_rows,
+    rows_of,
 )
-from whalejax.capture.reported_values.trace_comparison import Said, judged
+from whalejax.capture.rules.behaviour import Value
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.planner.model.graph import Graph, Op
 from whalejax.user_code.losses import ReportedValue, is_merged
+
+
+Sources = frozenset[int]
+"""Indices of the operations that reduced over the batch."""
+
+_NONE: Final[Sources] = frozenset()
+
+
+def statistics(graph: Graph, loss: Sequence[int], state: Sequence[int]) -> set[int]:
+    """Returns indices of operations whose statistics of the samples matter to the loss.
+
+    Args:
+        graph: Graph of the loss.
+        loss, state: Tensors of the loss's results, and of the model's new state.
+    """
+    follow = _Follow(graph, [*loss, *state])
+    follow.run()
+    for tensor in state:
+        follow.statistics |= follow.reduced.get(tensor, _NONE)
+    return follow.statistics
+
+
+class _Follow:
+    """Follows the batch dimension, and values that were reduced over it.
+
+    Attributes:
+        statistics: Operations whose result meets the samples again, or that mix samples
+            and keep their dimension.
+        reduced: Source operations of each tensor that was reduced over the batch.
+    """
+
+    def __init__(self, graph: Graph, roots: Iterable[int]) -> None:
+        self.graph = graph
+        self.statistics: set[int] = set()
+        self.reduced: dict[int, Sources] = {}
+        self._matters = _reaching(graph, roots)
+        self._batch: dict[int, set[int]] = {}
+        for tensor, dim in graph.batch_dims:
+            self._batch.setdefault(tensor, set()).add(dim)
+
+    def run(self) -> None:
+        for index, op in enumerate(self.graph.ops):
+            mixes, across = self._spread(op)
+            if not any(t in self._matters for t in op.results):
+                continue
+            sources = _NONE.union(*(self.reduced.get(t, _NONE) for t in op.operands))
+            if not any(self._batch.get(t) for t in op.results):
+                sources |= {index} if mixes else _NONE
+                self.reduced.update(dict.fromkeys(op.results, sources))
+            elif mixes:
+                self.statistics |= {index} if across else _NONE
+            else:
+                self.statistics |= sources
+
+    def _spread(self, op: Op) -> tuple[bool, bool]:
+        """Passes the batch dimension on; returns whether samples are mixed, and kept.
+
+        They are kept if the operation mixes them along a batch dimension that it needs
+        unsharded, as a running sum does.
+        """
+        slots = op.operands + op.results
+        count = len(op.operands)
+        mixes = across = False
+        for factor in op.factors:
+            if not any(
+                s < count and d in self._batch.get(slots[s], ())
+                for s, d in factor.members
+            ):
+                continue
+            onward = [(slots[s], d) for s, d in factor.members if s >= count]
+            for tensor, dim in onward:
+                self._batch.setdefault(tensor, set()).add(dim)
+            across |= factor.needs_all
+            mixes |= across or not onward
+        if op.reshape:
+            self._reshape(op)
+        return mixes and bool(op.results), across
+
+    def _reshape(self, op: Op) -> None:
+        """Puts the batch in the result's dimension that holds its stride."""
+        before = self.graph.tensors[op.operands[0]].shape
+        after = self.graph.tensors[op.results[0]].shape
+        for dim in self._batch.get(op.operands[0], ()):
+            front = 1
+            for size in before[:dim]:
+                front *= size
+            reached = 1
+            for out, size in enumerate(after):
+                reached *= size
+                if reached > front and size > 1:
+                    self._batch.setdefault(op.results[0], set()).add(out)
+                    break
+
+
+def _reaching(graph: Graph, roots: Iterable[int]) -> set[int]:
+    wanted = set(roots)
+    for _ in range(2):  # The need of a loop's carry is found only after its body.
+        for op in reversed(graph.ops):
+            if any(t in wanted for t in op.results):
+                wanted.update(op.operands)
+    return wanted
+
+
+Said = SampleRows | UnknownCombination | str | None
+"""Position of rows, the reason why the combination is unknown, or another one by name
+(``HOWS``)."""
+
+
+def judged(
+    small: Trace,
+    large: Trace,
+    wanted: Sequence[int],
+    changing: Collection[int],
+    state: Sequence[int],
+) -> dict[int, Said]:
+    """Returns the combination of each wanted result.
+
+    Args:
+        small, large: Traces of the loss with fewer and with more samples.
+        wanted: Indices of the results.
+        changing: Inputs that every micro-batch changes, and random keys.
+        state: Indices of the results that are the model's new state.
+    """
+    times = large.graph.batch_size // small.graph.batch_size
+    pairing = Pairing(small=small, large=large, times=times)
+    pairing.run([*range(2), *wanted])  # Reported means may use the loss's weight.
+    loss, after = (_tensors(small, numbers) for numbers in (range(2), state))
+    parts = ValueForms(
+        pairing=pairing,
+        rows=frozenset(rows_of(small.graph)),
+        changing=changing,
+        statistics=statistics(small.graph, [*loss.values()], [*after.values()]),
+    )
+    parts.run()
+    tensors = _tensors(small, wanted)
+    shaped = [n for n, t in tensors.items() if small.graph.tensors[t].shape]
+    rows = reported_rows(small.graph, [tensors[n] for n in shaped])
+    where: Mapping[int, Any] = dict(zip(shaped, rows, strict=True))
+    result: dict[int, Said] = {}
+    for n in wanted:
+        if n not in tensors:
+            result[n] = _scalar(pairing, n)
+            continue
+        aval = avals(small)[n]
+        inexact = _compat.is_inexact(aval.dtype)
+        said: SampleRows | str = MADE_OTHERWISE
+        if n not in pairing.lost:
+            said = _with_row_axis(
+                parts.combination_rule(tensors[n], inexact=inexact), where.get(n)
+            )
+        if isinstance(said, str) and said not in HOWS:
+            result[n] = UnknownCombination(shape=aval.shape, why=said)
+        else:
+            result[n] = said
+    return result
+
+
+def _with_row_axis(
+    said: str, stands: SampleRows | UnknownCombination | None
+) -> SampleRows | str:
+    """Returns the combination of a value, with the position of its rows if any."""
+    if said == "rows" and isinstance(stands, SampleRows):
+        return stands
+    if said == "rows":
+        unknown = "has rows of which it is not known where they stand"
+        return stands.why if isinstance(stands, UnknownCombination) else unknown
+    if said not in HOWS and isinstance(stands, UnknownCombination):
+        return stands.why
+    return said
+
+
+def _tensors(trace: Trace, numbers: Sequence[int]) -> dict[int, int]:
+    tensors: dict[int, Value] = {n: trace.results[n] for n in numbers}
+    return {n: t for n, t in tensors.items() if t is not None}
+
+
+def _scalar(pairing: Pairing, number: int) -> Said:
+    """Returns the combination of a number that is a constant of the program."""
+    a, b = (values[number] for values in pairing.literals)
+    unclear = UnknownCombination(shape=(), why="depends on the number of samples")
+    try:
+        power = power_of(a, b, pairing.times)
+    except (ValueError, TypeError):
+        return unclear
+    hows = {0: "same", None: "same", 1: "sum"}
+    return hows.get(power, unclear)
 
 
 Told = tuple[tuple[str, UnknownCombination], ...]

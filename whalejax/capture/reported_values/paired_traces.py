@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax import _compat
+from whalejax.capture.rules.behaviour import Position, Value
 from whalejax.capture.walk import FlatProgram
-from whalejax.capture.walk_records import Position, Value
 from whalejax.jaxpr.positions import program_at
 from whalejax.planner.model.graph import LOOPS, Graph, Op
 

@@ -4,7 +4,7 @@ With several micro-batches, a reported value with a row for each sample has to b
 together in the order of the global batch, while other values are means or sums. This
 module follows the batch's samples forward through the graph's operations and finds the
 dimension of each reported value's rows, or why it is unknown. It is separate from
-``sample_following``, which finds what the loss mixes, not where rows are.
+``combinations``, which finds what the loss mixes, not where rows are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""Behaviour of a primitive for each dimension, as plain data, with helpers.
+"""Behaviour of a primitive for each dimension, as plain data, and records of the walk.
 
 Rules (``capture/rules/*.py``) read an ``Equation`` and return a ``Behaviour``. Slots
 count the equation's operands first, literals included, and then its results; the walk
 renumbers them after it leaves out literals. It is separate from the rules because all
 of them, and the walk, use it.
+
+Windows of convolutions and pooling along spatial dimensions are plain data, too: the
+lowering derives from them what each device computes. Windows that devices cannot share
+carry the reason.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whalejax.planner.model.graph import Factor, FactorKind
-from whalejax.planner.model.windows import Window
+from whalejax.planner.model.graph import Factor, FactorKind, Mark, TensorKind
+from whalejax.planner.model.windows import SPACES, Window
+from whalejax.user_code.annotations import parse_scope
 
 
 Shape = tuple[int, ...]
@@ -146,3 +151,224 @@ def unknown(equation: Equation) -> Behaviour:
         (slot, dim) for slot in range(slots) for dim in range(len(equation.shape(slot)))
     )
     return Behaviour(factors=letters.factors, unknown=True)
+
+
+Position = tuple[int, ...]
+Label = tuple[Mark, Position]
+"""A mark and the position of the jaxpr in which it was opened."""
+
+Value = int | None
+"""A tensor's id; None for a scalar that is written into the program."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TensorDraft:
+    """A tensor for which it is not yet known whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize_bytes: int
+    inexact: bool
+    kind: TensorKind = "value"
+    path: str = ""
+    names: tuple[str | None, ...] = ()
+    pinned: tuple[str | None, ...] = ()
+    called: tuple[str | None, ...] = ()
+    trained: bool = False
+
+    def reshaped(self, shape: tuple[int, ...]) -> TensorDraft:
+        """Returns a computed value like this tensor, with another shape."""
+        return TensorDraft(
+            shape=shape,
+            dtype=self.dtype,
+            itemsize_bytes=self.itemsize_bytes,
+            inexact=self.inexact,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class OpDraft:
+    """An operation without regions and gradients; slots leave out literals."""
+
+    kind: str
+    position: Position
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    behaviour: Behaviour
+    trip: int
+    remat: int | None
+    kept: bool
+    labels: tuple[Label, ...]
+    scope: str
+    chunks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Surroundings of the equations of one inner jaxpr.
+
+    Attributes:
+        prefix: Position of the jaxpr.
+        labels, scope, trip, remat, chunks: See ``OpDraft``.
+        policy: Policy of the checkpointed region around it.
+        sorted_rows: The call around it that sorts rows across the batch, or None.
+        depth: Length of the position of that call's jaxpr.
+    """
+
+    prefix: Position = ()
+    labels: tuple[Label, ...] = ()
+    scope: str = ""
+    trip: int = 1
+    remat: int | None = None
+    policy: Callable[..., Any] | None = None
+    chunks: int = 1
+    sorted_rows: Any = None
+    depth: int = 0
+
+    def enter_call(self, position: Position, index: int) -> Context:
+        """Returns the surroundings inside a call's inner jaxpr."""
+        return replace(self, prefix=(*position, index))
+
+    def under(self, text: str) -> Context:
+        """Returns the surroundings of equations under a relative name stack."""
+        if not text:
+            return self
+        marks = tuple(
+            (mark, self.prefix)
+            for mark in map(parse_scope, text.split("/"))
+            if mark is not None
+        )
+        return replace(
+            self,
+            labels=self.labels + marks,
+            scope=f"{self.scope}/{text}" if self.scope else text,
+        )
+
+
+def without_literals(
+    rule: Behaviour, operands: Sequence[Value], num_results: int
+) -> Behaviour:
+    """Returns a rule whose slots do not count operands that are literals."""
+    if None not in operands:
+        return rule
+    slots: dict[int, int] = {}
+    for slot, tensor in enumerate(operands):
+        if tensor is not None:
+            slots[slot] = len(slots)
+    kept = len(slots)
+    slots.update((len(operands) + k, kept + k) for k in range(num_results))
+    factors: list[Factor] = []
+    for factor in rule.factors:
+        members = tuple((slots[s], d) for s, d in factor.members if s in slots)
+        if members:
+            factors.append(Factor(members=members, kind=factor.kind))
+    return replace(
+        rule,
+        factors=tuple(factors),
+        saves=tuple(
+            (slots[slot], slots[wrt])
+            for slot, wrt in rule.saves
+            if slot in slots and wrt in slots
+        ),
+    )
+
+
+def windows_of_convolution(equation: Equation) -> tuple[Window, ...]:
+    """Returns one window for each spatial dimension of an image or a volume.
+
+    A convolution with one spatial dimension runs along a sequence and has none.
+
+    Args:
+        equation: ``conv_general_dilated``.
+    """
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    dims, outs = numbers.lhs_spec[2:], numbers.out_spec[2:]
+    taps = [equation.inputs[1][dim] for dim in numbers.rhs_spec[2:]]
+    if not 2 <= len(dims) <= len(SPACES):
+        return ()
+    windows = []
+    for number, space in enumerate(SPACES[-len(dims) :]):
+        dilation = params["rhs_dilation"][number]
+        windows.append(
+            Window(
+                dim=dims[number],
+                out=outs[number],
+                space=space,
+                span=dilation * (taps[number] - 1) + 1,
+                stride=params["window_strides"][number],
+                low=params["padding"][number][0],
+                spread=params["lhs_dilation"][number],
+                refused=_refused_convolution(params, number, taps[number]),
+            )
+        )
+    return tuple(windows)
+
+
+def _refused_convolution(params: Any, number: int, taps: int) -> str:
+    """Returns why devices cannot share a convolution's spatial dimension, or ""."""
+    if params["batch_group_count"] > 1:
+        return "it convolves groups of samples"
+    spread, stride = params["lhs_dilation"][number], params["window_strides"][number]
+    if spread == 1:
+        return ""
+    low, high = params["padding"][number]
+    inverse = taps == spread and stride == 1 and low == high == spread - 1
+    if inverse and params["rhs_dilation"][number] == 1:
+        return ""
+    return (
+        f"it is a transposed convolution of stride {spread} with a kernel of {taps} "
+        f"and padding ({low}, {high}); only one whose kernel is its stride, with "
+        f"padding ({spread - 1}, {spread - 1}), can share space"
+    )
+
+
+def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
+    """Returns one window for each pooled dimension.
+
+    Args:
+        equation: ``reduce_window`` or a similar primitive.
+    """
+    sizes, strides, padding, spread, dilation = pooled(equation)
+    if len(equation.outputs) != 1:
+        return ()
+    return tuple(
+        Window(
+            dim=dim,
+            out=dim,
+            span=dilation[dim] * (size - 1) + 1,
+            stride=strides[dim],
+            low=padding[dim][0],
+            refused=_refused_pooling(equation, spread[dim]),
+        )
+        for dim, size in enumerate(sizes)
+        if size > 1 or strides[dim] > 1
+    )
+
+
+def _refused_pooling(equation: Equation, spread: int) -> str:
+    """Returns why devices cannot share a pooled dimension, or an empty text."""
+    if equation.name == "reduce_window":
+        return (
+            "it reduces windows by a function of its own, of which no padding is known "
+            "that changes nothing; maximum, minimum and sum can share space"
+        )
+    return "it spreads its operand" if spread > 1 else ""
+
+
+def pooled(equation: Equation) -> tuple[Sequence[Any], ...]:
+    """Returns sizes, strides, padding and dilation of operand and window, by dimension.
+
+    Args:
+        equation: Equation of a pooling.
+    """
+    params = equation.params
+    rank = len(equation.inputs[0])
+    ones = (1,) * rank
+    return (
+        params["window_dimensions"],
+        params.get("window_strides") or ones,
+        params.get("padding") or ((0, 0),) * rank,
+        params.get("base_dilation") or ones,
+        params.get("window_dilation") or ones,
+    )

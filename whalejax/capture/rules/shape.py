@@ -33,13 +33,11 @@ def _reshape(equation: Equation) -> Behaviour:
     return Behaviour(reshape=True)
 
 
-def _free(equation: Equation) -> Behaviour:
-    del equation
+def _free(_: Equation) -> Behaviour:
     return Behaviour(stops_gradient=True)
 
 
-def _iota(equation: Equation) -> Behaviour:
-    del equation
+def _iota(_: Equation) -> Behaviour:
     return Behaviour(elementwise=True, stops_gradient=True)
 
 
@@ -236,7 +234,7 @@ def _scatter(equation: Equation) -> Behaviour:
     return Behaviour(factors=letters.factors, saves=saves)
 
 
-RULES: Final[dict[str, Rule]] = {
+SHAPE_RULES: Final[dict[str, Rule]] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,

@@ -16,20 +16,19 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.separability.alignment import align_dims
-from whalejax.capture.separability.equations import (
-    PairedEquation,
-    Rule,
-    combined_kind,
-    number,
-)
-from whalejax.capture.separability.facts import Narrow, OneHot
 from whalejax.capture.separability.values import (
     SIZE,
     CoupledError,
     Dependence,
     Dims,
+    Narrow,
+    OneHot,
+    PairedEquation,
+    Rule,
     Value,
+    combined_kind,
     is_one,
+    number,
     product_ratio,
     same_ratio,
 )

@@ -19,11 +19,17 @@ from whalejax import _compat
 from whalejax.capture.separability.elementwise_rules import (
     RULES as ELEMENTWISE_RULES,
 )
-from whalejax.capture.separability.equations import PairedEquation
-from whalejax.capture.separability.facts import (
+from whalejax.capture.separability.loop_rules import LOOP_RULES
+from whalejax.capture.separability.reduction_rules import with_sum
+from whalejax.capture.separability.separability_rules import apply_rule
+from whalejax.capture.separability.values import (
+    Along,
     AlwaysFalse,
     ArithmeticSteps,
     Counter,
+    CoupledError,
+    Dependence,
+    Dim,
     Filled,
     IdCounts,
     Ids,
@@ -32,22 +38,14 @@ from whalejax.capture.separability.facts import (
     Numbered,
     OneHot,
     Order,
+    PairedEquation,
     Places,
+    Reason,
     Sorted,
     Sorting,
-    fact_of,
-)
-from whalejax.capture.separability.loop_rules import LOOP_RULES
-from whalejax.capture.separability.reduction_rules import with_sum
-from whalejax.capture.separability.separability_rules import apply_rule
-from whalejax.capture.separability.values import (
-    Along,
-    CoupledError,
-    Dependence,
-    Dim,
-    Reason,
     Value,
     equal_dim,
+    fact_of,
     has_own_places,
     is_one,
     is_samples,
@@ -118,9 +116,8 @@ def _is_natural(value: Value) -> bool:
     )
 
 
-def _below_zero(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _below_zero(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows ``index < 0`` of an index that is known not to be negative."""
-    del reason
     index, zero = equation.values
     literal = _literal(zero)
     if literal is None or literal != 0 or not _is_natural(_unsorted(index)):
@@ -134,8 +131,7 @@ def _unsorted(value: Value) -> Value:
     return value if ordered is None else ordered.base
 
 
-def _first_case(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    del reason
+def _first_case(equation: PairedEquation, _: Reason) -> list[Value] | None:
     which, first = equation.values[:2]
     return [first] if fact_of(which, AlwaysFalse) else None
 
@@ -168,8 +164,7 @@ def _is_wide(equation: PairedEquation) -> bool:
     return not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize >= 4
 
 
-def _as_they_are(equation: PairedEquation, reason: Reason) -> list[Value]:
-    del reason
+def _as_they_are(equation: PairedEquation, _: Reason) -> list[Value]:
     return list(equation.values)
 
 
@@ -189,9 +184,8 @@ def _columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return [with_fact(value, IndexColumns(columns=tuple(values)), reason)]
 
 
-def _by_columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _by_columns(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows a lookup or a write at the samples' own positions."""
-    del reason
     values = equation.values
     known = fact_of(values[1], IndexColumns) is not None
     if not known or any(v.coupled for i, v in enumerate(values) if i != 1):
@@ -213,9 +207,8 @@ def _new_ids(equation: PairedEquation) -> list[Value] | None:
     return [*new_ids[:-1], replace(last, fact=Numbered(ids=Ids(natural=True)))]
 
 
-def _wrapped(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _wrapped(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows a number plus a constant, as for negative indices."""
-    del reason
     value, more = equation.values
     numbered = fact_of(value, Numbered)
     if numbered is None or _literal(more) is None or not numbered.ids.natural:
@@ -224,9 +217,8 @@ def _wrapped(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return [replace(result, fact=Numbered(ids=numbered.ids, wrapped=True))]
 
 
-def _at_least(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _at_least(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows a maximum with 0, which natural numbers pass unchanged."""
-    del reason
     for value, least in (equation.values, equation.values[::-1]):
         numbered, literal = fact_of(value, Numbered), _literal(least)
         if numbered is None or literal is None or literal > 0:
@@ -237,9 +229,8 @@ def _at_least(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return None
 
 
-def _one_hot(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _one_hot(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows ``numbers == 0, 1, 2 …`` along a separate last dimension."""
-    del reason
     for value, other in (equation.values, equation.values[::-1]):
         numbered = fact_of(value, Numbered)
         if numbered is not None and not numbered.wrapped:
@@ -249,9 +240,8 @@ def _one_hot(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return None
 
 
-def _count_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _count_fact(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Returns the fact about counts of numbers: one-hot rows, added up."""
-    del reason
     value = equation.values[0]
     one_hot = fact_of(value, OneHot)
     if one_hot is None:
@@ -275,9 +265,8 @@ def _repeated(dims: Sequence[Dim]) -> bool:
     return any(a.along is Along.EQUAL for dim in dims for a in dim)
 
 
-def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _histogram(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows a histogram: ones counted at indices given by numbers."""
-    del reason
     operand, indices, updates = equation.values
     numbered = fact_of(indices, Numbered)
     if (
@@ -296,8 +285,7 @@ def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return [replace(histogram, fact=IdCounts(ids=numbered.ids)) if ones else histogram]
 
 
-def _cast_counts(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    del reason
+def _cast_counts(equation: PairedEquation, _: Reason) -> list[Value] | None:
     counts = fact_of(equation.values[0], IdCounts)
     if counts is None:
         return None
@@ -457,9 +445,8 @@ def _merged_choices(tokens: Dim, choices: Dim, divided: int) -> bool:
     return is_samples(tokens[:1]) and first[0] == first[1]
 
 
-def _added_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _added_in_order(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows sorted rows that are written or added at their source positions."""
-    del reason
     operand, indices, updates = equation.values
     order, ordered = fact_of(indices, Order), fact_of(updates, Sorted)
     if order is None or ordered is None or not _has_rows(ordered, order.sorting):

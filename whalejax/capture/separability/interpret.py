@@ -8,31 +8,28 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from whalejax import _compat
+from whalejax.capture.rules.behaviour import Position
 from whalejax.capture.separability.alignment import align_dims
-from whalejax.capture.separability.derivatives import check_derivative
 from whalejax.capture.separability.elementwise_rules import PLACE
-from whalejax.capture.separability.equations import (
-    PairedEquation,
-    combined_kind,
-    constant,
-)
 from whalejax.capture.separability.fact_rules import apply_fact_rule, divided_order
 from whalejax.capture.separability.random_rules import FIXED_KEY
-from whalejax.capture.separability.sample_loops import SampleLoop
+from whalejax.capture.separability.sample_loops import SampleLoop, check_derivative
 from whalejax.capture.separability.separability_rules import apply_rule
 from whalejax.capture.separability.values import (
     SIZE,
     CoupledError,
     Dependence,
     Dim,
+    PairedEquation,
     Reason,
     Value,
+    combined_kind,
+    constant,
     is_one,
     is_samples,
     plain_dim,
     same_ratio,
 )
-from whalejax.capture.walk_records import Position
 
 
 OTHER_PROGRAM: Final = "does other operations for other numbers of samples"

@@ -14,8 +14,6 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.separability.elementwise_rules import check_sum_dtype
-from whalejax.capture.separability.equations import PairedEquation, fixed
-from whalejax.capture.separability.facts import LoopPlace, RunningSum, fact_of
 from whalejax.capture.separability.separability_rules import apply_rule
 from whalejax.capture.separability.shape_rules import TAKES
 from whalejax.capture.separability.values import (
@@ -24,32 +22,35 @@ from whalejax.capture.separability.values import (
     CoupledError,
     Dependence,
     Dim,
+    LoopPlace,
+    PairedEquation,
     Reason,
+    RunningSum,
     Value,
     equal_dim,
+    fact_of,
+    fixed,
     is_samples,
     size_of,
 )
 
 
-def place_in_loop(count: tuple[int, int], reason: Reason, times: int = 1) -> Value:
+def place_in_loop(count: tuple[int, int], reason: Reason) -> Value:
     """Returns the index of a loop, which may only be used to look up its sample.
 
     Args:
         count: Iterations of the loop in both traces.
         reason: Reason to report if it is used in another way.
-        times: Factor of the index.
     """
-    fact = LoopPlace(count=count, times=times)
+    fact = LoopPlace(count=count, times=1)
     return Value(kind=Dependence.COUPLED, fact=fact, reason=reason)
 
 
 # The index.
 
 
-def _same_place(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _same_place(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows the index in another shape of one element, or another integer type."""
-    del reason
     value = equation.values[0]
     place = fact_of(value, LoopPlace)
     shapes, wide = equation.shapes(), _is_wide(equation.result_dtype)
@@ -62,9 +63,8 @@ def _is_wide(dtype: Any) -> bool:
     return not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize >= 4
 
 
-def _multiple(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _multiple(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows the first index of a chunk, a multiple of the loop's index."""
-    del reason
     for value, more in (equation.values, equation.values[::-1]):
         place, numbers = fact_of(value, LoopPlace), more.numbers
         if place is not None and numbers is not None and numbers[0] == numbers[1]:
@@ -73,9 +73,8 @@ def _multiple(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return None
 
 
-def _key_of_place(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _key_of_place(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows a key folded with the index: each sample's own, from the loss's rng."""
-    del reason
     key, place = equation.values
     if key.key != "rng" or key.coupled or fact_of(place, LoopPlace) is None:
         return None
@@ -84,9 +83,8 @@ def _key_of_place(equation: PairedEquation, reason: Reason) -> list[Value] | Non
     return [Value(kind=Dependence.SAMPLE, within=True, key="rng")]
 
 
-def _own_slice(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _own_slice(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows a slice of the loop's current sample or chunk of samples."""
-    del reason
     operand, *starts = equation.values
     along = [i for i, v in enumerate(starts) if fact_of(v, LoopPlace)]
     if operand.coupled or len(along) != 1:
@@ -101,9 +99,8 @@ def _own_slice(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return [_looked_up(operand, axis, [dim])]
 
 
-def _own_element(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _own_element(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows a lookup of the loop's current sample."""
-    del reason
     operand, index = equation.values
     place = fact_of(index, LoopPlace)
     if place is None or operand.coupled:
@@ -160,9 +157,8 @@ def _looked_up(operand: Value, axis: int, dims: Sequence[Dim]) -> Value:
 # The sum.
 
 
-def _added_to(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _added_to(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows a running sum with a value added."""
-    del reason
     state, more = equation.values
     if equation.name == "add" and fact_of(state, RunningSum) is None:
         state, more = more, state
@@ -175,8 +171,7 @@ def _added_to(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return [_with_added(state, _result(equation, [added, more]))]
 
 
-def _cast_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    del reason
+def _cast_sum(equation: PairedEquation, _: Reason) -> list[Value] | None:
     state = equation.values[0]
     running = fact_of(state, RunningSum)
     if running is None:
@@ -191,9 +186,8 @@ def _cast_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return [_with_added(state, _result(equation, [running.added]))]
 
 
-def _chosen_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _chosen_sum(equation: PairedEquation, _: Reason) -> list[Value] | None:
     """Follows a selection between a running sum with and without an addition."""
-    del reason
     which, *cases = equation.values
     sums = [fact_of(v, RunningSum) for v in cases]
     first = next((s for s in sums if s is not None), None)
@@ -207,8 +201,7 @@ def _chosen_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return [_with_added(cases[0], _result(equation, given))]
 
 
-def _scattered_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    del reason
+def _scattered_sum(equation: PairedEquation, _: Reason) -> list[Value] | None:
     state, *more = equation.values
     running = fact_of(state, RunningSum)
     if running is None or any(v.coupled for v in more):

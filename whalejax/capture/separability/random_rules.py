@@ -12,18 +12,16 @@ from dataclasses import replace
 from typing import Any, Final
 
 from whalejax.capture.separability.alignment import align_dims, check_one_batch
-from whalejax.capture.separability.equations import (
-    PairedEquation,
-    Rule,
-    combined_kind,
-)
 from whalejax.capture.separability.values import (
     Along,
     Atom,
     CoupledError,
     Dependence,
     Dim,
+    PairedEquation,
+    Rule,
     Value,
+    combined_kind,
     is_one,
     plain_dim,
 )

@@ -7,11 +7,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from whalejax.capture.separability.alignment import align_dims, check_one_batch
-from whalejax.capture.separability.equations import (
-    PairedEquation,
-    Rule,
-    combined_kind,
-)
 from whalejax.capture.separability.values import (
     SIZE,
     Along,
@@ -19,7 +14,10 @@ from whalejax.capture.separability.values import (
     Dependence,
     Dim,
     Dims,
+    PairedEquation,
+    Rule,
     Value,
+    combined_kind,
     is_one,
     is_samples,
     plain_dim,
@@ -130,9 +128,9 @@ def _hardened(dim: Dim) -> Dim:
     return plain_dim(part, whole)
 
 
-def _along_axis(name: str, *, linear: bool = False) -> Rule:
+def _along_axis(*, linear: bool = False) -> Rule:
     def rule(equation: PairedEquation) -> list[Value]:
-        (axis,) = equation.equal_params(name)
+        (axis,) = equation.equal_params("axis")
         value = equation.values[0]
         if value.kind is Dependence.SUM and linear:
             pass
@@ -296,8 +294,7 @@ def _triangular_solve(equation: PairedEquation) -> list[Value]:
 
 
 def _fft(equation: PairedEquation) -> list[Value]:
-    kind, _ = equation.equal_params("fft_type", "fft_lengths")
-    del kind
+    equation.equal_params("fft_type", "fft_lengths")
     value, shapes = equation.values[0], equation.shapes()
     count = len(equation.params["fft_lengths"])
     first = len(value.dims) - count
@@ -337,11 +334,11 @@ RULES: Final[dict[str, Any | Rule]] = {
     "reduce_and": _reduce_truth,
     "argmax": _reduce_other,
     "argmin": _reduce_other,
-    "cumsum": _along_axis("axis", linear=True),
-    "cumlogsumexp": _along_axis("axis"),
-    "cummax": _along_axis("axis"),
-    "cummin": _along_axis("axis"),
-    "cumprod": _along_axis("axis"),
+    "cumsum": _along_axis(linear=True),
+    "cumlogsumexp": _along_axis(),
+    "cummax": _along_axis(),
+    "cummin": _along_axis(),
+    "cumprod": _along_axis(),
     "sort": _sort,
     "top_k": _top_k,
     "approx_top_k": _approx_top_k,

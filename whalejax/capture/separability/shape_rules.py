@@ -17,22 +17,23 @@ from whalejax.capture.separability.alignment import (
     merged_atoms,
     regroup_dims,
 )
-from whalejax.capture.separability.equations import (
-    PairedEquation,
-    Rule,
-    combined_kind,
-    fixed,
-)
-from whalejax.capture.separability.facts import ArithmeticSteps, Filled, Places, fact_of
 from whalejax.capture.separability.values import (
     SIZE,
     Along,
+    ArithmeticSteps,
     Atom,
     CoupledError,
     Dependence,
     Dim,
+    Filled,
+    PairedEquation,
+    Places,
+    Rule,
     Value,
+    combined_kind,
     equal_dim,
+    fact_of,
+    fixed,
     has_own_places,
     is_one,
     is_samples,

@@ -4,15 +4,24 @@ Two traces of one loss are followed together: of a part of the batch, and of the
 A value is described once for both. Its dimensions are lists of atoms, outermost first,
 and an atom has a size in each trace. A value without a better description is
 ``COUPLED``, with the equation that made it so.
+
+Positions, and the orders in which experts' tokens are sorted, are coupled to all
+samples by themselves. Programs use them to look up values in each sample, or to put
+tokens back, and then they couple nothing. A fact carries what such a use needs. Rules
+receive an equation of both traces.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+import numpy as np
+
+from whalejax import _compat
 
 
 class Dependence(enum.IntEnum):
@@ -100,7 +109,7 @@ class Value:
             has no dimension of samples.
         key: Source of its random key: ``"rng"`` for the loss's own, ``"fixed"`` for one
             made from a constant, or ``"foreign"``; empty if there is none.
-        fact: Further fact; see ``facts``.
+        fact: Further fact, such as ``Filled``; None without one.
         numbers: Its value in both traces if it is a scalar literal.
         reason: Reason for the coupling.
     """
@@ -216,3 +225,289 @@ def has_own_places(dim: Dim) -> bool:
     return any(
         a.along is Along.SAMPLES or (a.along is Along.PLAIN and a.grows) for a in dim
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Element i along a dimension is i, and the dimension grows with the samples."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithmeticSteps:
+    """Element i along the last dimension is i; both traces have one length."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """All elements are one number of the program, in both traces."""
+
+    numbers: tuple[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrow:
+    """Natural numbers cast from a narrower dtype, so that their sums do not wrap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlwaysFalse:
+    """All elements are false, as in ``index < 0``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexColumns:
+    """Index arrays concatenated along the last dimension."""
+
+    columns: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ids:
+    """Integers, known by identity; none is negative if ``natural``."""
+
+    natural: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbered:
+    """Integers that are known by identity.
+
+    Attributes:
+        ids: Identity of the integers.
+        wrapped: Whether a constant was added, as to negative indices.
+    """
+
+    ids: Ids
+    wrapped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneHot:
+    """Whether some numbers equal 0, 1, 2 … along the last dimension."""
+
+    ids: Ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdCounts:
+    """Counts of the numbers 0, 1, 2 …"""
+
+    ids: Ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sorting:
+    """One sort along a dimension of samples.
+
+    Attributes:
+        dim: Atoms of that dimension.
+        ids: Identity of the numbers that it sorts by, if known.
+    """
+
+    dim: Dim
+    ids: Ids | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Source positions of elements after a sort.
+
+    Attributes:
+        sorting: The sort.
+        divided: Divisor of the positions: k gives the token of k choices.
+        inverse: Whether it holds the target positions instead.
+    """
+
+    sorting: Sorting
+    divided: int = 1
+    inverse: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sorted:
+    """A value in the order of a sort; ``base`` is the value in the samples' order."""
+
+    sorting: Sorting
+    base: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPlace:
+    """The current index of a loop along the batch, or a multiple of it.
+
+    Attributes:
+        count: Iterations of the loop in both traces.
+        times: Factor of the index, such as the size of chunks.
+    """
+
+    count: tuple[int, int]
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carry:
+    """A value that a loop along the batch carries, compared by identity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningSum:
+    """Running sum of a loop along the batch, with one iteration's increment.
+
+    Attributes:
+        carry: Value at the beginning of the iteration.
+        added: Increment since then; None for nothing.
+    """
+
+    carry: Carry
+    added: Value | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counter:
+    """State that samples change: as given, or with a sum over samples added.
+
+    Attributes:
+        name: Name of the state.
+        share: Ratio of a part's samples to the whole batch's.
+    """
+
+    name: str
+    share: float
+
+
+def fact_of(value: Value, kind: type[Any]) -> Any:
+    """Returns the fact about a value if it has the given type, else None."""
+    return value.fact if isinstance(value.fact, kind) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedEquation:
+    """An equation in the trace of a part, and the same equation in that of the whole.
+
+    Attributes:
+        part, whole: Equation in each trace.
+        values: Facts about the operands.
+    """
+
+    part: Any
+    whole: Any
+    values: Sequence[Value]
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive."""
+        return str(self.part.primitive.name)
+
+    @property
+    def params(self) -> Any:
+        """Parameters in the trace of a part."""
+        return self.part.params
+
+    def equal_params(self, *names: str) -> tuple[Any, ...]:
+        """Returns parameters that must be the same in both traces.
+
+        Raises:
+            CoupledError: A parameter differs.
+        """
+        for name in names:
+            if self.part.params.get(name) != self.whole.params.get(name):
+                raise CoupledError(f"{name} {SIZE}")
+        return tuple(self.part.params.get(name) for name in names)
+
+    def shapes(self, result: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shape of a result in both traces."""
+        atoms = self.part.outvars[result], self.whole.outvars[result]
+        return tuple(atoms[0].aval.shape), tuple(atoms[1].aval.shape)
+
+    def operand_shapes(self, slot: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shape of an operand in both traces."""
+        atoms = self.part.invars[slot], self.whole.invars[slot]
+        return tuple(atoms[0].aval.shape), tuple(atoms[1].aval.shape)
+
+    def dtype(self, slot: int) -> Any:
+        """Returns the dtype of an operand."""
+        return self.part.invars[slot].aval.dtype
+
+    @property
+    def result_dtype(self) -> Any:
+        """Dtype of the first result."""
+        return self.part.outvars[0].aval.dtype
+
+
+Rule = Callable[[PairedEquation], list[Value]]
+"""Function from an equation to facts about its results.
+
+Raises:
+    CoupledError: The equation couples samples.
+"""
+
+
+def fixed(dims: Dims = (), ratio: float | None = 1.0) -> Value:
+    """Returns a value that depends on no sample."""
+    return Value(kind=Dependence.FIXED, dims=dims, ratio=ratio)
+
+
+def combined_kind(values: Sequence[Value]) -> tuple[Dependence, bool]:
+    """Returns the dependence of a result on the samples, and whether it is inside a
+    loop over them.
+
+    Raises:
+        CoupledError: Samples are combined with a sum over them, or with other samples.
+    """
+    kinds = {v.kind for v in values}
+    if Dependence.SAMPLE in kinds and Dependence.SUM in kinds:
+        raise CoupledError("combines each sample with a sum over all of them")
+    within = {v.within for v in values if v.kind is Dependence.SAMPLE}
+    if len(within) > 1:
+        raise CoupledError("compares a sample with the others")
+    return max(kinds, default=Dependence.FIXED), True in within
+
+
+def number(part: Any, whole: Any) -> Value:
+    """Returns facts about a scalar literal of the program."""
+    a, b = np.asarray(part), np.asarray(whole)
+    return Value(kind=Dependence.FIXED, ratio=_ratio(a, b), numbers=(a, b))
+
+
+def constant(part: Any, whole: Any) -> Value:
+    """Returns facts about an array that is a constant of the program.
+
+    Raises:
+        CoupledError: Its elements differ between the traces.
+    """
+    shapes = tuple(np.shape(part)), tuple(np.shape(whole))
+    if shapes[0] == shapes[1] == ():
+        return fixed() if _is_key(part) else number(part, whole)
+    dims = [plain_dim(*sizes) for sizes in zip(*shapes, strict=True)]
+    if part is whole or _is_key(part):
+        return fixed(tuple(dims))
+    a, b = np.asarray(part), np.asarray(whole)
+    if a.size and b.size and (a == a.flat[0]).all() and (b == b.flat[0]).all():
+        dims = [equal_dim(*sizes) for sizes in zip(*shapes, strict=True)]
+        return fixed(tuple(dims), _ratio(a.flat[0], b.flat[0]))
+    if a.shape == b.shape and not np.array_equal(a, b):
+        raise CoupledError(f"an array of the program {SIZE}")
+    counts = a.shape == b.shape and (a == np.arange(a.shape[-1])).all()
+    return Value(
+        kind=Dependence.FIXED,
+        dims=tuple(dims),
+        fact=ArithmeticSteps() if counts else None,
+    )
+
+
+def _is_key(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and _compat.is_key_dtype(dtype)
+
+
+def _ratio(part: Any, whole: Any) -> float | None:
+    """Returns the ratio of two numbers; None for two zeros, NaN for no ratio."""
+    a, b = np.asarray(part), np.asarray(whole)
+    if a == b or (a != a and b != b):
+        return None if a == 0 and a.dtype != bool else 1.0
+    if a.dtype == bool or a == 0 or b == 0:
+        return float("nan")  # Not equal to any number, nor to itself.
+    ratio = complex(a) / complex(b)
+    return ratio.real if ratio.imag == 0 else float("nan")

@@ -19,14 +19,16 @@ import jax
 
 from whalejax import _compat
 from whalejax.capture.sorted_rows import sorts_rows
-from whalejax.capture.split_dims.rules import RULES, merge_dims, spread
-from whalejax.capture.split_dims.view import (
+from whalejax.capture.split_dims.rules import (
+    RULES,
     View,
     array_of,
     flat_of,
     like,
+    merge_dims,
     pattern_of,
     recut,
+    spread,
 )
 from whalejax.jaxpr import rebuild
 

@@ -29,8 +29,7 @@ from whalejax.elastic.elastic_worker import mesh_asked
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES
-from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import Problems, WhaleError, visible
 from whalejax.processes.launch_spec import check_hosts, shell_words
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.job_hosts import (

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import visible
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.requests import JobReport, Jobs
 

@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
+from whalejax.capture.named_axes import CONSTRAINT
 from whalejax.capture.patterns.named_calls import called_logits, makes_logits
-from whalejax.capture.sharding_constraints import CONSTRAINT
 from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.jaxpr import rebuild
 from whalejax.lowering.pipeline_spmd.stage_ops import in_stages

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from whalejax import _compat
-from whalejax.capture.rules.matmul import pointwise
+from whalejax.capture.rules.rule_table import pointwise
 from whalejax.lowering.spmd.gather_scatter import OperationParts, on_each
 from whalejax.planner.model.graph import CONVOLUTION
 from whalejax.planner.sharding.layout import Spec

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from whalejax import _compat
-from whalejax.capture.rules.elementwise import SAME_SHAPE
+from whalejax.capture.rules.rule_table import SAME_SHAPE
 from whalejax.jaxpr.splice import spliced
 from whalejax.meshes.jax_mesh import partition_spec
 from whalejax.planner.sharding.layout import Spec

@@ -26,7 +26,7 @@ from whalejax.lowering.spmd import spmd_executor
 from whalejax.lowering.spmd.adasum import adasum_reduce, weighted_means
 from whalejax.lowering.spmd.spmd_executor import Program, Sums
 from whalejax.planner.cost.adasum_cost import DATA, node_size
-from whalejax.planner.model.layer_axes import layers_by_path
+from whalejax.planner.model.repeated_layers import layers_by_path
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.layout import Spec
 from whalejax.user_code.losses import ReportedValue, is_merged

@@ -32,8 +32,8 @@ from whalejax.capture.patterns.blockwise import Tags
 from whalejax.lowering.spmd.skipped_blocks import SkippedBlocks
 from whalejax.lowering.spmd.zigzag import dealt_out
 from whalejax.meshes.jax_mesh import on_automatic_axes, partition_spec
+from whalejax.planner.cost.blocked_attention import Ring, ring
 from whalejax.planner.sharding.layout import Spec
-from whalejax.planner.sharding.ring_rounds import Ring, ring
 
 
 def attend(

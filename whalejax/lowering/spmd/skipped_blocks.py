@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from whalejax.planner.sharding.ring_rounds import Ring
+from whalejax.planner.cost.blocked_attention import Ring
 
 
 class SkippedBlocks:

@@ -1,8 +1,8 @@
 """Reorders a sharded sequence to balance causal attention, and back.
 
 The module is separate from the ring because further inputs of the scores are reordered
-too, and it does not depend on attention. The planner's ``ring_rounds`` defines the
-order.
+too, and it does not depend on attention. The planner's ``blocked_attention`` defines
+the order.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from whalejax.meshes import Cluster
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import visible
 from whalejax.processes.local_processes import start_child
 from whalejax.scheduler.live.requests import Add
 

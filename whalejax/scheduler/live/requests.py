@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from whalejax.meshes.texts import visible
+from whalejax.meshes.errors import visible
 from whalejax.scheduler.job_table import JobError
 from whalejax.wire.messages import Count, Message, Text, Whole
 

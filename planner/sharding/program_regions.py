@@ -1,26 +1,211 @@
-"""Finds the parts of a program that the backward pass recomputes, by TaskGraph.
+"""Finds the parts of a program that a plan computes otherwise, by TaskGraph.
 
-A region is a run of equations inside one ``jax.checkpoint``: those of one TaskGraph in
-one repeated layer. Equations with the policy ``none`` and those that the user already
-wrapped are outside regions. The policy ``none`` recomputes nothing. ``dots`` saves
-results of products with weights. ``named`` or ``named:a,b`` saves values that the model
-names. ``full`` saves only the inputs of a region.
+TaskGraphs that compute in 16 bits: the others keep the model's own types. The captured
+program has the type in which each parameter is read; it decides the bytes that are
+gathered and stored.
+
+Attention that can run blockwise (ring): otherwise keys and values of a sharded sequence
+are gathered, and all scores of a device's rows are in memory at once. Blockwise, keys
+and values go round a ring of devices, and one block of scores is in memory at a time;
+the backward pass recomputes the scores.
+
+Regions that the backward pass recomputes: a region is a run of equations inside one
+``jax.checkpoint``, those of one TaskGraph in one repeated layer. Equations with the
+policy ``none`` and those that the user already wrapped are outside regions. The policy
+``none`` recomputes nothing. ``dots`` saves results of products with weights. ``named``
+or ``named:a,b`` saves values that the model names. ``full`` saves only the inputs of a
+region.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
-from whalejax.planner.cost_terms import ALL
-from whalejax.planner.model.expert_regions import check_task_graphs
-from whalejax.planner.model.graph import LOOPS, Graph, Op
+from whalejax.planner.cost_terms import ALL, Chosen
+from whalejax.planner.model.analysis import analyse_graph, check_task_graphs
+from whalejax.planner.model.dimensions import roles_of
+from whalejax.planner.model.graph import (
+    ATTENTION,
+    LOOPS,
+    Graph,
+    Op,
+    Tensor,
+    makes_weights,
+)
 from whalejax.planner.model.repeated_layers import layer_starts, stacked_loop
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.step_options import REMAT_POLICIES, named_in
+
+
+def precision_for(task_graph: str, precisions: Mapping[str, str]) -> str:
+    """Returns the precision of a TaskGraph: its own, or the one for all.
+
+    >>> precision_for("split", {"*": "bf16", "replicate": "f32"})
+    'bf16'
+    """
+    return precisions.get(task_graph, precisions.get(ALL, "f32"))
+
+
+def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
+    """Returns the user's choices as (TaskGraph, precision) pairs.
+
+    Args:
+        asked: Precision by the name of a TaskGraph; ``"*"`` means all others.
+        graph: Captured loss.
+
+    Returns:
+        Pairs for precisions other than ``f32``, and for exceptions from ``"*"``.
+
+    Raises:
+        PlanError: A precision or TaskGraph does not exist; the message lists all.
+    """
+    problems = Problems("precision", PlanError)
+    given = dict(asked)
+    check_task_graphs(given, graph, problems)
+    for text in dict.fromkeys(repr(p) for p in given.values() if p not in PRECISIONS):
+        problems.add(
+            f"{text:.60} is no precision; expected one of {', '.join(PRECISIONS)}"
+        )
+    problems.raise_if_any()
+    rest = given.pop(ALL, "f32")
+    kept = [(name, precision) for name, precision in given.items() if precision != rest]
+    return (*kept, *([(ALL, rest)] if rest != "f32" else []))
+
+
+def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
+    """Returns the relative size of parameters in the widest type that is read.
+
+    Args:
+        graph: Captured loss.
+        weight: Whether each tensor depends on parameters alone.
+
+    Returns:
+        Multiple of the stored bytes, by tensor id; above 1 for quantised weights.
+    """
+    widest: dict[int, float] = {}
+    for op in reversed(graph.ops):
+        if op.kind in LOOPS and not op.results:
+            continue  # It ties dimensions and reads nothing.
+        passed = makes_weights(op, weight)
+        for t in {t for t in op.operands if weight[t]}:
+            own = _itemsize(graph.tensors[t])
+            if passed:
+                own = max((widest.get(r, 0.0) for r in op.results), default=0.0)
+            widest[t] = max(widest.get(t, 0.0), own)
+    return {t.id: widest.get(t.id, 0.0) / _itemsize(t) or 1.0 for t in graph.params}
+
+
+def _itemsize(tensor: Tensor) -> float:
+    return tensor.nbytes / max(1, math.prod(tensor.shape)) or 1.0
+
+
+KINDS = ("gather", "ring")
+"""Kinds of attention: as the model computes it, or blockwise."""
+
+
+def checked_attention(
+    asked: str | Mapping[str, str] | None, graph: Graph
+) -> Chosen | None:
+    """Returns the user's choices as (TaskGraph, kind) pairs; None if there are none.
+
+    Args:
+        asked: Kind for all TaskGraphs, or kinds by the name of a TaskGraph.
+        graph: Captured loss.
+
+    Raises:
+        PlanError: A kind or TaskGraph does not exist; the message lists all.
+    """
+    if asked is None:
+        return None
+    problems = Problems("attention", PlanError)
+    if not isinstance(asked, str | Mapping):
+        problems.add(f"{asked!r:.60} is neither a kind nor one for each TaskGraph")
+        asked = {}
+    given = {ALL: asked} if isinstance(asked, str) else dict(asked)
+    check_task_graphs(given, graph, problems)
+    for kind in given.values():
+        if kind not in KINDS:
+            problems.add(f"{kind!r:.60} is no kind; expected one of {', '.join(KINDS)}")
+    problems.raise_if_any()
+    rest = given.pop(ALL, "gather")
+    kept = [(name, kind) for name, kind in given.items() if kind != rest]
+    return (*kept, *([(ALL, rest)] if rest != "gather" else []))
+
+
+def check_rings(
+    graph: Graph,
+    attention: Chosen,
+    reasons: Sequence[str],
+    everywhere: Callable[[], Graph],
+) -> None:
+    """Checks that some attention can run blockwise if the user asked for it.
+
+    Args:
+        graph: Loss with the requested attention in blocks where that is possible.
+        attention: Choices of the user.
+        reasons: Reasons why other attention cannot run blockwise.
+        everywhere: Function that returns the loss with all possible attention in
+            blocks, whether requested or not.
+
+    Raises:
+        PlanError: No attention runs blockwise.
+    """
+    if "ring" not in dict(attention).values():
+        return
+    if any(op.kind == ATTENTION for op in graph.ops):
+        return
+    ops, regions = everywhere().ops, graph.task_graphs
+    where = {regions[op.task_graph].name for op in ops if op.kind == ATTENTION}
+    if where:
+        asked = ", ".join(name for name, kind in attention if kind == "ring")
+        raise PlanError(
+            f"attention: ring was asked for in {asked}, where no attention can run in "
+            f"blocks. Some that can stands in {', '.join(sorted(where))}: name that, "
+            "or '*' for all"
+        )
+    why = "; ".join(reasons) or (
+        "no softmax between two products was found, whose queries and keys are of one "
+        "sequence. Call wh.attention, or jax.nn.dot_product_attention, where the model "
+        "attends"
+    )
+    raise PlanError(
+        f"attention: ring was asked for, and no attention can run in blocks: {why}. "
+        "Or drop attention="
+    )
+
+
+def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]:
+    """Returns the positions of the attention that runs blockwise.
+
+    Attention runs blockwise if this is chosen for its TaskGraph, its queries and keys
+    belong to one sequence, and no operand depends on parameters alone.
+
+    Args:
+        graph: Captured loss with each attention as one operation.
+        kinds: Kinds of ``KINDS``, by the name of a TaskGraph or ``"*"``.
+    """
+    analysed = analyse_graph(graph)
+    graph, dims = analysed.graph, analysed.dims
+    weight = graph.weight_tensors()
+    result = set()
+    for index, op in enumerate(graph.ops):
+        if op.kind != ATTENTION or any(weight[t] for t in op.operands):
+            continue
+        name = graph.task_graphs[op.task_graph].name
+        layouts = [
+            dims.seen.get((index, slot), dims.layouts[t])
+            for slot, t in enumerate(op.operands)
+        ]
+        column = {*layouts[1][op.column]}
+        alike = column and column <= roles_of(layouts[0])
+        if alike and kinds.get(name, kinds.get(ALL, "gather")) == "ring":
+            result.add(op.position)
+    return frozenset(result)
 
 
 Position = tuple[int, ...]
