@@ -133,10 +133,8 @@ def decide_shares(
         marks = (r.strategy.kind for r in graph.task_graphs if r.strategy)
         if 1 in several and "split" in (request.default, *marks):
             tries.add(1, several[1][::-1])  # One device has nothing to shard.
-    for size in several if tries.best_seconds == math.inf else ():
-        fits = size > _within(cluster) and tries.best_seconds < math.inf
-        all_of_them = several[size][::-1]
-        tries.add(size, promising(size, several[size]) if fits else all_of_them)
+    if tries.best_seconds == math.inf:
+        tries.add_sizes(several, _within(cluster), promising)
     for size in several if tries.best_seconds == math.inf else ():
         tries.add_fewest(size, every[size][MOST_COUNTS:])
     for size in every if tries.best_seconds == math.inf else ():
@@ -208,6 +206,21 @@ class _Tries:
                     continue
                 if self._lacks(case):
                     break  # Fewer micro-batches need more memory.
+
+    def add_sizes(
+        self,
+        several: Mapping[int, Sequence[int]],
+        within: int,
+        promising: Callable[[int, Sequence[int]], Sequence[int]],
+    ) -> None:
+        """Evaluates replicas of every size, the smallest first.
+
+        Those on several nodes, beyond the size ``within``, are slower as a rule. If
+        smaller ones fit, only their promising numbers of micro-batches are evaluated.
+        """
+        for size, numbers in several.items():
+            far = size > within and self.best_seconds < math.inf
+            self.add(size, promising(size, numbers) if far else numbers[::-1])
 
     def add_fewest(self, size: int, several: Sequence[int]) -> None:
         """Finds by bisection the fewest micro-batches with which replicas fit.
