@@ -110,9 +110,7 @@ def decide_shares(
     }
 
     def weigh(case: SharesCase) -> Replicas:
-        shared = asked
-        if even:
-            shared = even_shares(case.count, ranks[case.size])
+        shared = even_shares(case.count, ranks[case.size]) if even else asked
         return _weigh(graph, cluster, request, case, shared, decide, options)
 
     def promising(size: int, several: Sequence[int]) -> list[int]:
