@@ -44,6 +44,18 @@ _SILENT_BEATS: Final = 24
 _FIRST_BEAT_SECONDS: Final = 1.0
 
 
+def first_seconds(supervisor_seconds: float = SUPERVISOR_SECONDS) -> float:
+    """Returns the deadline of this process's first question to the supervisor.
+
+    A supervisor that ended after it started this process is started again. Without one
+    that started it, the address may be wrong.
+
+    Args:
+        supervisor_seconds: Seconds after which a lost supervisor is given up.
+    """
+    return supervisor_seconds if os.environ.get(RUN) else FIRST_SECONDS
+
+
 @contextlib.contextmanager
 def on_notice(leave: Callable[[], None]) -> Iterator[None]:
     """Handles SIGTERM as a preemption notice in the block; in the main thread only."""
@@ -167,9 +179,7 @@ class Control:
         Raises:
             WhaleError: Nothing answers there, or the key or this member is refused.
         """
-        # A supervisor that ended after it started this process is started again.
-        seconds = self._seconds if self._run_name else FIRST_SECONDS
-        self._connect(time.monotonic() + seconds, first=True)
+        self._connect(time.monotonic() + first_seconds(self._seconds), first=True)
         for work in (self._listen, self._speak):
             threading.Thread(target=self._run, args=(work,), daemon=True).start()
 

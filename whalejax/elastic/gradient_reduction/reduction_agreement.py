@@ -24,8 +24,8 @@ from whalejax.elastic.gradient_reduction.reduction_cost import (
     choose,
 )
 from whalejax.elastic.supervisor_client import (
-    FIRST_SECONDS,
     RunStopped,
+    first_seconds,
     is_hopeless,
     key_of_run,
     unreachable,
@@ -81,7 +81,7 @@ class Arbiter:
         Raises:
             WhaleError: No supervisor answers.
         """
-        return self._read_decision(FIRST_SECONDS, by="", why="")
+        return self._read_decision(first_seconds(), by="", why="")
 
     def decide(self, offer: GradientReduction) -> GradientReduction:
         """Returns the run's decision: the earlier one, or else this offer.

@@ -20,7 +20,7 @@ from tests.whalejax.elastic.runs import Run, running
 from tests.whalejax.elastic.test_runs import audit, expected_losses
 from tests.whalejax.elastic.test_supervisor import Live, live
 from whalejax.distributed.launch_env import KEY_FILE
-from whalejax.elastic import replica_programs
+from whalejax.elastic import replica_programs, supervisor_client
 from whalejax.elastic.environment import RUN, SUPERVISOR
 from whalejax.elastic.gradient_reduction import reduction_agreement, reduction_cost
 from whalejax.elastic.gradient_reduction.reduction_agreement import Arbiter, agreed
@@ -41,6 +41,8 @@ from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
+from whalejax.wire.keys import make_key
+from whalejax.wire.messages import WireError
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -219,13 +221,35 @@ def test_a_process_of_an_earlier_run_decides_nothing(
 def test_nobody_who_answers_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reduction_agreement, "FIRST_SECONDS", 0.3)
+    monkeypatch.delenv(RUN, raising=False)
+    monkeypatch.setattr(supervisor_client, "FIRST_SECONDS", 0.3)
     with live(tmp_path / "run") as there:
         key = str(there.folder / FOLDER / KEY)
         with pytest.raises(WhaleError, match="no supervisor answers at 127.0.0.1:1"):
             Arbiter("127.0.0.1:1", key).ask()
         with pytest.raises(WhaleError, match="WHALEJAX_KEY_FILE is not set"):
             Arbiter(there.where, "")
+
+
+def test_a_process_of_a_run_asks_as_long_as_a_frozen_supervisor_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_client, "FIRST_SECONDS", 0.0)
+    monkeypatch.setenv(RUN, "a run")
+    make_key(tmp_path / "key")
+    waits: list[float] = []
+
+    def dial(address: Any, key: Any, seconds: float) -> Any:
+        waits.append(seconds)
+        raise WireError("nobody" if len(waits) < 3 else "the end")
+
+    monkeypatch.setattr(reduction_agreement, "dial", dial)
+    monkeypatch.setattr(
+        reduction_agreement, "is_hopeless", lambda error: "end" in str(error)
+    )
+    with pytest.raises(WhaleError):
+        Arbiter("127.0.0.1:1", str(tmp_path / "key")).ask()
+    assert len(waits) == 3 and min(waits) > 1
 
 
 def chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> GradientReduction:
