@@ -16,19 +16,19 @@ from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster, cluster
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.tables.assignment import (
+from whalejax.planner.tables.placement import (
+    TablePlacement,
+    TableShard,
+    gap_over,
+    table_shards,
+)
+from whalejax.planner.tables.rank_assignment import (
     Assignment,
     Scale,
     Solution,
     assign,
     largest_load,
     solve,
-)
-from whalejax.planner.tables.placement import (
-    TablePlacement,
-    TableShard,
-    gap_over,
-    table_shards,
 )
 from whalejax.planner.tables.storage_options import (
     OBJECTIVES,

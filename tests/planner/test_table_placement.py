@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 import whalejax as wh
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.tables.assignment import Scale, slot_limit
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import (
     TablePlacement,
     placement_data,
     placement_of,
 )
+from whalejax.planner.tables.rank_assignment import Scale, slot_limit
 from whalejax.planner.tables.storage_options import (
     Item,
     Objective,

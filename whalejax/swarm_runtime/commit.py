@@ -20,7 +20,7 @@ import numpy as np
 from whalejax.agreement.facts import values_hash
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_entries import sum_bytes
-from whalejax.swarm.wiring import FORWARD_TASK
+from whalejax.swarm.peer_choice import FORWARD_TASK
 from whalejax.swarm_runtime.micro_batch_route import (
     MOST_ATTEMPTS,
     MicroBatchRoute,

@@ -21,7 +21,7 @@ from typing import Any, Final
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import MOST_PAUSE_SECONDS
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
-from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
+from whalejax.swarm.peer_choice import BACKWARD_TASK, FORWARD_TASK
 from whalejax.swarm_runtime.peer_fleet import Fleet
 from whalejax.swarm_runtime.registry import PeerRecord
 from whalejax.swarm_runtime.staged_job import StagedJob

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from whalejax.swarm.deadlines import MOST_PAUSE_SECONDS, PAUSE_SECONDS
-from whalejax.swarm.wiring import StageWiring
+from whalejax.swarm.peer_choice import StageWiring
 from whalejax.swarm_runtime.registry import PeerRecord
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from whalejax.swarm.peer_choice import BACKWARD_TASK, FORWARD_TASK
 from whalejax.swarm.rebalancing import MoveCost, PeerLoad, Rebalancer, Rule
-from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
 from whalejax.swarm_runtime.registry import PeerRecord
 
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from whalejax.swarm.churn import PeerLink
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
+from whalejax.swarm.peer_choice import BACKWARD_TASK, FORWARD_TASK, StageWiring
 from whalejax.swarm.simulation.setting import Setting
-from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK, StageWiring
 
 
 DEADLINE_FACTOR: Final = 10.0  # ratio of a call's deadline to its predicted duration

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.wiring import StageWiring
+from whalejax.swarm.peer_choice import StageWiring
 
 
 def wired(*peers: str, expires: float = 1e9, seed: int = 0) -> StageWiring:
