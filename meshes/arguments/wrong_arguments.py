@@ -1,4 +1,4 @@
-"""Reports calls that Python refuses as a ``WhaleError``.
+"""Raises a ``WhaleError`` for calls that Python refuses.
 
 ``names_arguments`` decorates every public function and class. It adds one stack frame
 to a call; signatures are read only when a call has failed, so imports cost nothing.
@@ -32,7 +32,7 @@ _MARK: Final = "whalejax_names_arguments"
 
 
 class WrongArguments(WhaleError, TypeError):
-    """A call with an argument that does not exist, or without one that it needs."""
+    """A call with an unknown, repeated or surplus argument, or without a needed one."""
 
 
 def names_arguments(
@@ -44,14 +44,16 @@ def names_arguments(
 ) -> Callable[[C], C]:
     """Makes a public function or class say which argument is wrong or missing.
 
-    For a class, this includes its constructor and all public methods. Also, an error
-    about an attribute that does not exist names the nearest one.
+    For a class, this includes its constructor, ``__call__`` and the public methods that
+    WhaleJAX defines. Also, an error about an attribute that does not exist names the
+    nearest one.
 
     Args:
         name: Name under which users call it.
         instance: Usual name of an instance, which messages write before a method's
             name; default: ``name``.
-        instead: Sentence that says what to write; empty for the signature.
+        instead: Sentence that says what to write, for a function or constructor. If it
+            is empty, messages show the signature.
         habits: Attribute names of other libraries, each with a sentence on what to
             write instead.
 
@@ -97,7 +99,10 @@ def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any
 def _checked_method(
     value: Any, key: str, name: str, instance: str, instead: str
 ) -> Any | None:
-    """Returns a method with checked arguments; None for other attributes."""
+    """Returns a method with checked arguments; None for what stays as it is.
+
+    These are other attributes, private and foreign methods, and those already wrapped.
+    """
     inner = getattr(value, "__func__", value)
     ours = inspect.isfunction(inner) and inner.__module__.startswith("whalejax")
     if not ours or hasattr(inner, _MARK):

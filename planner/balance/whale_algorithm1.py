@@ -4,15 +4,16 @@ Jia et al., "Whale: Efficient Giant Model Training over Heterogeneous GPUs", USE
 2022, section 3.3.1. The planner takes its shares from ``shares``, which is exact; this
 module serves for comparison. The gaps in the paper are closed as follows.
 
-- A peak gives away only its excess; otherwise the valley is overloaded needlessly. If
-  one valley cannot take all of it, the peak stays and the next valley takes more.
+- A peak is a device with too little memory for its load, a valley one with room. A peak
+  gives away only its excess: more would overload the valley needlessly. If one valley
+  cannot take all of it, the next valley takes the rest.
 - A device without room for one more sample is no longer a valley.
 - Shares are integers, rounded by largest remainders before memory is considered.
 - Memory has a constant part and one per sample. The paper scales all of it with the
   load, which is the case of no constant part.
 
-It moves the full excess of one device at once to the least busy one. So it may be
-slower than the optimum, and is never faster.
+The algorithm moves as much of a peak's excess as fits to the least busy device. So its
+shares may take longer than the optimum.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from whalejax.planner.plan_errors import PlanError
 
 
 def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:
-    """Computes the objective of Formula 1: Σ |L_i − DF_i / ΣDF|.
+    """Computes the objective of Formula 1: Σ |L_i − DF_i / ΣDF|, DF the weights.
 
     Args:
         loads: Share of each device; they add up to 1.
@@ -45,17 +46,18 @@ def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
-    """Balances load within memory as in the paper; see the module for its gaps.
+    """Balances load within memory as in the paper, with the gaps closed as above.
 
     Args:
         total: Samples of the global batch.
-        devices: Devices of one TaskGraph, with FLOP/s of 1 / ``seconds``.
+        devices: Devices of one TaskGraph; 1 / ``seconds`` stands for their FLOP/s.
 
     Returns:
         Samples of each device.
 
     Raises:
-        PlanError: The batch does not fit the devices; names the missing bytes.
+        PlanError: Some device cannot store one sample, or all together too few; names
+            the missing bytes.
 
     >>> def device(flops, gigabytes):
     ...     return Device(
@@ -110,7 +112,9 @@ class Shards:
 
 
 def uneven_shards(size: int, seconds: Sequence[float], *, multiple: int = 1) -> Shards:
-    """Applies Formula 1 to shard sizes: padded storage, unpadded computation.
+    """Divides a dimension in proportion to the speed of devices, as near as possible.
+
+    Every device stores the largest shard's size, and computes only its own.
 
     Args:
         size: Size of the dimension.
@@ -118,7 +122,7 @@ def uneven_shards(size: int, seconds: Sequence[float], *, multiple: int = 1) -> 
         multiple: Divisor of every shard size, such as a head's width.
 
     Raises:
-        PlanError: The dimension is not divisible by it, or a number is invalid.
+        PlanError: ``multiple`` does not divide the dimension, or a time is invalid.
 
     >>> uneven_shards(12, [1.0, 2.0])
     Shards(sizes=(8, 4), padded=8, gain=1.5, bound=1.5)

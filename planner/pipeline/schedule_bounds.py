@@ -1,9 +1,9 @@
 """Lower bounds on the step time of a pipeline, whatever its schedule.
 
 The search for pipelines prices a stage only if these bounds allow a fast enough step.
-A stage starts after the stages before it have passed one micro-batch forward. After its
-last micro-batch, these pass the gradient of their inputs back; meanwhile it can only
-compute gradients of parameters that it postponed.
+A stage starts after the stages before it have passed one micro-batch forward. After the
+stage's last micro-batch, the stages before it pass the gradient back. Meanwhile it can
+only compute gradients of parameters that it postponed.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ import numpy as np
 
 
 _SHARES: Final = {False: (1 / 3, 1 / 3), True: (1 / 4, 3 / 8)}
-"""Least part of a micro-batch's time in its forward pass, and largest part that a
-schedule can postpone: without and with recomputation of the forward pass. Of stages of
-eight models, at least 0.337 was in the forward pass."""
+"""Two fractions of a micro-batch's time, by whether its forward pass is recomputed: the
+least in the forward pass, and the most that a schedule can postpone. In stages of eight
+models without recomputation, the forward pass took at least 0.337."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Seconds of a step for which a stage is busy with all micro-batches.
+    """Least seconds that a stage is busy in a step, for all micro-batches.
 
     The fields are numbers, or arrays of equal shape.
 
     Attributes:
         ahead: Seconds of the forward passes.
-        prompt: Seconds that no schedule postpones after the last gradient of an input.
+        prompt: Seconds before the stage has passed on its last gradient: of the passes
+            without the gradients of parameters that a schedule can postpone, and of
+            half the gradient reduction.
         busy: Seconds of all passes and of the gradient reduction.
     """
 
@@ -107,7 +109,8 @@ def least_divided_seconds(total: StageSeconds, stages: Any, count: Any) -> Any:
     >>> round(float(least_divided_seconds(one, 2, 1)), 6)
     4.0
     """
-    # If all stages end together, each has 1 - part of the time of the one before it.
+    # The bound is least if it is equal for all stages. Then each has 1 - part of the
+    # time of the one before it; for ``prompt``, the part is 1 / count.
     prompt = total.prompt / count / (1 - (1 - 1 / count) ** stages)
     part = total.ahead / total.busy / count
     busy = total.busy * part / (1 - (1 - part) ** stages)
@@ -162,9 +165,10 @@ class PricedStages:
         )
 
     def least_of_any(self, count: int) -> float:
-        """Returns a lower bound on the step seconds of any cut for equal devices.
+        """Returns a bound on the step seconds of any cut for equal devices.
 
-        The work of all stages together hardly depends on the cut.
+        It is approximate: the work of all stages together hardly depends on the cut.
+        Each stage has one part of the model.
 
         Args:
             count: Number of micro-batches.

@@ -39,7 +39,8 @@ FROZEN_SHARE = 0.01
 """Fraction of a device's memory above which non-trainable leaves get a note."""
 
 KEPT_CANDIDATES = 12
-"""Number of evaluated candidates that a plan stores."""
+"""Largest number of evaluated candidates that a plan stores, besides up to four that
+lack memory."""
 
 
 def build_plan(
@@ -52,13 +53,13 @@ def build_plan(
     batch: Sequence[BatchLeaf],
     gap: float | None = None,
 ) -> Plan:
-    """Returns the plan of the first candidate; the others become its ``candidates``.
+    """Returns the plan of the first candidate, with the best ones as ``candidates``.
 
     Args:
         analysed: The graph that was searched.
         search: Search that evaluated the candidates.
         weighed: Evaluated candidates, best first.
-        cluster, request: Cluster and options of the question.
+        cluster, request: Cluster and options that the plan was requested for.
         precision: Precision, for the plan to store.
         batch: Leaves of the global batch.
         gap: Fraction of the step by which another plan may be faster, if known.
@@ -117,7 +118,7 @@ def role_infos(dims: Dimensions) -> tuple[RoleInfo, ...]:
 def region_tables(
     analysed: GraphAnalysis, tables: Mapping[int, Table], mesh: Mapping[str, int]
 ) -> tuple[RegionTable, ...]:
-    """Returns the tables in the form that plans store, with names for numbers."""
+    """Returns the tables in the form that plans store, with names, not numbers."""
     dims = analysed.dims
     return tuple(
         RegionTable(
@@ -161,9 +162,9 @@ def _candidates(
         over = s.memory.total_bytes - limit
         text = f"lacks {gigabytes(over)} of {gigabytes(limit)} per device"
         candidates.setdefault(s.layout, _candidate(s, text))
-    kept = list(candidates.values())
-    refused = [c for c in kept if c.verdict.startswith("lacks")][:4]
-    return (*[c for c in kept if c not in refused][:KEPT_CANDIDATES], *refused)
+    fitting = [c for c in candidates.values() if c.fits]
+    refused = [c for c in candidates.values() if not c.fits]
+    return (*fitting[:KEPT_CANDIDATES], *refused[:4])
 
 
 def _candidate(s: LayoutCandidate, verdict: str) -> Candidate:
@@ -177,8 +178,8 @@ def _candidate(s: LayoutCandidate, verdict: str) -> Candidate:
 
 
 def verdict_of(best: TimeTerms, other: TimeTerms) -> str:
-    """Returns the reason why a plan that fits was not chosen: its slowdown, and the
-    term that decides.
+    """Returns why a plan that fits was not chosen: its slowdown, and the term of its
+    time that grew most.
 
     Args:
         best: Time of the chosen plan.
@@ -243,7 +244,10 @@ def _notes(
 def _held_notes(
     search: Search, mesh: Mapping[str, int], leaves: Sequence[LeafPlan]
 ) -> list[str]:
-    """Returns notes on dimensions that metadata shards but operations need in full."""
+    """Returns notes on dimensions that metadata shards and operations need otherwise.
+
+    They are gathered for an operation, or their axis shards another dimension.
+    """
     specs = {leaf.path: leaf.param_spec for leaf in leaves}
     held: dict[str, list[str]] = {}
     elsewhere: dict[str, list[str]] = {}
@@ -322,7 +326,10 @@ def _cut_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[st
 
 
 def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
-    """Returns notes on storage axes that the compiler reduces unsharded on a torus."""
+    """Returns notes on storage axes over which gradients are reduced unsharded.
+
+    Some compilers do this over all chips of a torus.
+    """
     axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
     torus_notes = []
     for axis in axes:
@@ -340,7 +347,9 @@ def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
 
 
 def _unsaid(analysed: GraphAnalysis, search: Search, best: LayoutCandidate) -> set[int]:
-    """Returns minor roles of parameters that no expert or tensor axis shards."""
+    """Returns the minor roles in parameters' dimensions that neither the expert nor the
+    tensor axis shards.
+    """
     axes = ("expert", "tensor")
     cut = {r for t in best.tables.values() for a in axes for r in t.get(a, ())}
     return {

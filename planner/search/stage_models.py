@@ -1,7 +1,8 @@
 """Cuts of a model into parts, and the models of its stages.
 
-A model is cut into stages at cut points. The cost rows of a layout of the full model,
-summed by the segments between them, give time, memory and transfers between any two.
+A model is cut into stages at cut points; segments lie between neighbouring ones. In a
+layout of the full model, each segment has a time, a memory and a transfer to the next.
+Their sums are the estimates of the parts of a cut.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class SegmentOperations:
     Attributes:
         units: Program in units.
         analysed: Graph of the program with its logical dimensions.
-        borders: Name of the parameter whose first read starts each segment but the
-            first, in order.
+        borders: Name of the first parameter that each segment but the first reads
+            anew: its cut point, in order.
         at: Unit at which each of these segments starts.
     """
 
@@ -93,7 +94,10 @@ class SegmentOperations:
 
     @functools.cached_property
     def _regions(self) -> tuple[Graph, list[tuple[int, int]]]:
-        """Graph with one TaskGraph for each pair of segment and original TaskGraph."""
+        """Graph with a region for each pair of segment and TaskGraph, and these pairs.
+
+        A region is a TaskGraph of the new graph.
+        """
         graph, spots = self.analysed.graph, dict[tuple[int, int], int]()
         ops = []
         for op in graph.ops:
@@ -112,12 +116,12 @@ class SegmentOperations:
 
     @functools.cached_property
     def rows(self) -> OperationRows:
-        """Cost rows of operations, by these regions."""
+        """Cost rows of operations, with the region of each."""
         return build_rows(self._regions[0], self.analysed.dims)
 
     @functools.cached_property
     def saved(self) -> Sequence[SavedTensorGroup]:
-        """Saved tensors, by these regions."""
+        """Saved tensors, with the region of each."""
         graph = self._regions[0]
         weight = graph.weight_tensors()
         copies = self._copies_kernels
@@ -221,7 +225,7 @@ class Segments:
         return layers
 
     def _shares(self, division: Division) -> list[dict[int, float]]:
-        """Returns the fraction of each segment that each part holds, by operations."""
+        """Returns for each part the fraction of each segment's units that it holds."""
         segment_of, units = self.folded.segment_of, self.folded.units
         sizes = Counter(map(segment_of, range(len(units.units))))
         return [
@@ -235,8 +239,9 @@ class Segments:
         ]
 
     def _static_bytes(self) -> list[float]:
-        """Returns each segment's static bytes; parameters count for the first
-        reader.
+        """Returns each segment's static bytes.
+
+        A parameter belongs to the segment that reads it first.
         """
         facts, mesh = self.scored.facts, self.scored.mesh
         static_bytes, seen = [0.0] * self.folded.count, set[int]()
@@ -258,7 +263,10 @@ class Segments:
         return static_bytes
 
     def _handed_seconds(self) -> list[float]:
-        """Returns the seconds to send each segment's result, and its gradient back."""
+        """Returns the seconds to send each segment's result and to return its gradient.
+
+        The last segment sends nothing.
+        """
         crossing = self.folded.units.border_bytes
         s, mesh = self.setting, self.scored.mesh
         shared = mesh["data"] * mesh["fsdp"] * s.num_micro_batches
@@ -269,8 +277,8 @@ class Segments:
 
 
 ROOM = 1000
-"""Factor on device memory in the search of a stage. Whether stages fit is decided
-later, for all together."""
+"""Factor on device memory in the search of a model or a stage. What fits is decided
+later, stage by stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +327,8 @@ class DivisibleProgram:
         graph: Captured loss.
         units: The loss as a list of units.
         known: Results of earlier searches.
-        stages: Model of each stage and its search results, by cut points.
+        stages: Model of each stage and its search results. The key has the cut points,
+            the number of parts, and the numbers of the stage's parts.
     """
 
     graph: Graph
@@ -334,7 +343,7 @@ class DivisibleProgram:
     def ops_by_segment(
         self, analysed: GraphAnalysis, cluster: Cluster
     ) -> SegmentOperations:
-        """Returns the operations by segment, with the TaskGraphs of a search."""
+        """Returns the operations of an analysed graph by segment, computed once."""
         copies = cluster.compiler.copies_kernels
         key = id(analysed.graph), copies  # the result keeps the graph alive
         if key not in self._folded:
@@ -357,7 +366,8 @@ class ModelCut:
 
     Attributes:
         division: Operations of each part.
-        paces: Estimated seconds of each part for a micro-batch.
+        paces: Estimated seconds of each part for a micro-batch. On equal devices it is
+            one of ``ModelCuts.count``.
         graphs: Model of each stage, with its search results.
         grounds: Devices of each stage.
         allotted: Placement of the model on mixed devices; None if they are equal.
@@ -383,7 +393,8 @@ class ModelCuts:
         whole: Program to cut.
         cluster: All devices.
         marked: Whether ``stage`` marks set the cut points.
-        count: Number of micro-batches for which the model is cut on equal devices.
+        count: Number of micro-batches for which the full model is laid out on equal
+            devices. The cut scales its activations to the schedule's number.
     """
 
     whole: DivisibleProgram
@@ -407,17 +418,18 @@ class ModelCuts:
             table: Pipeline schedule.
             request: Options for the full model on the devices of one stage.
             reserved: Bytes of a device that belong to no layer, by its kind's name.
-            hidden: Whether transfers between stages overlap with computation; otherwise
-                they take time of both stages.
+            hidden: Whether transfers between stages overlap with computation.
+                Otherwise they add to the time of the stage that receives.
 
         Raises:
             TooFewParts: The model has fewer parts than the schedule.
-            PlanError: Mixed devices cannot be divided into stages of one kind each.
+            PlanError: The model has no layout, or mixed devices cannot be divided into
+                stages of one kind each.
         """
         reserved = reserved or {}
         if self.cluster.is_uniform:
             request = replace(request, num_micro_batches=self.count)
-        # Which part fits depends on all of these.
+        # The cut depends on all of these.
         sizes = table.num_stages, table.num_chunks, table.num_micro_batches
         key = *sizes, hidden, *sorted(reserved.items())
         if key not in self._found:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.planner.runs import run
-from whalejax.estimates import step_model
+from whalejax.estimates import step_model, vocabulary
 from whalejax.estimates.estimate_table import price_unlike
 from whalejax.estimates.published_run import PublishedRun, ReplicaDevices, StageSpec
 from whalejax.estimates.step_model import Runs
@@ -420,3 +420,18 @@ def test_a_policy_by_names_keeps_the_products_that_it_names(
     never, again = seconds(dataclasses.replace(one, remat="none"), one)
     assert again > never
     assert again <= seconds(dataclasses.replace(one, remat="full"))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("no checkpointing", "none"),
+        ("no activation checkpointing", "none"),
+        ("checkpointing off", "none"),
+        ("no selective recompute", "none"),
+        ("activation checkpointing", "full"),
+        ("selective recompute", "selective"),
+    ],
+)
+def test_recomputation_that_a_row_denies_is_none(text: str, policy: str) -> None:
+    assert vocabulary.remat(text, "selective") == policy

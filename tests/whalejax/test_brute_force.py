@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import whalejax as wh
@@ -172,3 +173,22 @@ def test_the_best_of_all_is_chosen(
         plan.gap is not None
     ):  # Only stages take another plan than the best of one program.
         assert plan.time.step_seconds * (1 - plan.gap) <= best * (1 + 1e-9)
+
+
+def test_the_four_best_of_the_layouts_that_lack_memory_come_last() -> None:
+    job = models.job("gpt-test", annotated=False)
+    given = job.loss_fn, jobs.abstract_model(job), job.batch_at(0, 64)
+    plan = wh.plan(
+        *given,
+        optimizer=optax.adam(1e-3),
+        cluster=wh.cluster("h100:8").with_memory(1_600_000),
+        margin=0.0,
+        remat="none",
+        num_micro_batches=2,
+        offload=(),
+    )
+    fitting = [c for c in plan.candidates if c.fits]
+    refused = [c for c in plan.candidates if not c.fits]
+    assert plan.candidates == (*fitting, *refused) and len(refused) == 4
+    steps = [c.step_seconds for c in refused]
+    assert steps == sorted(steps)

@@ -1,7 +1,8 @@
 """Refuses a loss that is already differentiated, such as ``jax.value_and_grad(loss)``.
 
-Its gradients would be reported as metrics, and all products computed twice. It is known
-by its result: a tree with the paths and shapes of the trained parameters.
+Its gradients would be reported as metrics, and all products computed twice. Such a loss
+is recognised by its result, which holds a tree with the paths and shapes of the trained
+parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def refuse_gradients(
             does the same.
     """
     shapes = {path: np.shape(leaf) for path, leaf in zip(paths, params, strict=True)}
-    if not any(shapes.values()):  # Metrics may be named as scalar parameters are.
+    if not any(shapes.values()):  # Scalars with these names may be metrics.
         return
     pair = isinstance(returned, tuple) and len(returned) == 2
     if not _holds_all(returned[1] if pair else returned, shapes):

@@ -1,8 +1,8 @@
 """Checks if a batch may be split: for plans, shares, stages, runs and swarms.
 
-A loss whose samples are not proven independent is split only if the user wants each
-part's own loss, with ``per_micro_batch=True``. All code that splits a batch asks here,
-and refuses with the same message.
+If a loss is not proven to treat samples independently, its batch is split only if the
+user asks for each part's own loss: ``per_micro_batch=True``. All code that splits a
+batch asks here, and refuses with the same message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class DependentSamplesError(PlanError):
     """A batch is to be split though its samples are not proven independent.
 
     Attributes:
-        unit: Number of samples that the loss takes as one group; 0 if unknown.
+        unit: Number that a part's number of samples should be a multiple of, because
+            the loss takes samples together; 0 if unknown.
     """
 
     unit: int = 0
@@ -39,7 +40,7 @@ class SplitBatch:
         part: Number of samples of a part.
         what: Name of a part, for messages.
         asked: The user's option that asks for parts, such as ``"num_micro_batches=4"``;
-            empty if the plan does.
+            empty if the plan asks for them.
     """
 
     whole: int
@@ -81,7 +82,8 @@ def check_split(captured: Captured, plan: Plan, whole: int | None = None) -> Non
 
     Raises:
         DependentSamplesError: An operation combines samples; names it, its line and
-            the remedy. Or the parts split groups that the loss takes together.
+            the remedy. Or the parts split groups that the loss takes together, or the
+            ranks of a plan that does not combine by ``"mean"`` separate its runs.
     """
     split = split_of(plan, whole or samples_of(captured))
     if split.part % plan.group_size:
@@ -211,7 +213,7 @@ _HELPS: Final[Mapping[str, str]] = {
 
 
 def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:
-    """Returns the note of a plan that splits its batch.
+    """Returns the notes on how a plan splits its batch; none if it does not.
 
     Args:
         captured: The loss.
@@ -238,7 +240,9 @@ def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:
 
 
 def largest_part(whole: int, unit: int = 1) -> int:
-    """Returns the largest number of samples of several equal parts, in whole groups.
+    """Returns the largest part if a batch is divided equally, in whole groups.
+
+    There are at least two parts; a part is a number of samples.
 
     Args:
         whole: Number of samples of the batch.
@@ -255,5 +259,5 @@ def largest_part(whole: int, unit: int = 1) -> int:
 
 
 def unit_of(found: Separability) -> int:
-    """Returns the number that must divide the number of a micro-batch's samples."""
+    """Returns the number that a micro-batch's samples must be a multiple of."""
     return found.group * found.runs

@@ -24,7 +24,7 @@ Asked = Mapping[str, int] | Callable[[int], Mapping[str, int]] | str
 
 
 def refusal(asked: Any) -> str:
-    """Returns text on the expected argument ``mesh``; empty if the given one is valid.
+    """Returns what the argument ``mesh`` should be; empty if it is valid.
 
     >>> refusal({"fsdp": -1}), refusal("auto"), refusal({"fsdp": 0})[:40]
     ('', '', 'sizes of at least 1, or -1 for the one a')
@@ -50,7 +50,8 @@ def mesh_of(asked: Asked, devices: int) -> dict[str, int] | None:
     """Returns sizes of mesh axes for ``wh.plan``; None leaves them to the planner.
 
     Raises:
-        PlanError: The requested mesh does not fit this number of devices.
+        PlanError: The mesh does not fit this number of devices, or the user's function
+            gave no valid sizes.
 
     >>> mesh_of({"fsdp": -1, "tensor": 2}, 8), mesh_of("auto", 8)
     ({'fsdp': 4, 'tensor': 2}, None)

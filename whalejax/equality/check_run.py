@@ -9,12 +9,13 @@ from typing import Any, Final
 
 
 SHOWN: Final = 6
-"""Leaves in a report, those with the largest errors."""
+"""Number of gradients, and of updated parameters, in a report if one is wrong: those
+with the largest errors. Otherwise it is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafError:
-    """Difference between one leaf and one device's.
+    """Difference of one leaf between a plan and one device.
 
     Attributes:
         path: Dotted path of the parameter.
@@ -38,7 +39,7 @@ class ReducedDimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRun:
-    """One step of a plan at reduced sizes, compared with one device.
+    """One step of a plan, mostly at reduced sizes, compared with one device.
 
     Attributes:
         extents: ``"even"`` or ``"odd"``, for the number of elements per device.
@@ -97,7 +98,7 @@ class CheckRun:
 
     @property
     def error_over_limit(self) -> float:
-        """Largest error relative to its limit; above 1 it is wrong."""
+        """Largest error relative to its limit; a run above 1 is wrong."""
         return max(
             self.loss_error / self.limit,
             *(leaf.error / self.limit for leaf in self.gradients),
@@ -187,7 +188,7 @@ class CheckResult:
 def _run_lines(run: CheckRun) -> Iterator[str]:
     mesh = " × ".join(f"{axis} {size}" for axis, size in run.axes) or "one device"
     yield ""
-    devices = f"{run.num_devices} virtual devices"
+    devices = f"{run.num_devices} virtual device{'s' * (run.num_devices > 1)}"
     yield f"{run.extents} extents, {run.precision or 'f32'}, the {_WAYS[run.way]}:"
     parts = "1 micro-batch"
     if run.num_micro_batches > 1:
@@ -211,7 +212,10 @@ def _run_lines(run: CheckRun) -> Iterator[str]:
     for name, error, norm, limit in rows:
         wrong = "  WRONG" if not error <= limit else ""
         yield f"  {name:{width}}  {error:7.1e}  {norm:8.2g}{wrong}"
-    yield f"  an error may be {run.limit:.1e}; rounding changes {run.noise:.1e}"
+    yield (
+        f"  an error may be {run.limit:.1e} (updated: {run.parameter_limit:.1e}); "
+        f"rounding changes {run.noise:.1e}"
+    )
 
 
 _WAYS: Final = {

@@ -1,6 +1,6 @@
 """Words of tables for remat policies, types and sharding.
 
-People write the same in many ways; other words stay the table's own names.
+People write one thing in many ways. Unknown words give a default or None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ GATED = (
     "llama vicuna fuji internlm mistral mixtral gemma qwen deepseek yi- grok dbrx olmo "
     "palm maxtext-gps baichuan chatglm granite minicpm gpt-oss kimi"
 ).split()
-"""Words in a model's name that imply a gated feed-forward, RMSNorm and untied ends."""
+"""Words in a model's name that imply a gated feed-forward, RMSNorm, and an output layer
+that is not the embedding."""
 
 ADAPTERS = ("lora", "qlora", "peft", "adapter")
 """Words of a row which imply that the model's own parameters are not trained."""
@@ -36,10 +37,10 @@ POLICIES: Mapping[str, Remat] = {
     **{name: name for name in (*SAVED_BY_NAME, "alternate_dots")},
     **dict.fromkeys(DOTS, "dots"),
 }
-"""Names of policies for the saved products."""
+"""Policies that save products, by their names in tables."""
 
 KNOWN_REMATS = ("none", "selective", "full", *POLICIES)
-"""Known names of policies, for errors."""
+"""Names of policies that a note on an unknown one lists."""
 
 _BESIDE = frozenset("flash remat policy offload offloaded with".split()) | {""}
 """Words that may accompany the name of a policy."""
@@ -50,7 +51,8 @@ _COMPILED = frozenset("compiled compile torch.compile inductor xla jit".split())
 """Words for a compiled step."""
 
 EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8", "mxfp8", "mxfp6")
-"""Words for a precision in 8 bits; block scales, as in MXFP8, cost no time."""
+"""Words for products at the rate of 8 bits, MXFP6 included. The time of block scales,
+as in MXFP8, is not counted."""
 
 FOUR = ("nvfp4", "mxfp4", "fp4", "float4", "e2m1")
 """Words for a precision in 4 bits."""
@@ -60,7 +62,7 @@ SIXTEEN = ("fp16", "f16", "float16", "half")
 
 
 def has(text: str, word: str) -> bool:
-    """Whether a word occurs in a text without adjacent letters.
+    """Whether a word occurs in a text in lower case without adjacent letters.
 
     >>> has("llama2_70b_lora", "lora"), has("model exploration", "lora")
     (True, False)
@@ -69,7 +71,7 @@ def has(text: str, word: str) -> bool:
 
 
 def degree(text: str) -> int:
-    """Returns the integer of a cell, or 1."""
+    """Returns the integer of a cell, at least 1; 1 for other text."""
     try:
         return max(1, int(float(text)))
     except (ValueError, OverflowError):
@@ -77,7 +79,7 @@ def degree(text: str) -> int:
 
 
 def yes(text: str) -> bool:
-    """Whether a cell means yes; a degree of 1 does not.
+    """Whether a cell means yes: any text but a word for no or a degree of 1.
 
     >>> [yes(text) for text in ("on", "8", "True", "none", "1.0", "-")]
     [True, True, True, False, False, False]
@@ -96,6 +98,10 @@ def is_bool_or_number(text: str) -> bool:
     return lowered in NO | YES or lowered.replace(".", "", 1).isdigit()
 
 
+_NEGATIONS = frozenset(("no", "not", "off", "without", "disabled"))
+_RECOMPUTES = re.compile("recompu|checkpoint|remat|selective|full")
+
+
 def remat(text: str, selective: Remat) -> Remat | None:
     """Returns the recomputation policy that a name means, or None for unknown names.
 
@@ -105,16 +111,21 @@ def remat(text: str, selective: Remat) -> Remat | None:
 
     >>> remat("full recompute", "selective"), remat("save_qkv_proj", "selective")
     ('full', 'save_qkv_proj')
+    >>> remat("no activation checkpointing", "selective")
+    'none'
     >>> remat("minimal", "selective"), remat("my_own_names", "selective")
     ('dots', None)
     """
     if text in NO:
         return "none"
-    words = {*re.split(r"[\s+,;:/()]+", text)} - _BESIDE
+    every = {*re.split(r"[\s+,;:/()]+", text)}
+    if every & _NEGATIONS:
+        return "none" if _RECOMPUTES.search(text) else None
+    words = every - _BESIDE
     if len(words) == 1 and (policy := POLICIES.get(*words)) is not None:
         return policy
     if "selective" in text:
-        # A number next to it is TorchTitan's: every second or third layer.
+        # A number after it is TorchTitan's: every so many layers are recomputed.
         return None if _BY_LAYER.search(text) else selective
     if text in YES or has(text, "full") or "checkpointing" in text:
         return "full"
@@ -134,7 +145,7 @@ def compiled(text: str) -> bool | None:
 
 
 def precision(text: str) -> str:
-    """Returns the type of products; bf16 for unknown words.
+    """Returns the type of products for a text in lower case; bf16 for unknown words.
 
     >>> [precision(text) for text in ("amp_bf16", "float16", "fp8 rowwise", "float32")]
     ['bf16', 'f16', 'f8', 'f32']

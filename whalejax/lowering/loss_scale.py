@@ -25,11 +25,11 @@ class LossScale:
     """Adaptive scale of float16 losses, and its history, as scalars.
 
     Attributes:
-        scale: Scale in float32; doubles after ``GROWS_AFTER`` good steps, halves after
-            an overflow.
+        scale: Scale in float32, from 1 to 2**126. It doubles after ``GROWS_AFTER`` good
+            steps and halves after an overflow.
         good_steps: Number of good steps since the last change, int32.
-        skipped_steps: Number of steps whose gradients overflowed and that changed
-            nothing, int32.
+        skipped_steps: Number of steps that were skipped because their gradients
+            overflowed, int32.
     """
 
     scale: Any

@@ -1,10 +1,10 @@
 """Equations whose result can be computed block by block.
 
 These are elementwise equations, added and transposed dimensions, positions (``iota``),
-and reductions over an uncut dimension: a block of their result depends on blocks of
-their operands. A computation in blocks (scores of attention, logits of a loss) is
-stored as such equations; tags give, for every dimension of every value, the matching
-dimension of the full result.
+and reductions and lookups over an uncut dimension. A block of their result depends on
+blocks of their operands. A computation in blocks (scores of attention, logits of a
+loss) is stored as such equations. Every dimension of every value has a tag: the
+matching dimension of the full result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ScoreNode:
     """A value in the computation of the scores or logits.
 
     Attributes:
-        equation: Equation that makes the value; None for the product and outer values.
+        equation: Equation that makes the value; None for values from outside, and for
+            the matrix product whose result is computed in blocks.
         inputs: Indices of the nodes that it depends on; None for a literal.
         tags: Tags of its dimensions.
         outside: Index of the value from outside, or None.
@@ -50,7 +51,8 @@ class ScoreNode:
 def operand_tags(equation: Any, tags: Tags) -> list[Tags | None] | None:
     """Returns tags of an equation's operands, given its result's; None for literals.
 
-    Returns None if blocks of the result do not depend on blocks of the operands.
+    Returns None if the equation cannot be computed block by block, as far as is known.
+    The caller handles ``iota``, which has no operands.
     """
     name = equation.primitive.name
     if len(equation.outvars) != 1:
@@ -82,7 +84,7 @@ def operand_tags(equation: Any, tags: Tags) -> list[Tags | None] | None:
 
 
 def stops_gradient(equation: Any, trained: set[Any]) -> bool:
-    """Returns whether a gradient enters an equation, but none leaves its results.
+    """Returns whether an equation's operand has a gradient, but none of its results.
 
     Args:
         equation: Equation such as a comparison.
@@ -104,7 +106,14 @@ def compute_block(
     values: Sequence[Any],
     offsets: Mapping[int, Any],
 ) -> Any:
-    """Evaluates the equation of a node for a block of ``shape`` at some offsets."""
+    """Evaluates the equation of a node for one block.
+
+    Args:
+        node: Node with an equation.
+        shape: Shape of the block.
+        values: Blocks of all nodes so far.
+        offsets: First index of the block, by dimension of the full result; default 0.
+    """
     equation = node.equation
     operands = [
         atom.val if number is None else values[number]
@@ -135,7 +144,8 @@ def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | N
         whole: The dimension over which it may reduce.
 
     Returns:
-        Tags; None if it is neither, or over another dimension.
+        Tags; None if it is neither, or not over exactly one dimension of more than one
+        element. That this is ``whole``, the caller must check.
     """
     name, params = equation.primitive.name, equation.params
     shape = equation.invars[0].aval.shape
@@ -173,7 +183,7 @@ def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | Non
 
 
 def looked_up_dims(equation: Any) -> tuple[int, ...]:
-    """Returns the dimensions of a gather's result from its indices, in order."""
+    """Returns the dimensions of a gather's result that its indices give, in order."""
     offsets = equation.params["dimension_numbers"].offset_dims
     dims = range(len(equation.outvars[0].aval.shape))
     return tuple(dim for dim in dims if dim not in offsets)
