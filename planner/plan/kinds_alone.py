@@ -18,7 +18,7 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.least_paces import StageBounds
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd_search import ProgramCache
+from whalejax.planner.search.spmd_search import Again, ProgramCache
 from whalejax.planner.search.uneven_replicas import device_kinds, devices_of_kind
 
 
@@ -32,6 +32,7 @@ def notes_on_kinds(
     request: Request,
     *,
     known: ProgramCache,
+    again: Again,
     replan: Callable[[Cluster], Plan],
 ) -> list[str]:
     """Returns a note if the devices of one kind are clearly faster without the others.
@@ -41,6 +42,7 @@ def notes_on_kinds(
         graph: The captured loss.
         request: Options of the search that found the plan.
         known: Programs of the loss that were analysed before.
+        again: Traces other programs of the loss.
         replan: Function that plans the same question for other devices.
     """
     limit = plan.time.step_seconds * (1 - LESS)
@@ -51,7 +53,7 @@ def notes_on_kinds(
         part = devices_of_kind(plan.cluster, kind, sizes[kind.name])
         one = dataclasses.replace(request, num_devices=part.num_devices)
         with contextlib.suppress(PlanError):
-            bounds = StageBounds(graph, part, one, 1, [count], known=known)
+            bounds = StageBounds(graph, part, one, 1, [count], known=known, again=again)
             if bounds.seconds(count) < limit:
                 found.append(replan(part))
     best = min(found, key=lambda one: one.time.step_seconds, default=None)

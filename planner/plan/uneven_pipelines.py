@@ -384,7 +384,8 @@ def _weigh(
         needed = math.ceil((count - others) / parts.alike[kinds])
         if needed > most[kinds]:
             raise not_faster(stages, limit)
-        # Of the needed ones, all take as often the time at most.
+        # A part that runs the needed micro-batches in time runs all of them, one after
+        # the other, in at most this time.
         return limit * count / needed if needed > 0 else math.inf
 
     # Parts of the same kinds have one plan. The others copy the setting of the first,
@@ -410,9 +411,7 @@ def _weigh(
     return _ParallelPipelines(
         plans=tuple(plans),
         shares=tuple(asked) if asked is not None else _shares(plans, count),
-        exchange=_exchange(
-            [pipeline.plan for pipeline in plans], parts.cluster, stages
-        ),
+        exchange=_exchange(whole, parts.cluster, stages),
     )
 
 

@@ -115,8 +115,8 @@ def decide_shares(
 
     def promising(size: int, several: Sequence[int]) -> list[int]:
         """Returns the numbers that may be faster than what fits, descending."""
-        given = graph, cluster, request, size, several
-        least = _least_seconds(*given, options["known"])
+        programs: dict[str, Any] = {k: options.get(k) for k in ("again", "known")}
+        least = _least_seconds(graph, cluster, request, size, several, **programs)
         return [n for n in several[::-1] if least[n] < tries.best_seconds]
 
     # Other sizes leave some replicas without a micro-batch.
@@ -399,7 +399,7 @@ def _least_seconds(
     request: Request,
     size: int,
     several: Sequence[int],
-    known: ProgramCache,
+    **programs: Any,
 ) -> dict[int, float]:
     """Returns lower bounds on the step seconds of replicas.
 
@@ -407,7 +407,7 @@ def _least_seconds(
         graph, cluster, request: Arguments of ``decide_shares``.
         size: Number of devices of a replica.
         several: Numbers of micro-batches.
-        known: Programs of the loss that were analysed before.
+        programs: Arguments ``again`` and ``known`` of ``StageBounds``.
     """
     if not several:
         return {}
@@ -415,7 +415,7 @@ def _least_seconds(
     alone = dataclasses.replace(request, num_devices=size, mesh=mesh)
     bounds = {
         kind.name: StageBounds(
-            graph, devices_of_kind(cluster, kind, size), alone, 1, several, known=known
+            graph, devices_of_kind(cluster, kind, size), alone, 1, several, **programs
         )
         for kind in cluster.kinds
     }

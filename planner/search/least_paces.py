@@ -17,7 +17,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.cost.layout_cases import LayoutCases
 from whalejax.planner.cost.step_time import TimeColumns
-from whalejax.planner.cost_terms import ALL, Remat
+from whalejax.planner.cost_terms import ALL, Chosen, Remat
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import stacked_loops
 from whalejax.planner.pipeline.heterogeneous_stages import by_memory, grounds
@@ -224,12 +224,7 @@ class _KindSeconds:
 
 
 class StageBounds:
-    """Lower bounds on the step seconds of one pipeline of stage programs.
-
-    Stages together take at least the time of the full model on the devices of one
-    stage; of several kinds, each kind at least its part of the work. Layouts count
-    whether they fit or not.
-    """
+    """Lower bounds on the step seconds of one pipeline; see ``least_steps``."""
 
     def __init__(
         self,
@@ -240,6 +235,7 @@ class StageBounds:
         counts: Collection[int],
         *,
         known: ProgramCache | None = None,
+        again: Again | None = None,
     ) -> None:
         """Prices the full model on the devices of one stage of each kind.
 
@@ -250,10 +246,13 @@ class StageBounds:
             stages: Number of stages.
             counts: Numbers of micro-batches.
             known: Programs of the loss that were analysed before.
+            again: Traces other programs of the loss. With it, the bounds also hold for
+                attention in blocks.
 
         Raises:
             PlanError: A stage would have devices of several kinds.
         """
+        attentions: list[Chosen] = [(), ((ALL, "ring"),)] if again else [()]
         devices = request.num_devices // stages
         asked = dataclasses.replace(
             request, num_devices=devices, num_micro_batches=None, **options_off()
@@ -264,29 +263,33 @@ class StageBounds:
         self._recomputes = bool(request.remat)
         self._kinds: list[_KindSeconds] = []
         for part in by_memory(parts):
+            alike = sum(other.kind.name == part.kind.name for other in parts)
             analyses = ProgramAnalyses(
-                graph=graph, cluster=part.cluster, again=None, known=known
+                graph=graph, cluster=part.cluster, again=again, known=known
             )
-            program = analyses.of((), (), 1)
-            assert program is not None  # It needs no trace.
-            analysed, shared = program
-            given = analysed.graph, analysed.dims, part.cluster, asked
-            search = Search(*given, program=shared, grids=known.grids)
-            cases = search.at_every_count({devices: counts})
-            if not len(cases):
+            priced: list[tuple[LayoutCases, TimeColumns]] = []
+            for attention in attentions:
+                program = analyses.of((), attention, 1)
+                if program is None:
+                    continue  # The model has no attention.
+                analysed, shared = program
+                given = analysed.graph, analysed.dims, part.cluster, asked
+                search = Search(*given, program=shared, grids=known.grids)
+                cases = search.at_every_count({devices: counts})
+                if len(cases):
+                    priced.append((cases, search.evaluator.times(cases)))
+            if not priced:
                 self._kinds = []
                 break
-            alike = sum(other.kind.name == part.kind.name for other in parts)
-            times = search.evaluator.times(cases)
-            passes, reduction = _least_passes(times, cases)
+            least = [_least_passes(times, cases) for cases, times in priced]
             self._kinds.append(
                 _KindSeconds(
                     ratio=part.ratio,
                     stages=alike,
-                    count=cases.count,
-                    passes=passes,
-                    reduction=reduction,
-                    compute=times.terms["compute"],
+                    count=np.concatenate([cases.count for cases, _ in priced]),
+                    passes=np.concatenate([passes for passes, _ in least]),
+                    reduction=np.concatenate([reduction for _, reduction in least]),
+                    compute=np.concatenate([x.terms["compute"] for _, x in priced]),
                 )
             )
 

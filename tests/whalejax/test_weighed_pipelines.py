@@ -18,6 +18,7 @@ from whalejax.planner.plan import pipeline_mpmd, uneven_replica_plans
 from whalejax.planner.search import least_paces
 from whalejax.planner.search.least_paces import StageBounds
 from whalejax.planner.search.likely_replicas import LikelyReplicas
+from whalejax.planner.search.uneven_replicas import Replicas
 
 
 # Adam promotes its count.
@@ -302,3 +303,33 @@ def test_a_number_of_pipelines_that_kinds_do_not_allow_leaves_the_others() -> No
     asked = {"mesh": {"stage": 2}, "num_micro_batches": 8}
     plan = small_tied_plan(machine, 48, sizes, **asked)
     assert len(plan.pipelines) in (2, 6)
+
+
+def test_no_replicas_are_faster_than_their_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weigh = uneven_replica_plans._weigh
+    found: list[tuple[float, Replicas]] = []
+
+    def compared(
+        graph: Any, cluster: Cluster, request: Any, case: Any, *others: Any
+    ) -> Replicas:
+        result = weigh(graph, cluster, request, case, *others)
+        programs = {name: others[-1].get(name) for name in ("again", "known")}
+        given = graph, cluster, request, case.size, [case.count]
+        least = uneven_replica_plans._least_seconds(*given, **programs)
+        found.append((least[case.count], result))
+        return result
+
+    monkeypatch.setattr(uneven_replica_plans, "_weigh", compared)
+    sizes = {"layers": 2, "embed": 512, "heads": 8, "kv_heads": 8, "mlp": 2048}
+    job = models.job(
+        "llama-test", **sizes, sequence=16_384, vocab=2048, scan_layers=True
+    )
+    batch = jax.eval_shape(lambda: job.batch_at(0, 8))
+    given = job.loss_fn, jobs.abstract_model(job), batch
+    options: dict[str, Any] = {"optimizer": optax.adam(1e-3), "precision": "bf16"}
+    wh.plan(*given, cluster="h100:1x2+a100-40:1x2", shares=None, **options)
+    assert any(result.plan.attention for _, result in found)
+    for least, result in found:
+        assert 0 < least <= result.step_seconds * (1 + 1e-9), result.case

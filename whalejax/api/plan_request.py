@@ -272,6 +272,7 @@ class PlanQuestion:
             programs.graph,
             wanted,
             known=programs.known,
+            again=programs.again,
             replan=lambda part: self._alone.replan(cluster=part),
         )
 

@@ -97,7 +97,7 @@ class Supervisor:
             say=tell_user,
             asks=(),
             signals=(AT_ONCE,),
-            turn=self._written,
+            turn=self._write_turn,
             further=self._do,
         )
         self._processes = self._loop.processes
@@ -603,7 +603,7 @@ class Supervisor:
     # Effects.
 
     @contextlib.contextmanager
-    def _written(self, effects: Sequence[ev.Effect]) -> Iterator[None]:
+    def _write_turn(self, effects: Sequence[ev.Effect]) -> Iterator[None]:
         """Writes the events of a turn before its effects; then acknowledges them."""
         for effect in effects:
             self._write(effect)
