@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,8 +28,12 @@ from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
 from whalejax.planner.model.reshape_factors import slots_of
 from whalejax.planner.sharding.offload_candidates import sliced_leaves, waiting_values
+from whalejax.planner.sharding.operation_rows import OperationRows
 from whalejax.planner.sharding.parameter_layout import LeafFacts
+from whalejax.planner.sharding.sequence_parallel import SequenceSplits
 
+
+T = TypeVar("T")
 
 Counts = Mapping[int, float]
 """Number of tensors of each entry or kind, by its index."""
@@ -281,6 +286,7 @@ class AnalysedProgram:
 
     Attributes:
         views: Operations in terms of roles.
+        splits: Divisions of the TaskGraphs for sequence parallelism.
     """
 
     def __init__(
@@ -290,7 +296,34 @@ class AnalysedProgram:
         self.dims = dims
         self.compiler = compiler
         self.views = Views(graph, dims)
+        self.splits = SequenceSplits(graph, dims)
         self._courses: dict[tuple[bool, bool], StepLiveness] = {}
+        self._known: dict[Hashable, tuple[tuple[object, ...], Any]] = {}
+
+    def once(self, what: Hashable, make: Callable[..., T], *args: object) -> T:
+        """Returns ``make(*args)``, made once for the same ``what`` and objects.
+
+        Args:
+            what: Name of the result, with all arguments that are compared by value.
+            make: Function that makes the result.
+            args: Its arguments, compared by identity.
+        """
+        key = what, *map(id, args)
+        if key not in self._known:
+            # The arguments are kept because ids are unique only among live objects.
+            self._known[key] = args, make(*args)
+        result: T = self._known[key][1]
+        return result
+
+    def rows(self, graph: Graph) -> OperationRows:
+        """Returns the cost rows of the loss with the TaskGraphs of ``graph``."""
+        return self.once("rows", self.views.rows, graph)
+
+    def live_sets(
+        self, graph: Graph, facts: LeafFacts, course: StepLiveness
+    ) -> SpanLiveSets:
+        """Returns ``moments`` of the loss; the arguments are its arguments."""
+        return self.once("live sets", moments, graph, facts, course)
 
     @functools.cached_property
     def waiting(self) -> dict[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,6 @@ from whalejax.planner.cost_terms import MemoryTerms
 from whalejax.planner.memory.live_sets import (
     AnalysedProgram,
     SpanLiveSets,
-    StepLiveness,
-    moments,
 )
 from whalejax.planner.memory.peak import WHOLE_PROGRAM, PeakMemory, StageShare, peak_of
 from whalejax.planner.model.dimensions import Dimensions
@@ -149,7 +147,6 @@ class LayoutMemory:
     facts: LeafFacts
     hosting: HostMemoryLimits
     dims: Dimensions
-    _found: dict[StepLiveness, SpanLiveSets] = field(default_factory=dict, init=False)
 
     @functools.cached_property
     def homes(self) -> tuple[tuple[int, int | None], ...]:
@@ -240,9 +237,7 @@ class LayoutMemory:
             regathers: Whether products gather their weights again backward.
         """
         course = self.program.course(apart=apart, regathers=regathers)
-        if course not in self._found:
-            self._found[course] = moments(self.graph, self.facts, course)
-        return self._found[course]
+        return self.program.live_sets(self.graph, self.facts, course)
 
     def _batch_bytes(
         self,

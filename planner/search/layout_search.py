@@ -55,6 +55,7 @@ from whalejax.planner.sharding.operation_rows import OperationRows, Row
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
+    OptimizerBytes,
     lay_out,
 )
 from whalejax.planner.sharding.sequence_parallel import SequenceSplit, shared_roles
@@ -303,25 +304,21 @@ class Search:
         self.program: AnalysedProgram = known or AnalysedProgram(
             graph, dims, cluster.compiler
         )
-        self.rows: OperationRows = self.program.views.rows(graph)
-        self.facts: LeafFacts = (
-            LeafFacts.of(
-                graph,
-                dims,
-                self.rows.reading,
-                request.optimizer,
-                narrowed=request.narrowed,
-                cast_bytes=request.cast_bytes,
-            )
-            if beside is None
-            else beside.facts.at(weight_homes(graph, self.rows.weight))
-        )
+        self.rows: OperationRows = self.program.rows(graph)
         self.options: Options = (
-            choices(graph, dims, self.rows, request.default)
+            self.program.once(
+                ("choices", request.default),
+                lambda graph: choices(graph, dims, self.rows, request.default),
+                graph,
+            )
             if beside is None
             else beside.options
         )
-        self.facts = self.facts.with_stored_axes(self.options.stored)
+        self.facts: LeafFacts = (
+            self._facts()
+            if beside is None
+            else self.program.once("split", self._split_facts, beside.facts, graph)
+        )
         self.evaluator = Evaluator(
             graph=graph,
             dims=dims,
@@ -334,6 +331,25 @@ class Search:
         self.hosting = self.evaluator.hosting
         self.named_axes = pinned_axes(graph)
         self._begin(beside)
+
+    def _facts(self) -> LeafFacts:
+        narrowed, cast = self.request.narrowed, self.request.cast_bytes
+
+        def facts(graph: Graph, optimizer: OptimizerBytes) -> LeafFacts:
+            return LeafFacts.of(
+                graph,
+                self.dims,
+                self.rows.reading,
+                optimizer,
+                narrowed=narrowed,
+                cast_bytes=cast,
+            ).with_stored_axes(self.options.stored)
+
+        what = "facts", self.request.default, narrowed, cast
+        return self.program.once(what, facts, self.graph, self.request.optimizer)
+
+    def _split_facts(self, facts: LeafFacts, graph: Graph) -> LeafFacts:
+        return facts.at(weight_homes(graph, self.rows.weight))
 
     def _begin(self, beside: Search | None) -> None:
         self._combined: dict[object, tuple[list[dict[int, Table]], bool]] = {}

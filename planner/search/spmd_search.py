@@ -38,7 +38,6 @@ from whalejax.planner.sharding.metadata_constraints import check_devices, copies
 from whalejax.planner.sharding.sequence_parallel import (
     SUFFIX,
     split_between,
-    splits_between,
 )
 from whalejax.planner.step_options import LOSS_CHUNKS
 
@@ -466,7 +465,7 @@ class ProgramSearches:
         if asked:
             plain.scored = []  # They must not bound the requested plans.
         result = []
-        for split in splits_between(analysed.graph, analysed.dims, near):
+        for split in map(plain.program.splits.of, near):
             if not split.parents:
                 continue  # There are no operations between products.
             apart = Search(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.planner.model.dimensions import Dimensions, op_roles
@@ -71,39 +71,49 @@ def split_between(
         dims: Logical dimensions of the loss.
         shared: Roles that ``tensor`` shards.
     """
-    return next(splits_between(graph, dims, [shared]))
+    return SequenceSplits(graph, dims).of(shared)
 
 
-def splits_between(
-    graph: Graph, dims: Dimensions, several: Iterable[frozenset[int]]
-) -> Iterator[SequenceSplit]:
-    """Yields the result of ``split_between`` for each set of roles.
+class SequenceSplits:
+    """Results of ``split_between`` for any roles of one graph, each made once.
 
     Args:
         graph, dims: Arguments of ``split_between``.
-        several: Sets of roles.
     """
-    several = [*several]
-    if not several:
-        return
-    batch = frozenset(r.index for r in dims.batch)
-    roles = [op_roles(index, op, dims) for index, op in enumerate(graph.ops)]
-    follows = _weight_only_ops(graph)
-    # Most operations are in the same TaskGraph in all splits.
-    moved = functools.cache(lambda op, home: _with_task_graph(graph.ops[op], home))
-    for shared in several:
+
+    def __init__(self, graph: Graph, dims: Dimensions) -> None:
+        self.graph = graph
+        self.dims = dims
+        self.of = functools.cache(self._of)
+        # Most operations are in the same TaskGraph in all splits.
+        self._moved = functools.cache(self._op)
+
+    @functools.cached_property
+    def _roles(self) -> list[frozenset[int]]:
+        return [op_roles(i, op, self.dims) for i, op in enumerate(self.graph.ops)]
+
+    @functools.cached_property
+    def _follows(self) -> list[tuple[int, int]]:
+        return _weight_only_ops(self.graph)
+
+    @functools.cached_property
+    def _lends(self) -> list[bool]:
+        marks = [one.strategy for one in self.graph.task_graphs]
+        return [mark is not None and mark.kind == "replicate" for mark in marks]
+
+    def _of(self, shared: frozenset[int]) -> SequenceSplit:
+        graph, roles = self.graph, self._roles
+        batch = frozenset(r.index for r in self.dims.batch)
         known = {own: bool(own & batch) and not own & shared for own in {*roles}}
         children: dict[int, int] = {}
         homes: list[int] = []
         for op, own in zip(graph.ops, roles, strict=True):
             home = op.task_graph
-            mark = graph.task_graphs[home].strategy
-            lends = mark is not None and mark.kind == "replicate"
-            if known[own] and not lends:
+            if known[own] and not self._lends[home]:
                 place = len(graph.task_graphs) + len(children)
                 home = children.setdefault(home, place)
             homes.append(home)
-        for index, reader in follows:
+        for index, reader in self._follows:
             homes[index] = homes[reader]
         new = tuple(
             TaskGraph(index=child, name=graph.task_graphs[parent].name + SUFFIX)
@@ -111,15 +121,15 @@ def splits_between(
         )
         whole = dataclasses.replace(
             graph,
-            ops=tuple(map(moved, range(len(homes)), homes)),
+            ops=tuple(map(self._moved, range(len(homes)), homes)),
             task_graphs=(*graph.task_graphs, *new),
         )
         parents = {child: parent for parent, child in children.items()}
-        yield SequenceSplit(graph=whole, parents=parents, shared=shared)
+        return SequenceSplit(graph=whole, parents=parents, shared=shared)
 
-
-def _with_task_graph(op: Op, home: int) -> Op:
-    return op if op.task_graph == home else dataclasses.replace(op, task_graph=home)
+    def _op(self, index: int, home: int) -> Op:
+        op = self.graph.ops[index]
+        return op if op.task_graph == home else dataclasses.replace(op, task_graph=home)
 
 
 def _weight_only_ops(graph: Graph) -> list[tuple[int, int]]:

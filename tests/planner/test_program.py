@@ -21,7 +21,6 @@ from whalejax.planner.sharding.parameter_layout import lay_out
 from whalejax.planner.sharding.sequence_parallel import (
     SequenceSplit,
     split_between,
-    splits_between,
 )
 
 
@@ -38,7 +37,7 @@ def _plain() -> Search:
 def _splits(plain: Search) -> list[SequenceSplit]:
     sets = [frozenset(choice) for choice in plain.options.choices[0].sets]
     assert len(sets) > 1
-    return [*splits_between(plain.graph, plain.dims, sets)]
+    return [*map(plain.program.splits.of, sets)]
 
 
 def beside(plain: Search, split: SequenceSplit) -> Search:
@@ -74,7 +73,7 @@ def test_views_of_a_graph_fold_all_ways_to_part_it(
     plain: Search, splits: list[SequenceSplit]
 ) -> None:
     for split in splits:
-        found = plain.program.views.rows(split.graph)
+        found = plain.program.rows(split.graph)
         fresh = build_rows(split.graph, plain.dims)
         assert (found.ops, found.flows) == (fresh.ops, fresh.flows)
         assert {row.task_graph for row in found.ops} == {0, 1}

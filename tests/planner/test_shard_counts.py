@@ -35,7 +35,7 @@ from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.fused_parameters import FusedLayout, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.parameter_layout import lay_out
-from whalejax.planner.sharding.sequence_parallel import shared_roles, splits_between
+from whalejax.planner.sharding.sequence_parallel import shared_roles
 from whalejax.planner.sharding.shard_counts import (
     ShardCounts,
     leaf_shard_counts,
@@ -241,7 +241,7 @@ def test_sharding_the_sequence_takes_no_less_than_its_bound(
         shared.setdefault(roles)
     shared.pop(frozenset(), None)
     compared = 0
-    for split in splits_between(plain.graph, plain.dims, shared):
+    for split in map(plain.program.splits.of, shared):
         apart = Search(
             split.graph,
             plain.dims,

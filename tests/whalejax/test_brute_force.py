@@ -27,7 +27,7 @@ from whalejax.planner.search import spmd_search
 from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.sharding.layout import divisors
-from whalejax.planner.sharding.sequence_parallel import shared_roles, splits_between
+from whalejax.planner.sharding.sequence_parallel import shared_roles
 from whalejax.planner.step_options import LOSS_CHUNKS
 
 
@@ -102,7 +102,7 @@ def every_step(graph: Any, cluster: Any, request: Any, again: Any) -> Iterator[f
             for tables in search._tables(mesh)
         }
         sets = [roles for roles in shared if roles]
-        for split in splits_between(analysed.graph, analysed.dims, sets):
+        for split in map(search.program.splits.of, sets):
             beside = {"beside": search, "split": split}
             yield from steps_of(
                 Search(split.graph, analysed.dims, cluster, asked, **beside)
