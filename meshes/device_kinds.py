@@ -394,6 +394,11 @@ class DeviceKind:
         return self.memory_bytes_per_second * share
 
     @property
+    def is_linear_in_bytes(self) -> bool:
+        """Whether ``elementwise_seconds`` is proportional to the bytes."""
+        return self._memory is None
+
+    @property
     def launch_seconds(self) -> float:
         """Fixed seconds of one operation of a compiled program.
 

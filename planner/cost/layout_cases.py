@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -20,10 +21,13 @@ from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 from whalejax.planner.sharding.shard_counts import (
     LeafShardCounts,
+    distinct_columns,
     leaf_shard_counts,
     table_shard_counts,
 )
 
+
+T = TypeVar("T")
 
 Cuts = tuple[LeafShardCounts, ...]
 """Shard counts of each parameter group."""
@@ -42,6 +46,54 @@ class AxisHits:
     code: np.ndarray
     parts: Mapping[int, np.ndarray]
     tensor: np.ndarray
+    _inverse: dict[frozenset[int], np.ndarray] = field(default_factory=dict, init=False)
+
+    def inverse(self, roles: frozenset[int]) -> np.ndarray:
+        """Returns 1 over the number of shards of a tensor with some roles, by layout.
+
+        Args:
+            roles: Roles of the tensor.
+        """
+        if roles not in self._inverse:
+            shards = [n for role, n in self.parts.items() if role in roles]
+            self._inverse[roles] = 1 / math.prod(shards, start=np.ones(len(self.code)))
+        return self._inverse[roles]
+
+
+class LayoutGroups(Generic[T]):
+    """Layouts of a grid in groups, with a result for each group, made when needed.
+
+    Args:
+        columns: Codes of the layouts; those with equal codes are one group.
+        number: Number of layouts.
+    """
+
+    def __init__(self, columns: Sequence[np.ndarray], number: int) -> None:
+        self._first, self._group = np.zeros(1, np.int64), np.zeros(number, np.int64)
+        if number > 1:
+            self._first, self._group = distinct_columns(columns)
+        self._numbers = np.full(len(self._first), -1)
+        self._results: dict[T, int] = {}
+
+    def of(
+        self, layouts: np.ndarray, make: Callable[[int], T]
+    ) -> Iterator[tuple[T, np.ndarray]]:
+        """Yields each result, with the places of its layouts.
+
+        Args:
+            layouts: Indices of layouts of the grid.
+            make: Function from the index of a layout to the result of its group.
+        """
+        groups = self._group[layouts]
+        for group in np.unique(groups[self._numbers[groups] < 0]).tolist():
+            result = make(int(self._first[group]))
+            number = self._results.setdefault(result, len(self._results))
+            self._numbers[group] = number
+        numbers = self._numbers[groups]
+        used = {*np.unique(numbers).tolist()}
+        for result, number in self._results.items():
+            if number in used:
+                yield result, np.flatnonzero(numbers == number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +104,7 @@ class LayoutGrid:
         tables: Distinct compute tables by TaskGraph.
         table: For each layout, its index in ``tables``.
         mesh: Sizes of each mesh axis by layout, outermost axis first.
+        groups: Groups of layouts with a common result, by the key of the result.
     """
 
     tables: Sequence[Mapping[int, Table]]
@@ -59,6 +112,7 @@ class LayoutGrid:
     mesh: Mapping[str, np.ndarray]
     _hits: dict[object, AxisHits] = field(default_factory=dict, init=False)
     _codes: dict[object, np.ndarray] = field(default_factory=dict, init=False)
+    groups: dict[object, LayoutGroups[Any]] = field(default_factory=dict, init=False)
     _homes: dict[int, list[tuple[Table, np.ndarray]]] = field(
         default_factory=dict, init=False
     )
@@ -82,22 +136,22 @@ class LayoutGrid:
         return self._homes[home]
 
     def hits(
-        self, home: int, present: frozenset[int], divisible: Mapping[int, int]
+        self, home: int, present: frozenset[int], divisible: Sequence[int]
     ) -> AxisHits:
         """Returns ``operation_cost.hits_of`` for all layouts of the grid.
 
         Args:
             home: TaskGraph of the operation.
             present: Roles of the operation.
-            divisible: Number that the shard count of each role must divide.
+            divisible: Number that the shard count of each role must divide, by role.
         """
-        key = home, present, tuple(divisible.items())
+        key = home, present, tuple([divisible[role] for role in sorted(present)])
         if key not in self._hits:
             self._hits[key] = self._all_hits(home, present, divisible)
         return self._hits[key]
 
     def _all_hits(
-        self, home: int, present: frozenset[int], divisible: Mapping[int, int]
+        self, home: int, present: frozenset[int], divisible: Sequence[int]
     ) -> AxisHits:
         code = np.zeros(len(self), dtype=np.int64)
         tensor = np.zeros(len(self), dtype=bool)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
-from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
+from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS, CompilerProfile
 from whalejax.planner.cost.blocked_attention import AHEAD, BEHIND, block_seconds
 from whalejax.planner.cost.collectives import (
     axis_parts,
@@ -34,7 +34,7 @@ from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
 from whalejax.planner.plan_entries import Collective, CollectiveKind
 from whalejax.planner.sharding.fused_parameters import FusedLayout, lying
-from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
+from whalejax.planner.sharding.layout import Spec, Table, axis_roles, spec_of
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use
 from whalejax.planner.sharding.shard_counts import (
     ShardCounts,
@@ -149,10 +149,14 @@ def hits_of(present: frozenset[int], table: Table, s: CostSetting) -> dict[str, 
     return hits
 
 
+def present_roles(row: Row) -> frozenset[int]:
+    """Returns all roles of an operation."""
+    return frozenset[int]().union(*(slot.roles for slot in row.slots))
+
+
 def row_hits(row: Row, table: Table, s: CostSetting) -> dict[str, int]:
     """Returns the role of this operation that each mesh axis shards."""
-    present = frozenset[int]().union(*(slot.roles for slot in row.slots))
-    return hits_of(present, table, s)
+    return hits_of(present_roles(row), table, s)
 
 
 def row_cost(row: Row, hits: Mapping[str, int], s: CostSetting) -> RowCost:
@@ -197,10 +201,10 @@ def row_seconds(
     if row.product is not None and row.kind == ATTENTION:
         return block_seconds(local_product(row.product, hits, s), row.product, kind)
     if row.product is None:
-        ahead = kind.elementwise_seconds(forward, _transcendentals(row, hits, s))
-        launches = float(bool(row.kernel_memory_slots(s.cluster.compiler)[1])) * (
-            2 if _gradient(row) else 1
-        )
+        slots = transcendental_slots(row)
+        count: Any = sum(local_bytes(x, hits, s) / x.itemsize_bytes for x in slots)
+        ahead = kind.elementwise_seconds(forward, count)
+        launches = kernels_of(row, s.cluster.compiler)
         return ahead, kind.elementwise_seconds(backward), launches
     one = _product_seconds(row.product, hits, s, kind)
     if row.kind == CONVOLUTION and kind.convolution_share is not None:
@@ -255,29 +259,51 @@ def memory_traffic(
     row: Row, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Any, Any]:
     """Returns the forward and backward memory traffic per device and micro-batch."""
+    forward, backward = traffic_slots(row, s.cluster.compiler)
+    return (
+        sum((times * local_bytes(slot, hits, s) for slot, times in forward), 0.0),
+        sum((times * local_bytes(slot, hits, s) for slot, times in backward), 0.0),
+    )
+
+
+SlotCounts = Sequence[tuple[Slot, float]]
+"""Tensors of an operation, with a number for each."""
+
+
+def traffic_slots(row: Row, compiler: CompilerProfile) -> tuple[SlotCounts, SlotCounts]:
+    """Returns the slots that pass through memory, with the number of their transfers.
+
+    Args:
+        row: Row of the operation.
+        compiler: Model of the compiler that fuses operations.
+
+    Returns:
+        Those of the forward pass, and those of the backward pass.
+    """
     slots = row.slots
     if row.kind in _READ_IN_PART:
         # Reads equal writes; the backward pass fills or adds to the operand's gradient.
-        some = local_bytes(row.results[0], hits, s)
-        return 2 * some, 2 * some if row.results[0].differentiable else 0.0
-    reads, writes = row.kernel_memory_slots(s.cluster.compiler)
-    read = sum((local_bytes(slots[i], hits, s) for i in reads), 0.0)
-    written = sum((local_bytes(slots[i], hits, s) for i in writes), 0.0)
+        result = row.results[0]
+        return [(result, 2)], [(result, 2)] if result.differentiable else []
+    reads, writes = row.kernel_memory_slots(compiler)
+    read = [(slots[i], 1) for i in reads]
+    written = [(slots[i], 1) for i in writes]
     if not _gradient(row):
-        return read + written, 0.0
+        return [*read, *written], []
     # The backward pass reads the cotangents of the results and writes those of the
     # operands. It reads the operands again unless the operation is linear.
-    back = written + sum(
-        local_bytes(slots[i], hits, s) for i in reads if slots[i].differentiable
-    )
-    return read + written, back if row.kind in LINEAR else back + read
+    back = [*written, *((slot, 1) for slot, _ in read if slot.differentiable)]
+    return [*read, *written], back if row.kind in LINEAR else [*back, *read]
 
 
-def _transcendentals(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
-    if not row.transcendental:
-        return 0.0
-    slot = row.results[0]
-    return local_bytes(slot, hits, s) / slot.itemsize_bytes
+def transcendental_slots(row: Row) -> tuple[Slot, ...]:
+    """Returns the results whose elements cost an exp, tanh or the like each."""
+    return row.results[:1] if row.transcendental else ()
+
+
+def kernels_of(row: Row, compiler: CompilerProfile) -> float:
+    """Returns the number of kernels of a row without a product, of both passes."""
+    return bool(row.kernel_memory_slots(compiler)[1]) * (2.0 if _gradient(row) else 1.0)
 
 
 def local_product(
@@ -369,7 +395,7 @@ def gradients_of(
     if not _gradient(row):
         return ()
     once = row.rereads if s.cluster.compiler.merge_partials else 1
-    present = frozenset[int]().union(*(slot.roles for slot in row.slots))
+    present = present_roles(row)
     return tuple(
         Collective(
             kind="all-reduce",
@@ -483,11 +509,86 @@ def _spatial_axes(row: Row, hits: Mapping[str, int]) -> dict[int, str]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class FlowStep:
+    """One collective of a value, without its bytes and repetitions.
+
+    Attributes:
+        kind, axes, phase, what: Fields of ``Collective``.
+        divided: Mesh axes by whose sizes the bytes are divided; one group after the
+            other.
+        narrow: Whether a compiler transfers half of the bytes.
+        reads: Whether it runs again if a reader does, not if the producer does.
+    """
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    phase: str
+    what: str
+    divided: tuple[tuple[str, ...], ...]
+    narrow: bool = False
+    reads: bool = False
+
+
 def flow_cost(
     flow: Flow, tables: Mapping[int, Table], s: CostSetting
 ) -> tuple[Collective, ...]:
     """Returns the collectives of a value between its producer and its readers, and
     those of its cotangent.
+
+    Args:
+        flow: Value between its producer and its readers.
+        tables: Compute table of each TaskGraph.
+        s: Mesh, micro-batches and the compiler's profile.
+    """
+    steps, has_batch = flow_steps(flow, tables, s), flow.source.roles & s.batch_roles
+    return flow_collectives(flow, steps, s.mesh, s.num_micro_batches, bool(has_batch))
+
+
+def flow_collectives(
+    flow: Flow,
+    steps: Sequence[FlowStep],
+    mesh: Mapping[str, Any],
+    num_micro_batches: Any,
+    has_batch: bool,
+) -> tuple[Collective, ...]:
+    """Returns the collectives of a value, with their bytes.
+
+    Args:
+        flow: Value between its producer and its readers.
+        steps: Result of ``flow_steps``.
+        mesh: Sizes of the mesh axes, or arrays of them.
+        num_micro_batches: Number of micro-batches of a step, or an array of numbers.
+        has_batch: Whether micro-batches divide the value.
+    """
+    nbytes: Any = float(flow.source.nbytes)
+    if has_batch:
+        nbytes /= num_micro_batches
+    result = []
+    for step in steps:
+        local = nbytes
+        for axes in step.divided:
+            local = local / math.prod(mesh[axis] for axis in axes)
+        runs_again = flow.read_remat if step.reads else flow.remat
+        again = 2 if runs_again and step.phase == "forward" else 1
+        result.append(
+            Collective(
+                kind=step.kind,
+                axes=step.axes,
+                phase=step.phase,
+                what=step.what,
+                payload_bytes=whole_bytes(local / 2 if step.narrow else local),
+                count=flow.count * again,
+                scope=flow.scope,
+            )
+        )
+    return tuple(result)
+
+
+def flow_steps(
+    flow: Flow, tables: Mapping[int, Table], s: CostSetting
+) -> tuple[FlowStep, ...]:
+    """Returns the collectives of a value and of its cotangent, without their bytes.
 
     Forward, partial sums are reduced at the producer, or reduce-scattered if every
     reader needs the value sharded over the same axis. Then the value is resharded once
@@ -497,16 +598,14 @@ def flow_cost(
     Args:
         flow: Value between its producer and its readers.
         tables: Compute table of each TaskGraph.
-        s: Mesh, micro-batches and the compiler's profile.
+        s: Mesh, or one of the meshes that shard the same roles, and the compiler's
+            profile.
     """
     slot, table = flow.source, tables[flow.task_graph]
     source = lying(slot.layout, slot.sizes, flow.fused, table, s.shape)
     targets = {use: _spec(use.view, use.task_graph, tables, s) for use in flow.uses}
     layouts = list(dict.fromkeys(targets.values()))
-    nbytes: Any = float(flow.source.nbytes)
-    if flow.source.roles & s.batch_roles:
-        nbytes /= s.num_micro_batches
-    path = _Path(flow, nbytes, s)
+    path = _Path(flow, s)
     hits = hits_of(flow.present, tables[flow.task_graph], s)
     wanted = _common(layouts)
     here = source
@@ -517,6 +616,27 @@ def flow_cost(
     if flow.source.differentiable:
         path.back(source, targets, tables)
     return tuple(path.found)
+
+
+def flow_key(flow: Flow, s: CostSetting) -> Hashable:
+    """Returns a key that is equal for values with the same ``flow_steps``.
+
+    Args:
+        flow: Value between its producer and its readers.
+        s: Setting with the compiler's profile and the logical dimensions.
+    """
+    uses = tuple(
+        (use.view.layout, use.view.sizes, use.task_graph, use.present, use.readers)
+        for use in flow.uses
+    )
+    slot = flow.source
+    roles = sorted(flow.present.union(*(use.present for use in flow.uses)))
+    return (
+        (slot.layout, slot.sizes, slot.differentiable, slot.weight, flow.task_graph),
+        (flow.present, flow.reduced, flow.parameter, flow.multiplied, flow.fused, uses),
+        tuple([(role, s.dims.roles[role].divisible) for role in roles]),
+        s.cluster.compiler,
+    )
 
 
 def _spec(
@@ -539,28 +659,25 @@ def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
 
 
 class _Path:
-    def __init__(self, flow: Flow, nbytes: Any, s: CostSetting) -> None:
+    def __init__(self, flow: Flow, s: CostSetting) -> None:
         self.flow = flow
-        self.nbytes = nbytes
         self.s = s
-        self.found: list[Collective] = []
+        self.found: list[FlowStep] = []
 
     def reduce(
         self, spec: Spec, axes: Sequence[str], wanted: Mapping[str, int], phase: str
     ) -> Spec:
         """Reduces over axes, scattered over those in ``wanted``; returns the layout."""
         scattered = (
-            [a for a in axes if a in wanted]
+            tuple(a for a in axes if a in wanted)
             if self.s.cluster.compiler.reduce_scatter
-            else []
+            else ()
         )
         left = tuple(a for a in axes if a not in scattered)
-        local = self.nbytes / shards(spec, self.s.mesh)
-        again = 2 if self.flow.remat and phase == "forward" else 1
+        held = tuple(axis for axes in spec for axis in axes)
         what = "parameter" if self.flow.parameter else "activation"
-        self._add("reduce-scatter", tuple(scattered), phase, what, local, again)
-        local = local / math.prod(self.s.mesh[a] for a in scattered)
-        self._add("all-reduce", left, phase, what, local, again)
+        self._add(FlowStep("reduce-scatter", scattered, phase, what, (held,)))
+        self._add(FlowStep("all-reduce", left, phase, what, (held, scattered)))
         dims = list(spec)
         for axis in scattered:
             dims[wanted[axis]] = (*dims[wanted[axis]], axis)
@@ -575,12 +692,16 @@ class _Path:
         mesh = self.s.mesh
         gathered = tuple(a for a in mesh if a in old and a not in new)
         exchanged = tuple(a for a in mesh if a in old and new.get(a, old[a]) != old[a])
-        kept = math.prod(mesh[a] for a in old if a not in gathered)
-        again = 2 if self.flow.read_remat and phase == "forward" else 1
+        kept = tuple(a for a in old if a not in gathered)
         narrow = self.flow.multiplied and self.s.cluster.compiler.narrow_products
-        local = self.nbytes / kept / (2 if narrow else 1)
-        self._add("all-to-all", exchanged, phase, "border", local, again)
-        self._add("all-gather", gathered, phase, "border", local, again)
+        both: tuple[tuple[CollectiveKind, tuple[str, ...]], ...]
+        both = ("all-to-all", exchanged), ("all-gather", gathered)
+        for kind, axes in both:
+            self._add(
+                FlowStep(
+                    kind, axes, phase, "border", (kept,), narrow=narrow, reads=True
+                )
+            )
 
     def back(
         self, source: Spec, targets: Mapping[Use, Spec], tables: Mapping[int, Table]
@@ -605,27 +726,9 @@ class _Path:
                     here = self.reduce(here, summed, missing, "backward")
             self.bring(here, source, "backward")
 
-    def _add(
-        self,
-        kind: CollectiveKind,
-        axes: tuple[str, ...],
-        phase: str,
-        what: str,
-        payload: Any,
-        again: int,
-    ) -> None:
-        if axes:
-            self.found.append(
-                Collective(
-                    kind=kind,
-                    axes=axes,
-                    phase=phase,
-                    what=what,
-                    payload_bytes=whole_bytes(payload),
-                    count=self.flow.count * again,
-                    scope=self.flow.scope,
-                )
-            )
+    def _add(self, step: FlowStep) -> None:
+        if step.axes:
+            self.found.append(step)
 
 
 def as_run(collective: Collective, s: CostSetting) -> tuple[Collective, float]:

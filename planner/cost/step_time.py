@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,18 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted_constants import WHOLE, constants
 from whalejax.planner.cost.adasum_cost import within_ranks
 from whalejax.planner.cost.collectives import CollectiveRates, spans_of
-from whalejax.planner.cost.layout_cases import AxisHits, LayoutCases
+from whalejax.planner.cost.layout_cases import AxisHits, LayoutCases, LayoutGroups
+from whalejax.planner.cost.memory_rows import MemoryRows
 from whalejax.planner.cost.operation_cost import (
     CostSetting,
-    flow_cost,
+    FlowStep,
+    flow_collectives,
+    flow_key,
+    flow_steps,
     gradients_of,
     halos_of,
     hits_of,
+    present_roles,
     rounds_of,
     row_seconds,
     slowest_kind,
@@ -44,9 +49,8 @@ from whalejax.planner.cost_terms import TimeTerms
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import ATTENTION
 from whalejax.planner.plan_entries import Collective
-from whalejax.planner.sharding.fused_parameters import FusedLayout
-from whalejax.planner.sharding.layout import SPATIAL_AXES, Table
-from whalejax.planner.sharding.operation_rows import Flow, OperationRows, Row, Slot
+from whalejax.planner.sharding.layout import SPATIAL_AXES
+from whalejax.planner.sharding.operation_rows import Flow, OperationRows, Row
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 from whalejax.planner.sharding.shard_counts import (
     distinct_columns,
@@ -151,6 +155,7 @@ class StepTime:
         dims: Logical dimensions of the loss.
         cluster: Devices, links and their compiler.
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
+        memory_rows: Its operations without products.
         traced_parts: Micro-batches into which the traced loss is already divided.
     """
 
@@ -159,8 +164,10 @@ class StepTime:
     dims: Dimensions
     cluster: Cluster
     cast_bytes: float
+    memory_rows: MemoryRows
     traced_parts: int = 1
     _present: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
+    _keys: dict[int, Hashable] = field(default_factory=dict, init=False)
 
     def of(
         self, cases: LayoutCases, combined: Sequence[Collective] | None = None
@@ -216,6 +223,13 @@ class StepTime:
         first, inverse = distinct_columns([cases.row, cases.count])
         return _StageTimes(self, cases.take(first), combined), inverse
 
+    def flow_key(self, flow: Flow) -> Hashable:
+        """Returns ``operation_cost.flow_key``, as a number of this model's."""
+        if id(flow) not in self._keys:
+            s = CostSetting({}, 1, self.cluster, self.dims)
+            self._keys[id(flow)] = flow_key(flow, s)
+        return self._keys[id(flow)]
+
     @property
     def launch_seconds(self) -> float:
         """Seconds of a kernel launch."""
@@ -224,8 +238,7 @@ class StepTime:
     def present(self, row: Row) -> frozenset[int]:
         """Returns the roles of an operation."""
         if id(row) not in self._present:
-            roles = (slot.roles for slot in row.slots)
-            self._present[id(row)] = frozenset[int]().union(*roles)
+            self._present[id(row)] = present_roles(row)
         return self._present[id(row)]
 
 
@@ -250,28 +263,19 @@ class _StageTimes:
         self.model, self.combined = model, combined
         self.batch_roles = frozenset(r.index for r in model.dims.batch)
         self.gradients: dict[tuple[str, ...], np.ndarray] = {}
-        number = len(cases)
-        self.compute, self.ahead = np.zeros(number), np.zeros(number)
-        self.between = np.zeros(number)
-        self.launches, self.covers = np.zeros(number), np.zeros(number)
+        number, plain = len(cases), model.memory_rows
         self.divisible = [role.divisible for role in model.dims.roles]
         self._use(cases)
-        for row in model.rows.ops:
-            self._operation(row)
+        self.compute, self.ahead, self.between = plain.seconds(
+            cases, self.parts, model.cluster.slowest, self.divisible
+        )
+        self.launches, self.covers = np.full(number, plain.launches), np.zeros(number)
+        for row in plain.products:
+            self._product(row)
 
     def _use(self, cases: LayoutCases) -> None:
         self.cases, self.number = cases, len(cases)
         self.parts = cases.count // self.model.traced_parts
-        # Axes that no case uses have one size for all of them.
-        self.sizes: list[tuple[str, Any]] = [
-            (axis, size if (size > 1).any() else np.int64(1))
-            for axis, size in cases.mesh.items()
-        ]
-        # A single case needs no groups.
-        self.single: list[tuple[np.ndarray, Mapping[int, Table], CostSetting]] = []
-        if len(cases) == 1:
-            s = dataclasses.replace(self._setting(cases.mesh), like=cases.mesh_at(0))
-            self.single.append((np.zeros(1, dtype=np.int64), cases.tables_at(0), s))
 
     def take(self, rows: np.ndarray) -> None:
         self._use(self.cases.take(rows))
@@ -291,8 +295,7 @@ class _StageTimes:
     # Sharded roles.
 
     def _hits(self, home: int, present: frozenset[int]) -> AxisHits:
-        divisible = {role: self.divisible[role] for role in sorted(present)}
-        return self.cases.grid.hits(home, present, divisible)
+        return self.cases.grid.hits(home, present, self.divisible)
 
     def _setting(self, mesh: Mapping[str, Any]) -> CostSetting:
         model = self.model
@@ -300,39 +303,23 @@ class _StageTimes:
             mesh, self.parts, model.cluster, model.dims, self.batch_roles
         )
 
-    def _codes(
-        self, slot: Slot, home: int, fused: FusedLayout | None = None
-    ) -> np.ndarray:
-        """Returns a number for each case, equal if a value has the same layout."""
-        codes = self.cases.grid.codes(slot.layout, slot.sizes, home, fused)
-        some: np.ndarray = codes[self.cases.row]
-        return some
+    def _groups(
+        self, key: Hashable, columns: Callable[[], Sequence[np.ndarray]]
+    ) -> LayoutGroups[Any]:
+        """Returns the layouts of the grid in groups with equal columns."""
+        grid = self.cases.grid
+        if key not in grid.groups:
+            alone = len(grid) == 1
+            grid.groups[key] = LayoutGroups(() if alone else columns(), len(grid))
+        return grid.groups[key]
 
-    def _equal_groups(
-        self, columns: Sequence[np.ndarray]
-    ) -> Iterator[tuple[np.ndarray, Mapping[int, Table], CostSetting]]:
-        """Yields equal cases, the tables of one of them, and their setting."""
-        if self.single:
-            yield from self.single
-            return
-        first, inverse = distinct_columns(columns)
-        order = np.argsort(inverse, kind="stable")
-        bounds = np.searchsorted(inverse[order], np.arange(1, len(first)))
-        model = self.model
-        for one, rows in zip(first.tolist(), np.split(order, bounds), strict=True):
-            some = CostSetting(
-                {a: size[rows] if size.ndim else size for a, size in self.sizes},
-                self.parts[rows],
-                model.cluster,
-                model.dims,
-                self.batch_roles,
-                like=self.cases.mesh_at(one),
-            )
-            yield rows, self.cases.tables_at(one), some
+    def _at(self, layout: int) -> CostSetting:
+        """Returns the setting of one layout of the grid."""
+        return self._setting(self.cases.grid.mesh_at(layout))
 
     # Rows of the program.
 
-    def _operation(self, row: Row) -> None:
+    def _product(self, row: Row) -> None:
         present, model = self.model.present(row), self.model
         # An operation's cost does not depend on which axes shard its roles.
         hits = self._hits(row.task_graph, present)
@@ -358,27 +345,60 @@ class _StageTimes:
         windows = row.repeats is not None
         if not (rings or weights or windows):
             return
-        columns = [self._hits(row.task_graph, present).code[self.cases.row]]
-        if windows:
-            columns += [self.cases.mesh[axis] for axis in SPATIAL_AXES]
-        for rows, tables, s in self._equal_groups(columns):
-            axes = hits_of(present, tables[row.task_graph], s)
-            if axes:
+        home, grid = row.task_graph, self.cases.grid
+        spatial = SPATIAL_AXES if windows else ()
+
+        def columns() -> Sequence[np.ndarray]:
+            sizes = (grid.mesh[axis] for axis in spatial)
+            return [self._hits(home, present).code, *sizes]
+
+        def axes_at(layout: int) -> tuple[object, ...]:
+            s = self._at(layout)
+            hits = hits_of(present, grid.tables[int(grid.table[layout])][home], s)
+            # Halo exchanges depend on the sizes of the axes, too.
+            return tuple(hits.items()), tuple((a, s.mesh[a]) for a in spatial)
+
+        divisible = tuple([self.divisible[role] for role in sorted(present)])
+        groups = self._groups(("axes", home, present, divisible, spatial), columns)
+        for (hits, _), rows in groups.of(self.cases.row, axes_at):
+            if hits:
+                axes = dict(hits)
+                s = self._setting({a: n[rows] for a, n in self.cases.mesh.items()})
+                s = dataclasses.replace(
+                    s,
+                    num_micro_batches=self.parts[rows],
+                    like=self.cases.mesh_at(int(rows[0])),
+                )
                 self._collect(rows, gradients_of(row, axes, s))
                 self._collect(rows, rounds_of(row, axes, s))
                 self._collect(rows, halos_of(row, axes, s))
 
     def _flow(self, flow: Flow) -> None:
-        home, place = flow.task_graph, self.cases.row
-        columns = [
-            self._codes(flow.source, home, flow.fused),
-            self._hits(home, flow.present).code[place],
-        ]
-        for use in flow.uses:
-            columns.append(self._codes(use.view, use.task_graph))
-            columns.append(self._hits(use.task_graph, use.present).code[place])
-        for rows, tables, s in self._equal_groups(columns):
-            self._collect(rows, flow_cost(flow, tables, s))
+        grid, mesh = self.cases.grid, self.cases.mesh
+
+        def columns() -> Sequence[np.ndarray]:
+            home, source = flow.task_graph, flow.source
+            result = [
+                grid.codes(source.layout, source.sizes, home, flow.fused),
+                self._hits(home, flow.present).code,
+            ]
+            for use in flow.uses:
+                where, view = use.task_graph, use.view
+                result.append(grid.codes(view.layout, view.sizes, where))
+                result.append(self._hits(where, use.present).code)
+            return result
+
+        def steps_at(layout: int) -> tuple[FlowStep, ...]:
+            tables = grid.tables[int(grid.table[layout])]
+            return flow_steps(flow, tables, self._at(layout))
+
+        groups = self._groups(self.model.flow_key(flow), columns)
+        has_batch = bool(flow.source.roles & self.batch_roles)
+        for steps, rows in groups.of(self.cases.row, steps_at):
+            used = {axis for step in steps for axes in step.divided for axis in axes}
+            sizes = {axis: mesh[axis][rows] for axis in used}
+            found = flow_collectives(flow, steps, sizes, self.parts[rows], has_batch)
+            self._collect(rows, found)
 
     def _collect(self, rows: np.ndarray, found: Sequence[Collective]) -> None:
         """Adds collectives; defers the gradient reductions."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
+from whalejax.planner.cost.memory_rows import MemoryRows
 from whalejax.planner.cost.operation_cost import CostSetting
 from whalejax.planner.cost.step_time import StepTime, TimeColumns
 from whalejax.planner.cost_terms import MemoryTerms
@@ -320,7 +321,18 @@ class Evaluator:
             dims=self.dims,
             cluster=self.cluster,
             cast_bytes=self.request.cast_bytes,
+            memory_rows=self._memory_rows,
             traced_parts=self.graph.num_micro_batches,
+        )
+
+    @property
+    def _memory_rows(self) -> MemoryRows:
+        compiler, batch = self.cluster.compiler, self.batch_roles
+        summed = self.cluster.slowest.is_linear_in_bytes
+        return self.program.once(
+            ("memory rows", compiler, batch, summed),
+            lambda rows: MemoryRows.of(rows.ops, compiler, batch, summed=summed),
+            self.rows,
         )
 
     @functools.cached_property

@@ -1,0 +1,201 @@
+"""Time of the operations that are limited by memory, for all of them and all cases.
+
+Most operations of a program have no matrix product: their time follows from the bytes
+that they read and write. The bytes of a tensor on a device are its size, divided by the
+shards of its roles and, with the batch, by the number of micro-batches. So the bytes of
+all the operations with the same roles are, in all cases, one small matrix product:
+[operations, divisors] times [divisors, cases]. On devices whose time is proportional to
+the bytes, such operations are summed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.cost.layout_cases import AxisHits, LayoutCases
+from whalejax.planner.cost.operation_cost import (
+    kernels_of,
+    present_roles,
+    traffic_slots,
+    transcendental_slots,
+)
+from whalejax.planner.model.graph import ATTENTION
+from whalejax.planner.sharding.operation_rows import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBlock:
+    """Operations of one TaskGraph with the same roles.
+
+    Attributes:
+        home: Their TaskGraph.
+        present: All of their roles.
+        divisors: Roles of the tensors, and whether these include the batch.
+        forward, backward: Bytes that each operation moves in one pass, unsharded, by
+            divisor; [operations, divisors].
+        transcendentals: Its exp, tanh and the like in the forward pass, by divisor.
+        ahead, behind: Number of forward and backward passes of each operation.
+        ahead_share: Share of both that belongs to the forward pass.
+    """
+
+    home: int
+    present: frozenset[int]
+    divisors: tuple[tuple[frozenset[int], bool], ...]
+    forward: np.ndarray
+    backward: np.ndarray
+    transcendentals: np.ndarray
+    ahead: np.ndarray
+    behind: np.ndarray
+    ahead_share: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Row],
+        compiler: CompilerProfile,
+        batch_roles: frozenset[int],
+        *,
+        summed: bool,
+    ) -> RowBlock:
+        """Returns the block of some operations.
+
+        Args:
+            rows: Operations without products, of one TaskGraph and with equal roles.
+            compiler: Model of the compiler that fuses them.
+            batch_roles: Roles of the batch.
+            summed: Whether to add the bytes of all operations with as many passes.
+        """
+        divisors: dict[tuple[frozenset[int], bool], int] = {}
+        entries: list[tuple[int, int, int, float]] = []
+        lines: dict[object, tuple[int, Row]] = {}
+        for number, row in enumerate(rows):
+            line, _ = lines.setdefault(
+                row.remat if summed else number, (len(lines), row)
+            )
+            scale = row.count if summed else 1
+            costly = [(x, 1 / x.itemsize_bytes) for x in transcendental_slots(row)]
+            for table, slots in enumerate((*traffic_slots(row, compiler), costly)):
+                for slot, times in slots:
+                    shared = slot.roles, bool(slot.roles & batch_roles)
+                    divisor = divisors.setdefault(shared, len(divisors))
+                    entries.append((table, line, divisor, scale * times * slot.nbytes))
+        tables = np.zeros((3, len(lines), len(divisors)))
+        for table, line, divisor, amount in entries:
+            tables[table, line, divisor] += amount
+        kept = [row for _, row in lines.values()]
+        remat = np.array([float(row.remat) for row in kept])
+        count = np.array([1.0 if summed else float(row.count) for row in kept])
+        return cls(
+            home=rows[0].task_graph,
+            present=present_roles(rows[0]),
+            divisors=tuple(divisors),
+            forward=tables[0],
+            backward=tables[1],
+            transcendentals=tables[2],
+            ahead=(1 + remat) * count,
+            behind=count,
+            ahead_share=1 / (3 + remat),
+        )
+
+    def seconds(
+        self, hits: AxisHits, cases: LayoutCases, parts: Any, kind: DeviceKind
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the seconds of a micro-batch, and those that count as forward pass.
+
+        Args:
+            hits: Mesh axes that shard the roles.
+            cases: Layouts.
+            parts: Number of micro-batches of a step, by case.
+            kind: Kind of the devices.
+        """
+        inverse = np.empty((len(self.divisors), len(cases)))
+        for row, (roles, batch) in zip(inverse, self.divisors, strict=True):
+            row[:] = hits.inverse(roles)[cases.row]
+            if batch:
+                row /= parts
+
+        def total(table: np.ndarray) -> Any:
+            # For so few operations, threads of a matrix product cost more than it.
+            return np.einsum("rd,dn->rn", table, inverse) if table.any() else 0.0
+
+        ahead = kind.elementwise_seconds(
+            total(self.forward), total(self.transcendentals)
+        )
+        both = self.ahead[:, None] * ahead + self.behind[
+            :, None
+        ] * kind.elementwise_seconds(total(self.backward))
+        return both.sum(axis=0), (self.ahead_share[:, None] * both).sum(axis=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRows:
+    """Operations of a program without matrix products.
+
+    Attributes:
+        products: The other operations.
+        blocks: Operations with the same roles.
+        launches: Number of kernels of all operations in ``blocks``.
+    """
+
+    products: tuple[Row, ...]
+    blocks: tuple[RowBlock, ...]
+    launches: float
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Row],
+        compiler: CompilerProfile,
+        batch_roles: frozenset[int],
+        *,
+        summed: bool,
+    ) -> MemoryRows:
+        """Divides the operations of a program.
+
+        Args:
+            rows: All cost rows of its operations.
+            compiler, batch_roles, summed: Arguments of ``RowBlock.of``.
+        """
+        places: dict[object, list[Row]] = {}
+        products = [x for x in rows if x.product or x.kind == ATTENTION]
+        plain = [x for x in rows if not (x.product or x.kind == ATTENTION)]
+        for row in plain:
+            places.setdefault((row.task_graph, present_roles(row)), []).append(row)
+        return cls(
+            products=tuple(products),
+            blocks=tuple(
+                RowBlock.of(several, compiler, batch_roles, summed=summed)
+                for several in places.values()
+            ),
+            launches=sum(kernels_of(row, compiler) * row.count for row in plain),
+        )
+
+    def seconds(
+        self, cases: LayoutCases, parts: Any, kind: DeviceKind, divisible: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the compute seconds of one micro-batch, by case.
+
+        Args:
+            cases: Layouts.
+            parts: Number of micro-batches of a step, by case.
+            kind: Kind of the devices.
+            divisible: Number that the shard count of each role must divide, by role.
+
+        Returns:
+            Seconds of both passes; those that count as the forward pass; and seconds of
+            both passes in operations that ``tensor`` does not shard.
+        """
+        compute, ahead, between = np.zeros((3, len(cases)))
+        for block in self.blocks:
+            hits = cases.grid.hits(block.home, block.present, divisible)
+            both, first = block.seconds(hits, cases, parts, kind)
+            compute += both
+            ahead += first
+            between += np.where(hits.tensor[cases.row], 0.0, both)
+        return compute, ahead, between
