@@ -85,14 +85,16 @@ class LayoutGroups(Generic[T]):
             make: Function from the index of a layout to the result of its group.
         """
         groups = self._group[layouts]
-        for group in np.unique(groups[self._numbers[groups] < 0]).tolist():
-            result = make(int(self._first[group]))
-            number = self._results.setdefault(result, len(self._results))
-            self._numbers[group] = number
         numbers = self._numbers[groups]
-        used = {*np.unique(numbers).tolist()}
-        for result, number in self._results.items():
-            if number in used:
+        if (numbers < 0).any():
+            for group in np.flatnonzero(np.bincount(groups[numbers < 0])).tolist():
+                result = make(int(self._first[group]))
+                number = self._results.setdefault(result, len(self._results))
+                self._numbers[group] = number
+            numbers = self._numbers[groups]
+        counts = np.bincount(numbers, minlength=len(self._results)).tolist()
+        for (result, number), count in zip(self._results.items(), counts, strict=True):
+            if count:
                 yield result, np.flatnonzero(numbers == number)
 
 

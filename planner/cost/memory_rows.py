@@ -139,11 +139,13 @@ class MemoryRows:
 
     Attributes:
         products: The other operations.
+        communicating: Operations that have collectives of their own in some layouts.
         blocks: Operations with the same roles.
         launches: Number of kernels of all operations in ``blocks``.
     """
 
     products: tuple[Row, ...]
+    communicating: tuple[Row, ...]
     blocks: tuple[RowBlock, ...]
     launches: float
 
@@ -169,6 +171,7 @@ class MemoryRows:
             places.setdefault((row.task_graph, present_roles(row)), []).append(row)
         return cls(
             products=tuple(products),
+            communicating=tuple(row for row in rows if _communicates(row)),
             blocks=tuple(
                 RowBlock.of(several, compiler, batch_roles, summed=summed)
                 for several in places.values()
@@ -199,3 +202,9 @@ class MemoryRows:
             ahead += first
             between += np.where(hits.tensor[cases.row], 0.0, both)
         return compute, ahead, between
+
+
+def _communicates(row: Row) -> bool:
+    rings = row.kind == ATTENTION and row.product is not None
+    weights = any(x.weight and x.differentiable for x in row.operands)
+    return rings or weights or row.repeats is not None

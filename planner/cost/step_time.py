@@ -287,7 +287,7 @@ class _StageTimes:
         self.links = _Links(self.cases, self.model.cluster)
         if not self.number:
             return
-        for row in self.model.rows.ops:
+        for row in self.model.memory_rows.communicating:
             self._collectives(row)
         for flow in self.model.rows.flows:
             self._flow(flow)
@@ -339,14 +339,9 @@ class _StageTimes:
             self.covers += seconds
 
     def _collectives(self, row: Row) -> None:
-        present = self.model.present(row)
-        rings = row.kind == ATTENTION and row.product is not None
-        weights = any(x.weight and x.differentiable for x in row.operands)
-        windows = row.repeats is not None
-        if not (rings or weights or windows):
-            return
+        present, mesh = self.model.present(row), self.cases.mesh
         home, grid = row.task_graph, self.cases.grid
-        spatial = SPATIAL_AXES if windows else ()
+        spatial = SPATIAL_AXES if row.repeats is not None else ()
 
         def columns() -> Sequence[np.ndarray]:
             sizes = (grid.mesh[axis] for axis in spatial)
@@ -363,7 +358,7 @@ class _StageTimes:
         for (hits, _), rows in groups.of(self.cases.row, axes_at):
             if hits:
                 axes = dict(hits)
-                s = self._setting({a: n[rows] for a, n in self.cases.mesh.items()})
+                s = self._setting({axis: mesh[axis][rows] for axis in axes})
                 s = dataclasses.replace(
                     s,
                     num_micro_batches=self.parts[rows],
