@@ -144,6 +144,7 @@ class DeviceKind:
     _efficiency: dict[str, Efficiency] = field(
         init=False, repr=False, compare=False, hash=False
     )
+    _achieved: float | None = field(init=False, repr=False, compare=False, hash=False)
     _product_seconds: float = field(init=False, repr=False, compare=False, hash=False)
     _wide: dict[str, Curve] = field(init=False, repr=False, compare=False, hash=False)
 
@@ -168,6 +169,7 @@ class DeviceKind:
             moved = [(nbytes, min(rate, most)) for nbytes, rate in moved]
         object.__setattr__(self, "_memory", Curve(moved) if moved else None)
         object.__setattr__(self, "_efficiency", {})
+        object.__setattr__(self, "_achieved", None)
 
     def __repr__(self) -> str:
         memory = gigabytes(self.memory_bytes)
@@ -388,10 +390,12 @@ class DeviceKind:
     @property
     def achieved_bytes_per_second(self) -> float:
         """Memory bandwidth that operations reach, without measurements by size."""
-        if not self.curve:
-            return self.memory_bytes_per_second
-        share = constants().memory_of(self)
-        return self.memory_bytes_per_second * share
+        if self._achieved is None:
+            share = constants().memory_of(self) if self.curve else 1.0
+            achieved = self.memory_bytes_per_second * share
+            object.__setattr__(self, "_achieved", achieved)
+            return achieved
+        return self._achieved
 
     @property
     def is_linear_in_bytes(self) -> bool:

@@ -11,7 +11,7 @@ import functools
 import itertools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.cluster import Cluster
@@ -171,12 +171,18 @@ class Segments:
         rows, spots = self.folded.rows, self.folded.spots
         s, result = self.setting, [0.0] * self.folded.count
         launch = self.search.cluster.slowest.launch_seconds
+        # Segments have the same layers, so most rows differ only in their place.
+        known: dict[Hashable, float] = {}
         for row in rows.ops:
-            cost = row_cost(row, row_hits(row, self._tables[row.task_graph], s), s)
-            seconds = cost.compute_seconds + cost.launches * launch
-            for c in cost.collectives:
-                seconds += as_run(c, s)[1]
-            result[spots[row.task_graph][0]] += float(seconds)
+            table = self._tables[row.task_graph]
+            key = id(table), row.alike
+            if key not in known:
+                cost = row_cost(row, row_hits(row, table, s), s)
+                seconds = cost.compute_seconds + cost.launches * launch
+                known[key] = float(
+                    seconds + sum(as_run(c, s)[1] for c in cost.collectives)
+                )
+            result[spots[row.task_graph][0]] += known[key]
         for flow in rows.flows:
             for c in flow_cost(flow, self._tables, s):
                 result[spots[flow.task_graph][0]] += float(as_run(c, s)[1])

@@ -11,8 +11,8 @@ saved or recomputed without them, and the halo exchange is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.model.dimensions import Dimensions, Layout, op_roles, roles_of
@@ -231,6 +231,15 @@ class Row:
         """Operands, then results."""
         return self.operands + self.results
 
+    @property
+    def alike(self) -> Hashable:
+        """Key of rows that are equal but for TaskGraph and scope.
+
+        It compares parts by identity, so it is valid among the rows of one program.
+        """
+        parts = [getattr(self, name) for name in _COMPARED]
+        return tuple([x if isinstance(x, int | str) else id(x) for x in parts])
+
     def kernel_memory_slots(
         self, compiler: CompilerProfile
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -238,6 +247,10 @@ class Row:
         if compiler.fuses_normalizations:
             return self.reads_in_kernel, self.writes_in_kernel
         return self.reads, self.writes
+
+
+_COMPARED = tuple(f.name for f in fields(Row) if f.name not in ("task_graph", "scope"))
+"""Fields of ``Row`` that its cost depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
