@@ -188,13 +188,13 @@ class StepTime:
         return _with_storage(inside, inverse, cases)
 
     def near(
-        self, cases: LayoutCases, seconds: float, *, sequence_parallel: bool
+        self, cases: LayoutCases, seconds: Any, *, sequence_parallel: bool
     ) -> tuple[np.ndarray, TimeColumns]:
         """Predicts the steps of the cases that can be as fast as a known step.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
-            seconds: Seconds of the known step.
+            seconds: Seconds of the known step, or an array of them by case.
             sequence_parallel: Whether a case also counts if it can be as fast with the
                 sequence sharded between products.
 
@@ -207,8 +207,8 @@ class StepTime:
         if sequence_parallel:
             computes = computes - inside.between * (1 - 1 / tensor) * parts
         computes += inside.launches * inside.cases.count * self.launch_seconds
-        kept = np.flatnonzero(computes <= seconds)
         rows = np.flatnonzero(computes[inverse] <= seconds)
+        kept = np.unique(inverse[rows])
         inside.take(kept)
         inside.communicate()
         place = np.zeros(len(computes), dtype=np.int64)

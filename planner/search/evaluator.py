@@ -406,7 +406,7 @@ class Evaluator:
         return TimeColumns.concatenate(times)
 
     def near(
-        self, cases: LayoutCases, seconds: float, *, sequence_parallel: bool
+        self, cases: LayoutCases, seconds: Any, *, sequence_parallel: bool
     ) -> tuple[np.ndarray, TimeColumns]:
         """Returns the times of the cases that can be fast enough.
 
@@ -414,14 +414,14 @@ class Evaluator:
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
-            seconds: Largest seconds of a step.
+            seconds: Largest seconds of a step, or an array of them by case.
             sequence_parallel: Whether to include cases that are fast enough only with
                 the sequence sharded between products.
 
         Returns:
             Indices of the cases, and their times.
         """
-        if self.request.combine == "mean" and seconds < np.inf:
+        if self.request.combine == "mean" and np.any(seconds < np.inf):
             return self.step_time.near(
                 cases, seconds, sequence_parallel=sequence_parallel
             )

@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,7 @@ def least_stage_steps(
     again: Again | None,
     known: ProgramCache,
     most: int,
+    most_seconds: float = math.inf,
 ) -> dict[int, float]:
     """Returns the least seconds of a step for each number of stages of equal devices.
 
@@ -68,9 +70,11 @@ def least_stage_steps(
         again: Traces other programs of the loss.
         known: Programs that were analysed before.
         most: Largest number of stages.
+        most_seconds: Seconds of a step above which bounds are not needed.
 
     Returns:
-        Seconds by number of stages; numbers without a layout are left out.
+        Seconds by number of stages; numbers without a layout are left out, and numbers
+        above ``most_seconds`` may be.
     """
     devices = request.num_devices
     samples = graph.batch_size * graph.num_micro_batches
@@ -111,12 +115,16 @@ def least_stage_steps(
             continue
         number = devices // cases.devices
         if scanned:
-            pace, ahead = _paces(search, cases)
-            step = np.maximum(pace / number * (cases.count + number - 1), ahead)
+            passes = (cases.count + number - 1) / number
+            rows, pace, ahead = _paces(
+                search, cases, most_seconds * cases.count / passes
+            )
+            number = number[rows]
+            step = np.maximum(pace * passes[rows], ahead)
         else:
             times = search.evaluator.times(cases)
-            passes = _least_passes(times, cases)
-            total = StageSeconds.of(*passes, recomputes=bool(remat))
+            least_passes = _least_passes(times, cases)
+            total = StageSeconds.of(*least_passes, recomputes=bool(remat))
             step = least_divided_seconds(total, number, cases.count)
         for n in stages:
             here = float(step[number == n].min(initial=np.inf))
@@ -143,7 +151,7 @@ def least_paces(
     cases = search.at_every_count({search.request.num_devices: counts})
     if not len(cases):
         return paces
-    pace, ahead = _paces(search, cases)
+    _, pace, ahead = _paces(search, cases)
     for count in paces:
         some = cases.count == count
         if some.any():
@@ -151,13 +159,18 @@ def least_paces(
     return paces
 
 
-def _paces(search: Search, cases: LayoutCases) -> tuple[np.ndarray, np.ndarray]:
-    times = search.evaluator.times(cases)
+def _paces(
+    search: Search, cases: LayoutCases, seconds: Any = math.inf
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the cases that can be as fast, and ``least_paces`` of each."""
+    rows, times = search.evaluator.near(cases, seconds, sequence_parallel=True)
+    cases = cases.take(rows)
     tensor = cases.mesh["tensor"]
     _, step = times.sequence_parallel(tensor)
     # A forward pass takes a third of the time without recomputation.
     shared = times.between / cases.count / 3 * (1 - 1 / tensor)
-    return (step - times.terms["update"]) / cases.count, times.ahead - shared
+    update = times.terms.get("update", 0.0)  # There are no terms without a case.
+    return rows, (step - update) / cases.count, times.ahead - shared
 
 
 def least_steps(

@@ -234,6 +234,7 @@ def _estimates(
             again=options.get("again"),
             known=programs.known,
             most=MOST_STAGES,
+            most_seconds=known / more,
         )
     staging = _Staging(programs, asked, uneven=False)
     for count, bound in bounds.items():
@@ -358,14 +359,15 @@ class _Staging:
                 return plan
             known = _seconds(plan) / (1 + SURE)
             given = graph, cluster, request
+            # For cuts between layers the bound ignores bubbles and uneven stages.
+            more = 1.0 if stacked_loop(graph) else 1 + SURE
             bounds = least_stage_steps(
                 *given,
                 again=options.get("again"),
                 known=self.programs.known,
                 most=MOST_STAGES,
+                most_seconds=known / more,
             )
-            # For cuts between layers the bound ignores bubbles and uneven stages.
-            more = 1.0 if stacked_loop(graph) else 1 + SURE
             near = [n for n, bound in bounds.items() if bound * more < known]
             staged, _ = _feasible_plans(
                 *(
