@@ -176,7 +176,7 @@ class MemoryRows:
                 RowBlock.of(several, compiler, batch_roles, summed=summed)
                 for several in places.values()
             ),
-            launches=sum(kernels_of(row, compiler) * row.count for row in plain),
+            launches=sum((kernels_of(x, compiler) * x.count for x in plain), 0.0),
         )
 
     def seconds(
