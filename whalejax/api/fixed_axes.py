@@ -222,6 +222,9 @@ class SplitRules:
         group_size: Number of consecutive samples that the user keeps together, or None.
         per_micro_batch: Whether each part may have its own loss.
         asked: Fixed numbers of micro-batches, and the options that fix them.
+        may_couple: Whether the loss probably couples samples, as experts of limited
+            capacity do. Without a proof for any part, only the whole batch is then
+            searched, unless no plan of it fits.
     """
 
     loss: Callable[[], Captured]
@@ -229,6 +232,7 @@ class SplitRules:
     group_size: int | None
     per_micro_batch: bool
     asked: Sequence[tuple[int, str]] = ()
+    may_couple: bool = False
 
     def check(self) -> None:
         """Checks the options before the search.
@@ -315,6 +319,10 @@ class SplitRules:
 
     def _allowed(self, search: Search) -> tuple[Plan, Plan]:
         """Returns the chosen plan, and the same plan as the search returned it."""
+        if self.may_couple and not (self.asked or self.per_micro_batch):
+            whole = self._undivided(search)
+            if whole is not None:
+                return whole
         plan = search(None)
         split = split_of(plan, self.whole)
         if split.part == self.whole:
@@ -344,6 +352,28 @@ class SplitRules:
 
     def _in_groups(self, plan: Plan, search: Search) -> tuple[Plan, Plan] | None:
         """Returns the plan with micro-batches of whole groups, or None."""
+        unit = self._proven_unit()
+        return None if unit is None else self._nearest(plan, unit, search)
+
+    def _undivided(self, search: Search) -> tuple[Plan, Plan] | None:
+        """Returns the plan of the whole batch if no part is proven, or None."""
+        part = largest_part(self.whole, self.group_size or 1)
+        if part == self.whole or self._proven_unit() is not None:
+            return None
+        try:
+            plan = search(1)
+        except PlanError:
+            return None
+        if split_of(plan, self.whole).part != self.whole:
+            return None
+        verdict = self.loss().independence(part, self.whole, self.group_size)
+        return _with_note(plan, reason_text(_reason(verdict))), plan
+
+    def _proven_unit(self) -> int | None:
+        """Returns the number that the samples of proven parts are a multiple of.
+
+        None if no part of the batch is proven.
+        """
         unit, seen = self.group_size or 1, 0
         while unit != seen:
             seen = unit
@@ -352,7 +382,7 @@ class SplitRules:
                 return None
             result = self.loss().independence(part, self.whole, self.group_size)
             if result.proven:
-                return self._nearest(plan, unit_of(result), search)
+                return unit_of(result)
             reason = _reason(result)
             wanted = max(1, reason.group) * max(1, reason.runs)
             unit = math.lcm(unit, wanted)

@@ -94,6 +94,7 @@ from whalejax.meshes.checks import Arguments, is_whole
 from whalejax.meshes.errors import WhaleError, tell
 from whalejax.planner.cost.model_work import model_work
 from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
+from whalejax.planner.model.analysis import expert_roles
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.kinds_alone import notes_on_kinds
 from whalejax.planner.plan.plan import Plan
@@ -103,6 +104,7 @@ from whalejax.planner.plan_errors import DeviceCountError, NothingFits, PlanErro
 from whalejax.planner.search.adasum_limits import check_combine, combine_notes
 from whalejax.planner.search.layout_search import PLANNED_AXES
 from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd_search import ProgramAnalyses
 from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
@@ -530,7 +532,19 @@ class PlanQuestion:
             group_size=request.group_size,
             per_micro_batch=request.per_micro_batch,
             asked=asked,
+            may_couple=self._has_experts(programs),
         )
+
+    def _has_experts(self, programs: Programs) -> bool:
+        program = ProgramAnalyses(
+            graph=programs.graph,
+            cluster=self.cluster,
+            again=programs.again,
+            known=programs.known,
+        ).of((), (), 1)
+        assert program is not None
+        analysed, _ = program
+        return bool(expert_roles(analysed.graph, analysed.dims))
 
     @property
     def _samples(self) -> int:
