@@ -142,6 +142,34 @@ def test_a_batch_unlike_the_planned_one_is_not_trained(third: Any, told: str) ->
         next(steps)
 
 
+def spoilt(step: int, size: int) -> np.ndarray:
+    return np.full((size, 4), np.nan if step == 2 else 1.0, "float32")
+
+
+def test_a_state_with_a_loss_of_nan_is_not_saved(tmp_path: Path) -> None:
+    other = dataclasses.replace(job(), batch=spoilt)
+    for name, more in {"alone": {}, "spread": {"mesh": "auto"}}.items():
+        save = tmp_path / name
+        list(wh.train_elastic(other, steps=3, save=save, save_every=1, **more))
+        there = sorted(path.name for path in save.glob("step_*"))
+        assert there == ["step_000001", "step_000002"]
+
+
+def test_a_loss_of_nan_ends_a_run(tmp_path: Path) -> None:
+    path, save = tmp_path / "job.py", tmp_path / "save"
+    path.write_text(
+        "from tests.whalejax.elastic import test_refusals as r\n"
+        "import dataclasses\n"
+        "def job(): return dataclasses.replace(r.job(), batch=r.spoilt)\n"
+    )
+    words = ["--processes", "1:1", "--save", str(save), "--save-every", "1"]
+    run = whalejax("train", f"{path}:job", *words, "--steps", "5")
+    assert run.returncode == 1, run.stderr
+    assert "step 3 of 5: the loss is nan; training has stopped" in run.stderr
+    there = sorted(path.name for path in save.glob("step_*"))
+    assert there == ["step_000001", "step_000002"] and starts(save) == 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
