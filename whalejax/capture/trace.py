@@ -685,7 +685,8 @@ def _value_read(error: Exception, part: str) -> str:
         and not Path(frame.filename).is_relative_to(ours)
     ]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    line = f": {frames[-1].line}" if frames and frames[-1].line else ""
+    text = (frames[-1].line or "") if frames else ""
+    line = f": {text:.80}{'…' if len(text) > 80 else ''}" if text else ""
     return (
         f"loss_fn reads the value of an array{where}{part}{line}. It is traced with "
         "shapes alone, as jax.jit does: float(), bool(), int(), if, .item() and numpy "
