@@ -475,6 +475,24 @@ def pruned(jaxpr: Any) -> Any:
     return jax.extend.core.ClosedJaxpr(result, constants)
 
 
+def without_dead_equations(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr without equations that no result or effect needs.
+
+    Programs inside its equations are unchanged, as their inputs have a meaning by
+    position.
+    """
+    body, constants = open_jaxpr(jaxpr)
+    live = {atom for atom in body.outvars if not is_literal(atom)}
+    kept = []
+    for equation in reversed(body.eqns):
+        if equation.effects or not live.isdisjoint(equation.outvars):
+            kept.append(equation)
+            live.update(atom for atom in equation.invars if not is_literal(atom))
+    if len(kept) == len(body.eqns):
+        return jaxpr
+    return jax.extend.core.ClosedJaxpr(body.replace(eqns=kept[::-1]), constants)
+
+
 def while_parts(equation: Any) -> tuple[int, int]:
     """Returns the number of constants of a while's condition and of its body."""
     return int(equation.params["cond_nconsts"]), int(equation.params["body_nconsts"])

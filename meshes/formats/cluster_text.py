@@ -155,6 +155,8 @@ def _suggested_text(term: str) -> str:
     >>> [_suggested_text(word) for word in ("h100x8", "8 x h100", "tpu-v5litepod-16")]
     ['h100:8', 'h100:8', 'v5e:16']
     """
+    if is_kind(term):  # The number of a100-80 is its memory.
+        return ""
     bare = term.removeprefix("tpu-").removeprefix("nvidia-")
     match = re.fullmatch(r"([a-z][a-z0-9-]*?)(?: *x *|[-_ ]+)(\d+)", bare)
     name, count = (match[1], match[2]) if match else ("", "")

@@ -186,6 +186,11 @@ def test_the_slices_next_to_any_lengths_are_offered(name: str) -> None:
         ("h100x8", "'h100x8' has no colon. Write h100:8"),
         ("h100 8", "'h100 8' has no colon. Write h100:8"),
         (
+            "a100-80",
+            "'a100-80' does not say how many devices. Write a100-80:8 for one node of "
+            "8, a100-80:4x8 for four nodes of 8",
+        ),
+        (
             "local:8",
             "'local:8': local stands for all devices of this machine, without a number",
         ),

@@ -63,6 +63,19 @@ def test_explain_says_what_decided_and_by_how_much() -> None:
     assert "its terms beside the chosen plan's: " in text
 
 
+def test_explain_names_a_small_difference_by_itself() -> None:
+    plan = planned(mesh={"data": 2, "tensor": 4})
+    time = dataclasses.replace(plan.time, update_seconds=1.0)
+    slower = dataclasses.replace(time, update_seconds=1.0 + 2e-6)
+    chosen, other = (
+        dataclasses.replace(plan.candidates[0], time=t, verdict=v)
+        for t, v in ((time, "chosen"), (slower, "0.00 ms slower"))
+    )
+    plan = dataclasses.replace(plan, time=time, candidates=(chosen, other))
+    text = "it would be as fast if its update, 1 s, took 0.002 ms less"
+    assert text in plan.explain()
+
+
 def test_explain_names_what_does_not_fit() -> None:
     huge = dataclasses.replace(SIZES, embed=8192, mlp=32768, value=1024, key=1024)
     plan = plan_of(gpt(20, huge), "h100:8")

@@ -91,6 +91,14 @@ def test_steps_of_one_layout_take_each_others_states(step: Any) -> None:
 
 
 @pytest.mark.sampled(1)
+def test_a_traced_state_is_refused_with_what_to_do(step: Any) -> None:
+    state = trained(step)
+    for call in (step, step.eval):
+        with pytest.raises(wh.PlanError, match="call it outside jax.jit, jax.grad"):
+            jax.jit(call)(state, X)
+    step(state, X)  # Nothing was donated.
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -356,6 +356,25 @@ def test_the_batch_and_what_follows_stop_gradient_have_no_gradient() -> None:
     assert not any(t.differentiable for t in graph.tensors if t.kind == "batch")
 
 
+def test_values_that_nothing_reads_are_not_counted() -> None:
+    params = {"w": jnp.zeros((8, 4)), "unread": jnp.zeros((8, 1024))}
+    batch = jnp.zeros((16, 8))
+
+    def read(params: Any, batch: Any) -> Any:
+        out = batch @ params["w"]
+        jax.debug.callback(lambda x: None, jnp.cos(out).max())  # an effect
+        return jnp.mean(out)
+
+    def loss(params: Any, batch: Any) -> Any:
+        jnp.sort(jnp.tanh(batch @ params["unread"]), axis=0)
+        return read(params, batch)
+
+    wide, narrow = (captured(params, f, batch).graph for f in (loss, read))
+    assert [op.kind for op in wide.ops] == [op.kind for op in narrow.ops]
+    assert {"cos", "dot_general"} <= {op.kind for op in wide.ops}
+    assert flops(wide) == flops(narrow)
+
+
 def test_what_only_metrics_read_has_no_gradient() -> None:
     def loss(params: Any, batch: Any) -> Any:
         out = batch["x"] @ params["up"]["w"]

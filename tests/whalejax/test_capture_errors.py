@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -44,6 +46,14 @@ def test_a_loss_that_no_parameter_reaches() -> None:
             " Check that loss_fn uses the model that it is given, and that no "
             "stop_gradient cuts it off."
         )
+
+
+def test_the_line_that_reads_a_value_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "long.py"
+    path.write_text(f"def loss(p, b): return float(b['x'].sum())  # {'x' * 999}")
+    text = refused(mlp_params(), runpy.run_path(str(path))["loss"], mlp_batch())
+    assert f"{path}:1: def loss(p, b): return float(b['x'].sum())  # xxx" in text
+    assert "xxx…. It is traced with shapes alone" in text and len(text) < 500
 
 
 def test_leaves_that_differ_in_samples_are_all_listed() -> None:

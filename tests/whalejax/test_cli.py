@@ -694,3 +694,23 @@ def test_json_without_a_standard_output_is_refused(
     assert "--json prints to standard output, which is closed" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("command", ["doctor", "launch"])
+def test_a_host_that_is_not_reached_is_named(tmp_path: Path, command: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    words = ["--hosts", "far-1,far-2", "--remote-shell", "sh -c 'exit 255'"]
+    if command == "launch":
+        logs = str(tmp_path / "logs")
+        words += ["--processes", "2", "--logs", logs, str(script)]
+    run = subprocess.run(
+        [sys.executable, "-m", "whalejax", command, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert run.returncode == (1 if command == "doctor" else 255)
+    assert "rank 0 on far-1 failed first, with status 255" in run.stderr
+    assert "sh far-1 must work without a password" in run.stderr

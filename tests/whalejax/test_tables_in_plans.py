@@ -175,6 +175,12 @@ def test_what_tables_do_not_have_is_refused() -> None:
         wh.compile(plain, lambda n, x: (x @ n["w"]).mean(), net, out_of_range="clip")
 
 
+def test_a_rule_of_rows_by_name_alone_is_refused_under_its_name() -> None:
+    message = r"(?s)wh\.plan: 1 problem.*tables is 'adagrad'; expected wh\.sparse_opt"
+    with pytest.raises(wh.WhaleError, match=message):
+        make_plan(tables="adagrad")
+
+
 def test_a_plan_of_mostly_tables_says_what_placing_them_saves() -> None:
     shapes = {
         "table": jax.ShapeDtypeStruct((10_000, 32), jnp.float32),

@@ -31,7 +31,7 @@ from whalejax.planner.sharding.parameter_layout import are_most, looked_up_table
 from whalejax.planner.tables.sections import SectionTimes
 from whalejax.tables.dense import dense_adapter, dense_batch
 from whalejax.tables.loss_cut import cut_program
-from whalejax.tables.sparse_optimizers import SparseOptimizer
+from whalejax.tables.sparse_optimizers import SPARSE_FORMS, SparseOptimizer
 from whalejax.tables.table_plan_record import tables_plan, whole_plan
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.losses import Job
@@ -193,6 +193,12 @@ def table_request(settings: Mapping[str, Any]) -> TablesRequest:
     Raises:
         WhaleError: An argument is invalid or not supported with tables.
     """
+    rows = settings["tables"]
+    if not isinstance(rows, SparseOptimizer):
+        problems = Arguments("wh.plan", PlanError)
+        expected = f'wh.sparse_optimizer("adagrad", 0.01) or {SPARSE_FORMS}; or None'
+        problems.refuse("tables", rows, expected)
+        problems.raise_if_any()
     defaults = {f.name: f.default for f in dataclasses.fields(PlanRequest)}
     own = {name: settings[name] for name in TABLE_SETTINGS if name != "tables"}
     shared = {name: settings[name] for name in _SHARED}
@@ -201,7 +207,7 @@ def table_request(settings: Mapping[str, Any]) -> TablesRequest:
         for name, default in defaults.items()
         if name not in _SHARED and is_given(settings[name], default)
     }
-    return TablesRequest(rows=settings["tables"], **shared, **own, dense=dense)
+    return TablesRequest(rows=rows, **shared, **own, dense=dense)
 
 
 def refuse_table_settings(settings: Mapping[str, Any]) -> None:

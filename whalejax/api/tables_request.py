@@ -476,7 +476,7 @@ def _check(request: TablesRequest) -> None:
     problems.of("times", times, SectionTimes, "what report().times gave", none=True)
     if not isinstance(rows, SparseOptimizer):
         expected = f'wh.sparse_optimizer("adagrad", 0.01) or {SPARSE_FORMS}'
-        problems.refuse("the optimizer of rows", rows, expected)
+        problems.refuse("rows", rows, expected)
     check_optimizer(problems, request.optimizer)
     given = request.in_processes
     is_empty = isinstance(given, list | tuple) and not given

@@ -566,7 +566,7 @@ def _program_of(
     given += arguments[first + len(other) :]
     with recording():
         again = bound(_FlatLoss(flat.adapter, flat.batch_tree, size), axes)
-        return tracing(_compat.trace)(again, given)
+        return tracing(_trace)(again, given)
 
 
 def _lengthened(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
@@ -642,12 +642,17 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
     return jaxpr
 
 
+def _trace(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Returns the jaxpr of a loss without unused values, which XLA removes too."""
+    return _compat.without_dead_equations(_compat.trace(function, arguments))
+
+
 def _traced(
     flat: _FlatLoss, arguments: list[Any], part: str
 ) -> tuple[Any, tuple[str, ...]]:
     """Returns the jaxpr of the loss as written, and the unbound axes that it names."""
     try:
-        jaxpr, axes = traced_with_axes(tracing(_compat.trace), flat, arguments)
+        jaxpr, axes = traced_with_axes(tracing(_trace), flat, arguments)
     except Exception as error:
         message = mesh_error_text(error)
         if message:
@@ -680,7 +685,8 @@ def _value_read(error: Exception, part: str) -> str:
         and not Path(frame.filename).is_relative_to(ours)
     ]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    line = f": {frames[-1].line}" if frames and frames[-1].line else ""
+    text = (frames[-1].line or "") if frames else ""
+    line = f": {text:.80}{'…' if len(text) > 80 else ''}" if text else ""
     return (
         f"loss_fn reads the value of an array{where}{part}{line}. It is traced with "
         "shapes alone, as jax.jit does: float(), bool(), int(), if, .item() and numpy "
@@ -740,7 +746,7 @@ def _traced_twice_as_large(
     given += arguments[first + len(leaves) :]
     with recording():
         flat = bound(_FlatLoss(adapter, batch_tree, size), axes)
-        return tracing(_compat.trace)(flat, given)
+        return tracing(_trace)(flat, given)
 
 
 class _FlatLoss:

@@ -19,6 +19,7 @@ from whalejax.membership.settings import (
     least_and_most,
 )
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.processes.local_processes import log_folder
 
 
 _ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches", "--mesh")
@@ -38,7 +39,7 @@ def launch_elastic(command: LaunchCommand) -> int:
         0 if all steps were done, 143 if the run was asked to end, else 1 or 2.
 
     Raises:
-        WhaleError: Options contradict each other.
+        WhaleError: Options contradict each other, or the folder of logs cannot be made.
     """
     least, most = least_and_most(command.processes)
     with Problems("whalejax launch") as problems:
@@ -50,7 +51,7 @@ def launch_elastic(command: LaunchCommand) -> int:
             )
     run = Supervised(
         command=(sys.executable, str(command.script), *command.arguments),
-        folder=command.logs,
+        folder=log_folder(command.logs),
         settings=_settings(command, command.processes),
         exit_seconds=command.exit_timeout,
         quiet=command.json or command.quiet,

@@ -70,8 +70,8 @@ Mesh = Annotated[
     option(
         metavar="AXIS=N",
         help="fixed sizes of one or several mesh axes: stage=2 tensor=4; the planner "
-        "chooses the other axes, except stage. With train --processes: -1 for the axis "
-        "that takes what is left; auto; or replicas",
+        "chooses the other axes (stage=1 excludes stages). With train --processes: -1 "
+        "for the axis that takes what is left; auto; or replicas",
     ),
 ]
 Shares = Annotated[

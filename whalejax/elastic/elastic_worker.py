@@ -115,6 +115,7 @@ def main(words: Sequence[str]) -> int:
     from whalejax.api.named_jobs import find_job, named_values
     from whalejax.elastic.refusals import reported_refusals
     from whalejax.elastic.training import train_elastic
+    from whalejax.runtime.steps_in_flight import is_divergent
     from whalejax.tables.sparse_optimizers import optimizer_named
 
     options = json.loads(words[0])
@@ -138,8 +139,15 @@ def main(words: Sequence[str]) -> int:
             tables=None if tables is None else optimizer_named(tables),
             replace_every=options.get("replace_every"),
         ):
-            step = int(state.step)
-            print(f"step {step}  loss {float(metrics['loss']):.6g}", flush=True)
+            step, loss = int(state.step), float(metrics["loss"])
+            print(f"step {step}  loss {loss:.6g}", flush=True)
+            if is_divergent(loss, metrics):
+                raise WhaleError(
+                    f"step {step} of {options['steps']}: the loss is {loss}; training "
+                    "has stopped, and this step is not saved. A lower learning rate, a "
+                    "longer warm-up or clipping the gradient's norm are the usual "
+                    "remedies"
+                )
             if options.get("metrics"):
                 write_metrics(Path(options["metrics"]), step, metrics)
     except WhaleError as error:

@@ -33,6 +33,7 @@ from whalejax.membership import phases
 from whalejax.membership.assignment import Node
 from whalejax.membership.exit_status import TERMINATED
 from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.steps_in_flight import is_divergent
 from whalejax.state.async_checkpoints import Saver
 from whalejax.state.folder_lock import LOCK
 from whalejax.wire import run_messages as wire
@@ -109,6 +110,7 @@ class ElasticMember:
         self._suspected: set[str] = set()
         self._seconds = 0.0
         self._leaves = self._told_leaving = self._done = False
+        self._is_divergent = False
         self._has_saved = False  # Since the request to leave.
 
     def _registers(self) -> dict[str, Any]:
@@ -336,6 +338,7 @@ class ElasticMember:
 
     def _set(self, state: TrainState) -> None:
         self._state, self._held = state, {}
+        self._is_divergent = False
         self._control.step = int(state.step)
 
     def _save_if_due(self) -> None:
@@ -345,7 +348,7 @@ class ElasticMember:
         ended before another member has joined.
         """
         assert self._state is not None
-        if self._names[0] == self._control.name:
+        if self._names[0] == self._control.name and not self._is_divergent:
             last = self._told_leaving and len(self._names) == 1
             last = last and self._training.save is not None and not self._has_saved
             if last or self._saver.is_due(self._at, self._training.steps):
@@ -380,6 +383,7 @@ class ElasticMember:
         self._state, metrics = programs.finish(self._state, sums)
         self._held = {}
         loss = float(metrics["loss"])
+        self._is_divergent = is_divergent(loss, metrics)
         control.phase = phases.BETWEEN  # Set first: the next step has not begun.
         control.step = step + 1
         committed = wire.Committed(

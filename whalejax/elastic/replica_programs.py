@@ -311,10 +311,12 @@ class ReplicaPrograms:
         Args:
             step: Number of the step, from 0.
             samples: Number of samples of all earlier steps; default: ``step`` batches.
+
+        Raises:
+            PlanError: The job gives another batch than the planned one.
         """
-        return jax.tree.leaves(
-            self._batches(step * self.size if samples is None else samples)
-        )
+        batch = self._batches(step * self.size if samples is None else samples)
+        return self.step._layout.check(batch, step)
 
     @functools.cached_property
     def _batches(self) -> Callable[[int], Any]:

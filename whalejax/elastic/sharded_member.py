@@ -34,6 +34,7 @@ from whalejax.membership.phases import BETWEEN, COMPILING, RESTORING, SAVING, WA
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
+from whalejax.runtime.steps_in_flight import is_divergent
 from whalejax.state.async_checkpoints import remove_old_checkpoints
 from whalejax.state.checkpoint_files import fail_together, told_by_all
 from whalejax.state.resume import agreed_checkpoints
@@ -124,7 +125,8 @@ class SpreadMember:
             self._committed(done, loss)
             self._tell_placement(done)
             self._look_ahead(done)
-            if done % self._training.save_every == 0 or done == self._training.steps:
+            due = done % self._training.save_every == 0 or done == self._training.steps
+            if due and not is_divergent(loss, metrics):
                 self._save(state, done)
             self._phase(BETWEEN)
             yield (

@@ -399,6 +399,7 @@ def _spread(
 
 
 def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+    from whalejax.runtime.steps_in_flight import is_divergent
     from whalejax.state.async_checkpoints import Saver
     from whalejax.state.resume import hold_folder
 
@@ -421,7 +422,8 @@ def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str,
                     lambda: None,
                 )
                 state, metrics = programs.finish(state, parts[nodes[0]])
-                if saver.is_due(done + 1, training.steps):
+                is_good = not is_divergent(float(metrics["loss"]), metrics)
+                if is_good and saver.is_due(done + 1, training.steps):
                     saver.save(state, done + 1)
                 yield state, {**metrics, "generation": 0, "goodput": 1.0}
         finally:

@@ -73,6 +73,26 @@ class BatchLayout:
         problems.raise_if_any(PlanError, title="the batch does not match the plan")
         return placed
 
+    def check(self, batch: Any, step: int) -> list[Any]:
+        """Returns the flat leaves of a job's global batch, which stay where they are.
+
+        Args:
+            batch: Complete global batch.
+            step: Number of the step, from 0.
+
+        Raises:
+            PlanError: The structure, a shape or a dtype differs; lists all.
+        """
+        leaves, problems = self.flat(batch), Problems()
+        remedy = "Let the job's batch function give as many samples in every step"
+        for leaf, planned in zip(leaves, self.leaves, strict=True):
+            problem = self.problem(leaf, planned, [planned.shape], remedy=remedy)
+            if problem:
+                problems.add(problem)
+        title = f"the batch of step {step + 1} does not match the plan"
+        problems.raise_if_any(PlanError, title=title)
+        return leaves
+
     def flat(self, batch: Any) -> list[Any]:
         """Returns the leaves of a batch.
 
@@ -109,7 +129,12 @@ class BatchLayout:
         problems.raise_if_any()
 
     def problem(
-        self, leaf: Any, planned: BatchLeaf, shapes: Collection[tuple[int, ...]]
+        self,
+        leaf: Any,
+        planned: BatchLeaf,
+        shapes: Collection[tuple[int, ...]],
+        *,
+        remedy: str = "Plan again for this batch",
     ) -> str:
         """Returns the problem of a leaf, or an empty string.
 
@@ -117,6 +142,7 @@ class BatchLayout:
             leaf: Leaf of the batch that the user gave.
             planned: Leaf as the plan describes it.
             shapes: Shapes that the leaf may have.
+            remedy: Last sentence on a wrong shape in a single process.
         """
         name = f"batch{planned.path}"
         if isinstance(leaf, jax.Array) and not _compat.is_concrete(leaf):
@@ -132,7 +158,7 @@ class BatchLayout:
             if jax.process_count() == 1 and not others:
                 return (
                     f"{name} has shape {shape}; the plan is for the global shape "
-                    f"{planned.shape}. Plan again for this batch"
+                    f"{planned.shape}. {remedy}"
                 )
             return (
                 f"{name} has shape {shape} in process {jax.process_index()}; the plan "

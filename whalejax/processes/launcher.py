@@ -57,6 +57,9 @@ from whalejax.wire.keys import make_key
 TAIL_LINES: Final = 20
 """Number of lines that are shown of the output of the first failed process."""
 
+_UNREACHED: Final = 255
+"""Exit status of ssh itself."""
+
 _FILES_EACH: Final = 4
 """File descriptors of a rank: its log, its pipe, one for its end, one for its start."""
 
@@ -270,7 +273,8 @@ class _Launched:
         if self._launch.json:
             printed = _print_json(status, failure, self._ranks())
             return status if printed else status or UNPRINTED
-        if failed and failure and (self._launch.tells or failed[0]):
+        shown = self._launch.tells or (failed and (failed[0] or self._remote(*failed)))
+        if failure and shown:
             say_in_background(failure)
         wait_for_lines()  # Nothing waits for this process any more.
         # Without ``tells``, the logs are removed at the end.
@@ -281,11 +285,24 @@ class _Launched:
         stopped = self._launch.stops or 0 in self._policy.failed
         went = "all others were stopped" if stopped else "the others went on"
         said = f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; {went}."
+        said += self._remote(rank, how)
         if rank == 0 and not self._launch.json:
-            return f"{said} What it said stands above, and in {self.log(rank)}"
+            log = f", and in {self.log(rank)}" if self._launch.tells else ""
+            return f"{said} What it said stands above{log}"
         lines = [f"  [{rank}] {line}" for line in self._pumps[rank].tail(TAIL_LINES)]
         where = f"The end of {self.log(rank)}" if self._launch.tells else "It said"
         return "\n".join([f"{said} {where}:", *lines])
+
+    def _remote(self, rank: int, how: str) -> str:
+        """Returns the remedy if a rank's host was not reached, or an empty text."""
+        host, shell = self._launch.host_of(rank), self._launch.remote_shell[0]
+        if is_here(host) or not how.endswith(f"status {_UNREACHED}"):
+            return ""
+        return (
+            f" Status {_UNREACHED} is that of a remote shell that does not reach its "
+            f"host: {shell} {host} must work without a password, and --remote-shell "
+            "names another shell."
+        )
 
     def _say_stopping(self, names: Sequence[str]) -> None:
         if self._launch.tells and not self._launch.json:

@@ -82,18 +82,22 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
             f"{plan.num_devices} different ones"
         )
     if len(result) != plan.num_devices:
+        count = plan.num_devices
         virtual = (
-            f". The environment variable JAX_NUM_CPU_DEVICES={plan.num_devices}, or "
-            f'jax.config.update("jax_num_cpu_devices", {plan.num_devices}) before '
-            "anything asks for devices, makes virtual ones"
-            if result[0].platform == "cpu"
-            else ""
+            f"Plan again for this machine. The environment variable "
+            f"JAX_NUM_CPU_DEVICES={count}, or "
+            f'jax.config.update("jax_num_cpu_devices", {count}) before anything asks '
+            "for devices, makes virtual ones"
         )
+        remedy = "Plan again for this machine"
+        if len(result) > count:
+            remedy += f", or pass devices=jax.devices()[:{count}]"
+        elif result[0].platform == "cpu":
+            remedy = virtual
         raise PlanError(
-            f"this plan is for {plan.num_devices} devices "
+            f"this plan is for {count} device{'s' * (count > 1)} "
             f"({plan.cluster.describe()}); here are {len(result)} "
-            f"({result[0].device_kind}). Plan again for this machine, or pass "
-            f"devices= with {plan.num_devices} of them{virtual}"
+            f"({result[0].device_kind}). {remedy}"
         )
     return result
 

@@ -54,6 +54,19 @@ class NotFiniteError(Exception):
         self.what = what
 
 
+def is_divergent(loss: float, metrics: Mapping[str, Any]) -> bool:
+    """Whether the loss of a step shows that training cannot go on.
+
+    With a loss scale such a step changed nothing, and a smaller scale is tried.
+
+    Args:
+        loss: Loss of the step.
+        metrics: Metrics of the step.
+    """
+    scale = metrics.get("loss_scale")
+    return not math.isfinite(loss) and (scale is None or float(scale) <= 1.0)
+
+
 class LossesInFlight:
     """Losses in order; those still being computed are in flight."""
 
@@ -91,10 +104,7 @@ class LossesInFlight:
     def _take(self) -> None:
         step, metrics = self._in_flight.popleft()
         value = _arrived(step, metrics["loss"])
-        # With a loss scale such a step changed nothing, and a smaller scale is tried.
-        scale = metrics.get("loss_scale")
-        hopeful = scale is not None and float(scale) > 1.0
-        if not math.isfinite(value) and not hopeful:
+        if is_divergent(value, metrics):
             raise NotFiniteError(step, f"the loss is {value}")
         self.values.append(value)
         self._tell(

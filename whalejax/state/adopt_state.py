@@ -70,6 +70,8 @@ class OwnStates:
         if _layout(state) != self._seen.get(trains):
             abstract = own() if trains else bare(own())
             check_leaves(state, abstract, trains=trains)
+            if any(map(_is_traced, jax.tree.leaves(state))):
+                raise PlanError(_TRACED)
             _raise_for([*_other_places(state, abstract)], _ELSEWHERE)
             state = _place_loose_leaves(replace(state, origin=self._origin), abstract)
             self._seen[trains] = _layout(state)
@@ -98,6 +100,10 @@ def check_leaves(state: TrainState, own: TrainState, *, trains: bool) -> None:
         PlanError: Arrays differ; lists them.
     """
     _raise_for([*_other_leaves(state, own)], _OTHER if trains else _OTHER_MODEL)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not _compat.is_concrete(leaf)
 
 
 def _is_loose(leaf: Any) -> bool:
@@ -130,6 +136,10 @@ _OTHER_MODEL = (
 _ELSEWHERE = (
     "the arrays of this state lie otherwise than this step has them. Move them with "
     "state = step.adopt(state)"
+)
+_TRACED = (
+    "this state is being traced; the step is compiled: call it outside jax.jit, "
+    "jax.grad and other transformations"
 )
 _MOST_LISTED = 5
 
@@ -228,9 +238,8 @@ def _other_places(state: TrainState, own: TrainState) -> Iterator[str]:
         target = wanted[name].sharding
         if _is_loose(leaf):
             continue
-        if not isinstance(leaf, jax.Array) or not _compat.is_concrete(leaf):
-            what = "being traced" if isinstance(leaf, jax.Array) else _text(leaf)
-            yield f"{name} is {what}; expected a jax.Array with values"
+        if not isinstance(leaf, jax.Array):
+            yield f"{name} is {_text(leaf)}; expected a jax.Array with values"
         elif not _lies(leaf, target):
             yield f"{name} lies as {_place(leaf.sharding)}; here {_place(target)}"
 

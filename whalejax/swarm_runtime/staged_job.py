@@ -35,6 +35,7 @@ from whalejax.capture.loss_options import as_planned
 from whalejax.capture.precision import at_precision
 from whalejax.capture.program_units import avals_of, units_of
 from whalejax.jaxpr.steps import Steps
+from whalejax.lowering.batch_layout import BatchLayout
 from whalejax.lowering.global_arrays import impl_of, raw_array, wrapped
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
@@ -385,6 +386,9 @@ class StagedJob:
         Args:
             step: Number of the step, from 0.
             number: Number of the micro-batch.
+
+        Raises:
+            PlanError: The job gives another batch than the planned one.
         """
         micro_batch, rows = [], MicroBatchRows.of(self.program.plan)
         for leaf, axis in zip(self._batch(step), self.program.batch_axes, strict=True):
@@ -394,9 +398,15 @@ class StagedJob:
             micro_batch.append(array)
         return micro_batch
 
+    @functools.cached_property
+    def _layout(self) -> BatchLayout:
+        return BatchLayout(
+            structure=self.structure, leaves=self.plan.batch, shardings=()
+        )
+
     def _batch(self, step: int) -> list[Any]:
         if step not in self._batches:
-            leaves = jax.tree.leaves(self.job.batch_at(step, self.size))
+            leaves = self._layout.check(self.job.batch_at(step, self.size), step)
             # Only of this step and of the previous one, which delayed updates need.
             kept = [n for n in self._batches if n == step - 1]
             self._batches = {**{n: self._batches[n] for n in kept}, step: leaves}

@@ -373,8 +373,8 @@ def _against(plan: PlanData, other: Candidate) -> list[str]:
     if slower > 0 and loss > 0:
         spent = getattr(other.time, f"{name}_seconds")
         lines.append(
-            f"  it would be as fast if its {name} took {milliseconds(spent - slower)} "
-            f"instead of {milliseconds(spent)}"
+            f"  it would be as fast if its {name}, {milliseconds(spent)}, took "
+            f"{milliseconds(slower)} less"
             if spent > slower
             else f"  its {name} alone cannot make up for {milliseconds(slower)}"
         )

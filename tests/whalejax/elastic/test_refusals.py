@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +122,64 @@ def test_a_script_whose_job_cannot_be_planned_is_started_once(tmp_path: Path) ->
     run = whalejax("launch", "--processes", "1:1", "--logs", str(logs), str(path))
     assert run.returncode == 2, run.stderr
     assert "compares samples with each other" in run.stderr and starts(logs) == 1
+
+
+@pytest.mark.parametrize(
+    ("third", "told"),
+    [
+        (np.ones((9, 4), "float32"), "shape (9, 4); the plan is for the global shape"),
+        (np.ones((7, 4), "float32"), "as many samples in every step"),
+        (np.ones((8, 4), "int32"), "batch has dtype int32; the plan is for float32"),
+        ({"x": np.ones((8, 4), "float32")}, "has besides batch['x']"),
+    ],
+)
+def test_a_batch_unlike_the_planned_one_is_not_trained(third: Any, told: str) -> None:
+    usual = np.ones((8, 4), "float32")
+    other = dataclasses.replace(job(), batch=lambda n, size: third if n == 2 else usual)
+    steps = wh.train_elastic(other, steps=3, num_micro_batches=2)
+    assert [int(next(steps)[0].step) for _ in range(2)] == [1, 2]
+    with pytest.raises(wh.PlanError, match=re.escape(told)):
+        next(steps)
+
+
+def spoilt(step: int, size: int) -> np.ndarray:
+    return np.full((size, 4), np.nan if step == 2 else 1.0, "float32")
+
+
+def test_a_state_with_a_loss_of_nan_is_not_saved(tmp_path: Path) -> None:
+    other = dataclasses.replace(job(), batch=spoilt)
+    for name, more in {"alone": {}, "spread": {"mesh": "auto"}}.items():
+        save = tmp_path / name
+        list(wh.train_elastic(other, steps=3, save=save, save_every=1, **more))
+        there = sorted(path.name for path in save.glob("step_*"))
+        assert there == ["step_000001", "step_000002"]
+
+
+def test_a_loss_of_nan_ends_a_run(tmp_path: Path) -> None:
+    path, save = tmp_path / "job.py", tmp_path / "save"
+    path.write_text(
+        "from tests.whalejax.elastic import test_refusals as r\n"
+        "import dataclasses\n"
+        "def job(): return dataclasses.replace(r.job(), batch=r.spoilt)\n"
+    )
+    words = ["--processes", "1:1", "--save", str(save), "--save-every", "1"]
+    run = whalejax("train", f"{path}:job", *words, "--steps", "5")
+    assert run.returncode == 1, run.stderr
+    assert "step 3 of 5: the loss is nan; training has stopped" in run.stderr
+    there = sorted(path.name for path in save.glob("step_*"))
+    assert there == ["step_000001", "step_000002"] and starts(save) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    run = whalejax(
+        *("launch", "--processes", "1:2", "--logs", "/proc/logs", str(script))
+    )
+    told = "--logs /proc/logs: No such file or directory. Name a folder that can be"
+    assert run.returncode == 2 and told in run.stderr, run.stderr
+    run = whalejax("train", "mlp-test", "--processes", "1:2", "--save", "/proc/logs")
+    told = "/proc/logs/elastic: checkpoints cannot be written here"
+    assert run.returncode == 2 and told in run.stderr, run.stderr
+    assert "Traceback" not in run.stderr

@@ -604,6 +604,8 @@ def test_jobs_that_have_ended_are_below_the_others(
     ]
     found = Jobs(jobs=reports, cluster="4×CPU", devices=4, pid=1, notes=[])
     monkeypatch.setattr("whalejax.cli.jobs.job_commands.ask", lambda *_, **__: found)
+    assert main(["jobs", "show"]) == 0  # The output is no terminal.
+    assert "old6" in capsys.readouterr().out
     assert main(["jobs", "show", "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     first = [line.split()[0] for line in lines if line.strip()]

@@ -403,6 +403,21 @@ def test_what_a_swarm_cannot_train_is_said() -> None:
         StagedJob(job, stages=3, micro_batches=2)
 
 
+def test_a_batch_unlike_the_planned_one_is_not_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def longer(step: int, size: int) -> dict[str, np.ndarray]:
+        return jobs.batch(step, size + step)
+
+    cut = jobs.cut()
+    monkeypatch.setattr(cut, "job", dataclasses.replace(cut.job, batch=longer))
+    monkeypatch.setattr(cut, "_batches", {})
+    assert len(cut.micro_batch(0, 0)[0]) == jobs.SIZE // jobs.COUNT
+    message = r"the batch of step 2 does not match the plan: 3 problems"
+    with pytest.raises(PlanError, match=message):
+        cut.micro_batch(1, 0)
+
+
 def test_a_stage_whose_messages_are_too_large_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -290,7 +290,7 @@ def change(
 
 
 def show(command: JobsShowCommand) -> int:
-    """Shows all jobs.
+    """Shows all jobs: on a terminal until Ctrl-C, elsewhere once.
 
     Args:
         command: Options of the command.
@@ -301,7 +301,7 @@ def show(command: JobsShowCommand) -> int:
     jobs = _jobs(place)
     if command.json:
         print(json.dumps(msgspec.to_builtins(jobs)))
-    elif command.once:
+    elif command.once or not sys.stdout.isatty():
         print_table(jobs, every=command.all)
     else:
         live_table(lambda: _jobs(place), every=command.all)

@@ -153,7 +153,7 @@ class JobsShowCommand(SchedulerOptions):
     """show every job that has ended; without it the last five. With --json they are
     all there"""
     once: bool = False
-    """print the table once"""
+    """print the table once, as also where the output is no terminal"""
     json: bool = False
     """print it once, as one line of JSON and nothing else"""
 

@@ -146,7 +146,6 @@ class Supervisor:
     # Start.
 
     def _open_folder(self) -> None:
-        self._folder.parent.mkdir(parents=True, exist_ok=True)
         self._held.enter_context(FolderLock(self._folder))
         make_key(self._folder / KEY)
         self._key = load_key(self._folder / KEY)
