@@ -20,8 +20,8 @@ _LONG: Final = frozenset({BETWEEN, RESTORING, SAVING})
 _PREPARE_STEPS: Final = 3
 
 _BEATS_BEYOND: Final = 2
-"""Number of heartbeats from a later step that show that a member is still in its
-loop."""
+"""A member goes on if it sends so many heartbeats in a row from inside a step that
+follows the one at which another member left its loop."""
 
 
 def settle(run: ElasticRun, now: float) -> None:
@@ -135,8 +135,9 @@ def _watch_world(run: ElasticRun, now: float) -> None:
 
 
 def unfit(run: ElasticRun, now: float, size: int, why: str) -> None:
-    """Records that no plan was found for a number of members; ignores numbers over
-    MAX.
+    """Records that no plan was found for a number of members.
+
+    Numbers over MAX are ignored. If no number has a plan, the run ends.
     """
     if size > run.settings.most:
         return
@@ -158,10 +159,11 @@ def unfit(run: ElasticRun, now: float, size: int, why: str) -> None:
 
 
 def _left_alike(run: ElasticRun, now: float) -> bool:
-    """Handles members that left their loops; returns whether that is all to do.
+    """Handles members that left their loops; returns whether ``settle`` is then done.
 
     If all left, the run is complete once they have ended without an error: an error in
-    the loop's body leaves the loop too. A member has failed if only it left its loop.
+    the loop's body leaves the loop too. If others go on, those that left count as
+    failed.
     """
     if run.restarts or run.phase in ("draining", "ending"):
         return False

@@ -16,7 +16,8 @@ from whalejax.wire import run_messages as wire
 
 
 _LASTING_SECONDS: Final = 60.0
-"""Seconds after which a generation by collectives counts as progress."""
+"""Seconds without a failure after which a generation that cannot stop at steps counts
+as progress."""
 
 _ERROR_SIGNALS: Final = (
     signal.SIGILL,
@@ -173,8 +174,11 @@ def restart_world(run: ElasticRun, now: float) -> None:
 
 
 def _may_follow(run: ElasticRun, error: str, status: int | None = None) -> bool:
-    """Returns whether an error may follow from another loss, through collectives; of an
-    unknown one, and of the signal by which JAX aborts, the status is given.
+    """Returns whether a failure may be the consequence of another member's, which
+    breaks the collectives of all.
+
+    ``error`` is empty if it is unknown. If ``status``, the exit status, is given, an
+    unknown error and an end by a signal (JAX aborts) may be such consequences too.
     """
     if not run.restarts or len(run.active) < 2:
         return False
