@@ -35,7 +35,8 @@ from whalejax.processes import local_gpus
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
-"""Command that receives a host and a command; with ``-tt`` both end together."""
+"""Remote shell, to which a host and a command are appended. With ``-tt``, the command
+ends when the shell does."""
 
 PASSED_ON: Final = (
     KEY_FILE,
@@ -137,8 +138,8 @@ class Launch:
     def coordinator(self) -> str:
         """Returns the address of process 0, ``"host:port"``.
 
-        If all processes are local, this process holds the port until ``release_port``:
-        another program could take a port that is merely free before process 0 listens.
+        If all processes are local, this process holds the port until ``release_port``.
+        Otherwise another program could take it before process 0 listens.
 
         Raises:
             WhaleError: All processes are local, and the port is in use or none is free.
@@ -158,7 +159,7 @@ class Launch:
         return f"127.0.0.1:{port}"
 
     def listens(self, coordinator: str) -> str:
-        """Describes the addresses that are open while the processes run."""
+        """Returns text on the addresses that are open while the processes run."""
         host, port = split_address(coordinator)
         if is_loopback(host):
             return (
@@ -197,10 +198,11 @@ class Launch:
         return local_gpus.own_gpus(gpus, len(here), here.index(rank))
 
     def gpus_shared(self) -> str:
-        """Returns the other hosts with several ranks, whose GPUs are not divided.
+        """Returns a warning if GPUs of other hosts are not divided among their ranks.
 
         Returns:
-            A warning with the remedy; empty if there are none, or no rank uses GPUs.
+            Text with the remedy; empty if no other host has several ranks, or no rank
+            uses GPUs.
         """
         ranks = Counter(map(self.host_of, range(self.processes)))
         away = [host for host, n in ranks.items() if n > 1 and not is_here(host)]
