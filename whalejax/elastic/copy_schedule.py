@@ -1,4 +1,4 @@
-"""When the processes of a sharded model copy their shards, and how they restore them.
+"""Decides when the processes of a sharded model copy their shards, and restores copies.
 
 The interval follows from the cost of a copy and the time between failures. All
 processes make the same decisions: whether to make a copy, and which set to use.
@@ -50,7 +50,9 @@ _MOST_FAILED: Final = 3
 
 
 class ShardCopyManager:
-    """Copies of a run in the memory of its machines; the run goes on without them."""
+    """Copies of a run's shards in the memory of its machines; if they fail, the run
+    goes on.
+    """
 
     def __init__(
         self,
@@ -173,7 +175,7 @@ class ShardCopyManager:
             break
         else:
             state = None
-        # All have finished reading.
+        # By now all processes have finished reading.
         if self._removes:
             names = (name for copied in whole[:2] for name in copied.names)
             remove_others(folder, names)
@@ -218,7 +220,7 @@ class ShardCopyManager:
         if not self._cost:
             return 1  # Its cost is still unknown.
         best = daly_seconds(max(self._cost, _LEAST_SECONDS), self._mtbf)
-        if self._copies is not None:  # Links serve the steps at least half of the time.
+        if self._copies is not None:  # Copies use links at most half of the time.
             best = max(best, 2 * self._copies.seconds)
         return min(
             max(round(best / max(self._seconds, _LEAST_SECONDS)), 1), _MOST_STEPS

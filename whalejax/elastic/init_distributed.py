@@ -146,7 +146,7 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
     host, port = split_address(place.coordinator)
     local = is_loopback(host)
     supervisor = os.environ.get(SUPERVISOR)
-    # A supervisor gives the exact address for its members.
+    # Under a supervisor, all members use the exact address, so no other is bound.
     narrow = local or supervisor is not None
     if place.count > 1:
         tell_launcher(Joining())

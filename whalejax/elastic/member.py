@@ -1,9 +1,9 @@
 """A member of an elastic run: its steps, and its reaction to changes of the members.
 
-It runs its micro-batches, reduces gradients with the others by messages, and updates
-its own copy of the state. It changes the state only after the sum of a step is known.
-So a generation that ends within a step loses no step: finished micro-batches are kept,
-and others repeat only the lost ones.
+A member runs its micro-batches, reduces gradients with the others by messages, and
+updates its own copy of the state. It changes the state only after the sum of a step is
+known. So if a generation ends within a step, finished micro-batches are kept, and other
+members repeat only those of failed members.
 """
 
 from __future__ import annotations
@@ -339,10 +339,10 @@ class ElasticMember:
         self._control.step = int(state.step)
 
     def _save_if_due(self) -> None:
-        """Saves a checkpoint if this is the first member and one is due or missing.
+        """Saves a checkpoint if this is the first member and one is due.
 
-        A leaving member saves first if no other has the state: its process may be
-        ended before another member has joined.
+        A leaving member without others also saves one: its process may be ended before
+        another member has joined.
         """
         assert self._state is not None
         if self._names[0] == self._control.name:
@@ -380,7 +380,7 @@ class ElasticMember:
         self._state, metrics = programs.finish(self._state, sums)
         self._held = {}
         loss = float(metrics["loss"])
-        control.phase = phases.BETWEEN  # Set first: the next step has not begun.
+        control.phase = phases.BETWEEN  # First: with the next step it would compute.
         control.step = step + 1
         committed = wire.Committed(
             generation=self._generation,
@@ -446,8 +446,8 @@ class ElasticMember:
 def check_shared(save: Path | None) -> None:
     """Refuses a folder of checkpoints that is not shared with the supervisor.
 
-    The supervisor locks the folder before it admits a member. So the lock must be
-    visible there; on some network file systems this takes a while.
+    The supervisor locks the folder before it admits a member. So a shared folder has
+    the lock here too, on some network file systems after a while.
 
     Args:
         save: The folder; None for no checkpoints.

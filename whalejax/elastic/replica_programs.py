@@ -433,7 +433,7 @@ def local_cluster() -> Cluster:
     accelerators.
     """
     if jax.local_devices()[0].platform == "cpu":
-        return parse_cluster("cpu:1")  # Not measured: step times compare members.
+        return parse_cluster("cpu:1")  # Shares follow the measured times of members.
     return Cluster.detect()
 
 

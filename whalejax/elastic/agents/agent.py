@@ -1,8 +1,9 @@
 """The process that runs members of an elastic run on its machine: ``whalejax agent``.
 
 It starts and kills processes on the supervisor's request, and reports their ends. When
-it ends, or the supervisor is unreachable for too long, the processes end. It has one
-thread, because the system kills its processes with the thread that started them.
+the agent ends, or the supervisor is unreachable for too long, the processes end. The
+agent has one thread, because the system kills the processes with the thread that
+started them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from whalejax.wire.messages import Message
 
 
 RETURN_SECONDS: Final = 2.0
-"""Seconds in which an agent without connections must return, or it is lost."""
+"""Seconds in which an agent must return when neither it nor one of its members is
+connected; after that it is lost."""
 
 _SOON_SECONDS: Final = 0.2
 
@@ -116,7 +117,7 @@ class AgentFleet(Generic[Link]):
         return ""
 
     def enlist(self, now: float, link: Link, message: wire.Enlist) -> None:
-        """Accepts an agent, for the first time or again.
+        """Accepts an agent that joins or reconnects.
 
         Args:
             now: Current time.
@@ -241,7 +242,7 @@ class AgentFleet(Generic[Link]):
             self._take(now, ev.NotStarted(slot, f"agent {record.name} is gone"))
 
     def expect(self, now: float) -> None:
-        """Gives the agents of an earlier supervisor time to reconnect."""
+        """Gives the agents of this run's earlier supervisor time to reconnect."""
         back_at = now + self._run.settings.rejoin_seconds
         for member in self._run.members.values():
             if member.is_there and member.agent:

@@ -1,8 +1,8 @@
 """The devices of this process, detected without starting JAX's backend in it.
 
-Processes that use the platform's collectives must join before their backend starts, and
-whether they do depends on their devices. So another process detects them, unless there
-are obviously only CPUs.
+Processes that use the platform's collectives must join before their backend starts, but
+whether they use them depends on their devices. So another process detects the devices,
+unless there are clearly only CPUs.
 """
 
 from __future__ import annotations

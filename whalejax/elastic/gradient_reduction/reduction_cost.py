@@ -52,8 +52,8 @@ MESSAGE_SECONDS: Final = 1e-3
 """Seconds of one round of nearly empty messages, on the same machine."""
 
 AGREED_SECONDS: Final = 2.5e-3
-"""Seconds of the agreement before each step of processes with collectives: two of them,
-on the same machine."""
+"""Seconds in which processes with collectives agree before each step whether to stop:
+measured with two processes on the same machine."""
 
 HOST_LINK_BYTES_PER_SECOND: Final = 15.75e9
 """Default rate between a device and its host: 16 lanes of PCI Express 3."""
@@ -116,9 +116,7 @@ class ReductionProcesses:
         return Cluster.of(dataclasses.replace(cluster, levels=(*inner, outer)))
 
     def _joined_by_hosts(self) -> Cluster:
-        """Returns devices that reach each other through their hosts, as far as is
-        known.
-        """
+        """Returns the devices as if they reach each other only through their hosts."""
         kind = self.each.kinds[0]
         here = math.ceil(self.count / self.hosts) * self.each.num_devices
         link = kind.host_link_bytes_per_second or HOST_LINK_BYTES_PER_SECOND
@@ -158,8 +156,8 @@ class ReductionCosts:
 def choose(
     replica: Plan | None, processes: ReductionProcesses, mtbf: float
 ) -> GradientReduction:
-    """Chooses the cheaper backend; messages on CPUs, collectives if a replica does not
-    fit.
+    """Chooses collectives if a replica does not fit, else messages on CPUs or for one
+    process, else the cheaper backend.
 
     Args:
         replica: Plan of one process alone; None if the model does not fit.
@@ -187,8 +185,7 @@ def choose(
         f"{mtbf:,.0f} s"
     )
     if processes.platform == "cpu":
-        # Whatever the cost: both backends use the hosts' sockets, so no faster link is
-        # unused.
+        # Independent of the cost: both backends use the hosts' sockets.
         return GradientReduction(
             by=MESSAGES,
             why="on CPUs it always is, so that the loss of one process does not stop "

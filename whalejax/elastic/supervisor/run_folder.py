@@ -1,4 +1,4 @@
-"""Files of a supervisor for others, in the folders of a run."""
+"""Files that a supervisor writes for other processes, in the folders of a run."""
 
 from __future__ import annotations
 

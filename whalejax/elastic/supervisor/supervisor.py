@@ -1,8 +1,9 @@
 """The process outside the workers that manages a run.
 
-It is a policy of ``LocalRun``: it passes messages on to ``react``, writes the journal
-of its effects before they are carried out, and sends those that are messages. If it is
-killed, its members continue; restarted in the same folder, it adopts them.
+``Supervisor`` is a policy of ``LocalRun``. It passes messages on to ``react``, writes
+events to the journal before their effects are carried out, and sends the effects that
+are messages. If it is killed, its members continue. A supervisor that is restarted in
+the same folder adopts them.
 
 The module is long because one class handles every possible event: separate handlers
 would share all of its state.
@@ -341,7 +342,9 @@ class Supervisor:
             beat()
 
     def _write_kept(self) -> None:
-        """Writes events that a full disk delayed; reports the problem and its end."""
+        """Writes events that a full disk delayed; tells the user when it is full and
+        when not.
+        """
         was_full, self._is_full = self._is_full, not self._is_written()
         problem = self._journal.problem or self._commits.problem
         if self._is_full and not was_full:
