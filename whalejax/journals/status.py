@@ -30,10 +30,12 @@ STATE_OF: Final = {
     "left": "left its loop",
     "failed": "failed",
 }
-"""State of a member after an event; ``"begun"`` and its end need more facts."""
+"""State of a member after an event. The states after ``"begun"`` and after the member's
+end depend on more than the event."""
 
 _OF_STATES: Final = ("begun", "recovered", "finished", "saved")
-"""Events whose step is that of a state which a member then holds; -1 for none."""
+"""Events whose field ``step`` is that of a state that a member has; -1 if none has
+one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +347,8 @@ def _member_state_at_end(ending: Mapping[str, Any]) -> str:
 
 
 def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
-    """Returns committed steps times the median step time, over their total time.
+    """Returns the goodput: time of the committed steps at the median, over the total
+    time.
 
     Args:
         commits: Commits of a run, in order.
