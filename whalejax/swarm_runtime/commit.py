@@ -1,4 +1,4 @@
-"""The end of a step: each stage's peers sum the ledger's gradients, and apply them.
+"""The end of a step: each stage's peers sum the gradients in the ledger and apply them.
 
 Nothing is applied before the peers have all gradients of all stages. If peers fail
 before the sum, others recompute their micro-batches. Peers that fail after it are

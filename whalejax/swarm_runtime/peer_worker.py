@@ -30,7 +30,8 @@ REACH_SECONDS: Final = 10.0
 """Seconds in which another peer must answer a ping."""
 
 PATIENT_TRANSFERS: Final = 8
-"""Transfers of the same size, over the slowest link, for which one waits its turn."""
+"""Longest wait of a download for its turn, as a number of downloads of its size over a
+link of ``SLOWEST_BYTES_PER_SECOND``."""
 
 
 class Worker(SumHolder):
@@ -107,8 +108,9 @@ class Worker(SumHolder):
     def _coded(self, arrays: Sequence[np.ndarray], number: int) -> tuple[Part, float]:
         """Returns tensors as sent to others, and the coding error.
 
-        The error is the square sum of the loss relative to that of the values; only for
-        the first micro-batch of a step, since it takes as long as reading the tensors.
+        It is the sum of squared errors over the sum of squared values. It is computed
+        for the first micro-batch of a step only, as it takes as long as decoding; else
+        it is 0.
         """
         sent = tensor_codec.coded(arrays, self.wire)
         if self.wire == "f32" or number:

@@ -1,7 +1,7 @@
 """Leases of peers on their stages; a lease ends unless it is renewed.
 
-It opens no socket and reads no clock, like the wiring and the ledger; its server passes
-the time. Peers continue without it, and join again when it is back.
+The registry opens no socket and reads no clock: ``registry_server`` passes the time.
+Peers continue without it, and join again when it is back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PeerRecord:
         expires: End of its lease.
         generation, step: Run generation and step of its newest state; -1 without one.
         queue: Number of waiting and running calls.
-        done: Number of micro-batches computed since it joined.
+        done: Number of calls that have run on its device.
         seconds: Duration of its last call on the device.
         leaving: Whether it wants to leave.
         ready: Whether its programs are compiled.

@@ -1,4 +1,4 @@
-"""The process with the registry and the primary trainer."""
+"""Serves the registry and the primary trainer of a swarm at one address."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Runs the steps of a swarm: calls peers for each micro-batch's parts, commits steps,
 takes snapshots.
 
-It only adds up losses and metrics. Of other tensors, only micro-batches and snapshots
-pass through it.
-Joining peers download the state during steps, and snapshots are taken during steps;
-between two steps, leaving peers are let go.
+Of all tensors, only micro-batches, losses, metrics, values of the update's rounds and
+snapshots pass through the trainer. Joining peers download the state during steps, and
+snapshots are taken during steps. Leaving peers are let go between two steps.
 
 The module is long because one loop handles every loss of a peer, within and between
 steps.
@@ -195,7 +194,7 @@ class Trainer(TrainerState):
                 self._rebalance(self)
 
     def _one(self) -> dict[str, Any] | None:
-        """Runs one step; with delayed updates, with the gradients of the next.
+        """Runs one step; with delayed updates, also computes the gradients of the next.
 
         Returns:
             Metrics; None if the step has its gradients and waits for the next step,
@@ -344,7 +343,7 @@ class Trainer(TrainerState):
     ) -> None:
         """Sends all micro-batches through the stages; raises the first error.
 
-        Secondary trainers run their own micro-batches.
+        Secondary trainers run the micro-batches that they lease.
         """
         peers = len(self.fleet.synced())
         count = max(1, min(self.settings.in_flight or 2 * peers, len(passages)))

@@ -1,4 +1,4 @@
-"""Sums gradients on a peer: its own, and its part of the stage's sums."""
+"""Sums gradients on a peer: its own, and then its part of its stage's sum."""
 
 from __future__ import annotations
 

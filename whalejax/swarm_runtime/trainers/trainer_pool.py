@@ -1,8 +1,8 @@
 """Secondary trainers of a run, and the micro-batches that they lead.
 
-They request micro-batches and report which peers have the results of each. A trainer
-that is silent for too long or answers no ping is removed; others lead its
-micro-batches.
+Secondary trainers request micro-batches and report which peers have the results of
+each. A trainer that is silent for too long or answers no ping is removed; others lead
+its micro-batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SILENT_SECONDS: Final = 2.0
 
 PING_SECONDS: Final = 5.0
 LONGEST_CALLS: Final = 4
-"""Call deadlines that a micro-batch may take; with more stages, one for each stage."""
+"""Longest time of a leased micro-batch, as a number of call deadlines; if there are
+more stages, one deadline for each."""
 
 
 @dataclass(slots=True, kw_only=True)
