@@ -235,7 +235,9 @@ class Acceptor:
         self._watch()
 
     def tick(self, now: float) -> None:
-        """Drops connections that are silent for long or no longer accepted."""
+        """Drops connections that are silent for long or whose certificate was
+        revoked.
+        """
         self._watch()
         revoked = frozenset() if self._key is None else self._key.revoked()
         for channel in [*self._channels]:

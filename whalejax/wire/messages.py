@@ -207,7 +207,7 @@ def encode(
 
 
 def too_large(text_bytes: int, array_bytes: int, most_bytes: int) -> str:
-    """Describes why a message is too large; empty if it is accepted.
+    """Returns the sizes of a message that is too large; empty if it is accepted.
 
     Args:
         text_bytes: Bytes of its values.

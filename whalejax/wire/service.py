@@ -1,7 +1,7 @@
 """Questions and answers over connections, with a deadline on each.
 
-A connection carries one question at a time; a caller keeps idle ones and dials another
-if all are in use. An answer is a message, or a refusal with its reason.
+A connection carries one question at a time. A caller keeps idle connections, and dials
+another if all are in use. An answer is a message, or a refusal with its reason.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Handlers = Mapping[type[Question[Any]], Callable[[Any], Message]]
 
 
 class UnansweredError(WhaleError):
-    """A question got no answer; see the attributes of both kinds of it."""
+    """A question got no answer; the subclasses set the attributes."""
 
     code, why, blame = "", "", ""
     late = hopeless = False
@@ -98,7 +98,7 @@ class Declined(Message, tag="refused"):
 
 
 class Service:
-    """Answers questions; connections with open ones have a thread each."""
+    """Answers questions; each connection with an unanswered question has a thread."""
 
     def __init__(
         self,

@@ -43,9 +43,10 @@ ServingPeers: TypeAlias = Annotated[
 MadeBy: TypeAlias = Annotated[
     list[tuple[Text, Whole, Text, Whole, Whole, Size]], Meta(max_length=2 * MOST_PEERS)
 ]
-"""Phase, stage, name, incarnation, attempt and loss of the results of peers."""
+"""Phase, stage, name, incarnation, attempt and coding error of the results of peers."""
 Leads: TypeAlias = Annotated[list[tuple[Whole, Whole, Whole, Whole]], _NUMBERS]
-"""Generation, step, number and times of micro-batches."""
+"""Generation, step and number of micro-batches, and how often each was leased
+before."""
 
 
 # Answers.
