@@ -1,7 +1,7 @@
 """Moves the state of one compiled step to the layout of another.
 
-A state belongs to a layout: a step accepts every state of its model and optimizer whose
-arrays have the step's shardings. Other states are moved from device to device. The
+A step accepts every state of its model and optimizer whose arrays have the step's
+shardings. Other states have to be moved, from device to device, by ``step.adopt``. The
 module is separate from the step because it compares and moves arrays but runs nothing.
 """
 

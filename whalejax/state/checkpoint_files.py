@@ -65,7 +65,7 @@ _rounds = itertools.count()
 
 
 def told_by_all(mine: str, what: str) -> list[str]:
-    """Exchanges a text of each process, in process order; all of them call this.
+    """Returns a text of each process, by rank; all processes call this.
 
     No device takes part, so that pending device work cannot block it.
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 FORMAT: Final = 1
-"""Version of the record. Versions without hashes can read records with hashes."""
+"""Version of the record. WhaleJAX of before there were hashes reads records with
+hashes."""
 
 UNFINISHED_SUFFIX: Final = ".unfinished"
 """Suffix of a checkpoint's name until it is complete."""

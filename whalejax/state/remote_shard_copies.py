@@ -1,7 +1,8 @@
-"""Copies on other machines: each process also puts its shards on another one.
+"""Copies on other machines: each process also sends a copy of its shards to one of
+them.
 
-The loss of a machine then costs no more than that of a process. Restarted processes
-read what their own machine lacks from one that has it.
+So the loss of a machine costs no more than that of a process. Restarted processes read
+files that their own machine lacks from a machine that has them.
 """
 
 from __future__ import annotations
