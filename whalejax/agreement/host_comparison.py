@@ -33,7 +33,7 @@ ROUNDS: Final = 5
 """Number of requests for a clock's time; the quickest answer counts."""
 
 ANSWER_SECONDS: Final = 10.0
-"""Time after its own deadline in which the coordinator has sent the result."""
+"""Seconds after the coordinator's deadline within which it has sent the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
