@@ -1,6 +1,6 @@
 """Environment of a process that ``whalejax launch`` started, and its reports.
 
-It is separate from the launcher, because this is the part that the processes need.
+The module is separate from the launcher, because only this part runs in the processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOSS_SIGNS: Final = (
     "deadline_exceeded",
     "aborted",
 )
-"""Words in errors that a lost process causes."""
+"""Words, in lower case, of errors that a lost process causes in others."""
 
 MOST_WORDS: Final = 500
 """Maximum length of a text that a process reports about another one."""
@@ -192,7 +192,7 @@ def blame(rank: int, why: str) -> None:
 
 
 def parse_report(line: bytes) -> _Line | None:
-    """Parses a line that begins with the mark; None if no process wrote it.
+    """Parses a line that begins with the mark; None if it is no valid report.
 
     A script may print anything, so that every part is checked.
 
