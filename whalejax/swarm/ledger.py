@@ -1,4 +1,4 @@
-"""Each micro-batch exactly once: the calls of one step, and losses.
+"""Ledger of one step's calls: each micro-batch counts exactly once, if peers fail too.
 
 For each stage and micro-batch, the ledger of a step knows the attempt that counts. A
 repeated call has a higher attempt, so a late answer of the abandoned call is recognised
@@ -161,7 +161,7 @@ class Ledger:
         return attempt
 
     def count_from(self, number: int, first: int) -> None:
-        """Raises the numbers of a micro-batch's later attempts.
+        """Makes later attempts at a micro-batch get numbers above ``first``.
 
         Args:
             number: Number of the micro-batch.
@@ -238,8 +238,8 @@ class Ledger:
         return self._cell(stage, number, phase).is_done
 
     def assignment(self, stage: int) -> dict[str, tuple[int, ...]]:
-        """Returns the peer that sums each micro-batch of a stage: a partition of
-        0..M-1.
+        """Returns the micro-batches that each peer of a stage sums; each is at one
+        peer.
 
         Args:
             stage: Number of the stage.

@@ -1,9 +1,9 @@
 """Chooses the peer of a trainer's next call: interleaved weighted round robin.
 
-The rule is SWARM's (Ryabinin et al. 2023, section 3.2). Each peer has a virtual time;
-the next call goes to the peer with the smallest, and adds its expected seconds. Over
-time each peer gets calls in proportion to its speed. One ``StageWiring`` is one
-trainer's view of one stage; nothing in it reads a clock.
+The rule is SWARM's (Ryabinin et al. 2023, section 3.2). Each peer has a virtual time.
+The next call goes to the peer with the smallest one, which grows by the call's expected
+seconds. Over time each peer gets calls in proportion to its speed. One ``StageWiring``
+is one trainer's view of one stage; nothing in it reads a clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 FORWARD_TASK: Final = 1.0
-BACKWARD_TASK: Final = 2.5  # forwards per backward, in the paper's code
+BACKWARD_TASK: Final = 2.5  # in forward passes; from the paper's code
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,8 +128,8 @@ class StageWiring:
     def reported(self, peer: str, queue_length: int) -> None:
         """Records the number of calls that a peer reports as waiting or running.
 
-        This trainer's own calls are already in its virtual time; those of others are
-        added to its key.
+        This trainer's own calls are already in the peer's virtual time. The expected
+        seconds of others' calls are added to it when peers are compared.
 
         Args:
             peer: Name of the peer.
@@ -151,7 +151,7 @@ class StageWiring:
 
         Args:
             now: Current time in seconds.
-            task: Size of the call, in forwards of a micro-batch.
+            task: Work of the call, relative to a forward pass of a micro-batch.
             avoid: Peers to choose only if there is no other, such as those that just
                 failed this call.
         """
@@ -201,7 +201,7 @@ class StageWiring:
 
         Args:
             peer: Name of the peer.
-            task: Size of the call, as passed to ``choose``.
+            task: Work of the call, as passed to ``choose``.
             seconds: Seconds from sending to the answer, including queue and wire.
             now: Time of the answer, in seconds.
             warm: Whether the time counts; not if the call waited for a compilation.
@@ -231,7 +231,7 @@ class StageWiring:
             peer: Name of the peer.
             seconds: Seconds that the caller lost; for a timeout, the deadline.
             ban: Whether nothing more is sent to it until it announces itself again.
-            task: Size of the call.
+            task: Work of the call.
             incarnation: Called incarnation; failures of an earlier one do not count.
         """
         known = self._current_peer(peer, incarnation)

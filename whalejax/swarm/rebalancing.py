@@ -99,9 +99,10 @@ def newcomer_stage(peers: Sequence[PeerLoad], stages: int) -> int:
 def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
     """Whether a step should wait for peers that download its state.
 
-    Serving peers wait too; without the wait, joining ones would restart with the next
-    step's state. A joining peer is worth its gain within ``HORIZON_SECONDS`` plus its
-    loss so far. So at some time the step waits for it.
+    A wait costs each serving peer ``seconds``. Without it, joining peers must download
+    the next step's state instead. A wait for a joining peer may cost as much as its
+    work within ``HORIZON_SECONDS`` and the time that it has lost so far. So at some
+    time the step waits for it.
 
     Args:
         lost: For each joining peer, seconds since it could have begun to serve.
