@@ -105,7 +105,8 @@ class Pipeline:
         depth: Maximum number of batches in progress.
         lags: Number of lookups of processes by the number of missing updates.
         section: The processes.
-        kept: Step after which all processes keep their rows; -1 for none.
+        kept: Step after which all processes have kept their rows in a snapshot that is
+            not removed; -1 for none.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Pipeline:
             begin: Function from a rank to the first message to its process.
             dense: The dense section.
             log_bytes: Bytes of a process's gradients that are logged before a snapshot.
-            kept: Step after which they have kept their rows; -1 for none.
+            kept: See the attribute.
             settings: Other arguments of ``SparseSection``.
         """
         self.staleness, self.depth, self.kept = staleness, depth, kept
@@ -309,7 +310,9 @@ class Pipeline:
         return np.concatenate(parts)
 
     def seconds(self) -> tuple[list[float], list[float], list[float], float]:
-        """Returns mean seconds a step: each process, its wire, its batches; dense."""
+        """Returns mean seconds of a step: of each process, of its transfers and of the
+        batches that it makes; and of the dense section.
+        """
 
         def mean(values: deque[float]) -> float:
             return float(np.mean(values)) if values else 0.0
