@@ -66,11 +66,10 @@ def plans_by_number(
     batch: int | None = None,
     **settings: Any,
 ) -> dict[int, Plan]:
-    """Returns the best plan of a job for each number of devices, or that of fewer.
+    """Returns the best plan of a job on at most each number of devices.
 
-    Some numbers are not planned: twice another number that gains nothing over fewer
-    devices, unless it is a power of two. The odd factor of such a number divides no
-    dimension.
+    A number that is not a power of two is not planned if half of it gains nothing over
+    fewer devices: its odd factor then divides no dimension.
 
     Args:
         job: Job with its model, batches and optimizer.

@@ -102,7 +102,8 @@ def _settings(told: JobLaunch) -> SupervisorSettings:
 
 
 def _outlives_supervisor(home: Path) -> bool:
-    """Waits for a supervisor whose own such process was killed, if there is one.
+    """Waits for the end of a supervisor that runs on without such a process, if one
+    does.
 
     Returns whether the supervisor has ended its run.
     """

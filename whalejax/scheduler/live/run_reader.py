@@ -283,7 +283,7 @@ class RunReader:
         """Returns those of the run's hosts that have had no agent for a while.
 
         Args:
-            hosts: Hosts that should have an agent, with the Unix time since which.
+            hosts: Hosts that should have an agent, with the Unix time since when.
             at: Unix time.
         """
         if not self.away_since:
