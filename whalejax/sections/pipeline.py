@@ -64,6 +64,23 @@ class Work:
 
 @dataclass(slots=True)
 class _Rank:
+    """A process of the sparse section, from the pipeline's view.
+
+    Attributes:
+        begun: Incarnation of the process that was told its rows; -1 before the first.
+        ready: Whether that process answers questions.
+        looked_up: Number of steps whose vectors were received.
+        acknowledged: Number of steps whose gradients the process has.
+        version, durable: Versions of its rows, and of its newest snapshot.
+        known: Steps whose ids the process has from a lookup.
+        vectors: Vectors that wait for the dense section, by step.
+        log: Ids and gradients of steps after ``durable``, by step.
+        log_bytes: Bytes in the log.
+        sparse_seconds, wire_seconds: Seconds of questions in the process, and on the
+            way.
+        batch_seconds: Seconds of the batches that it made.
+    """
+
     begun: int = -1
     ready: bool = False
     looked_up: int = 0
