@@ -27,7 +27,7 @@ from whalejax.distributed.rendezvous import (
     ProcessPlace,
     RendezvousClient,
     RendezvousServer,
-    missing_words,
+    missing_ranks_text,
     rendezvous,
 )
 from whalejax.meshes.errors import WhaleError
@@ -256,7 +256,7 @@ def test_process_0_that_ends_before_jax_has_joined_all_ends_the_others() -> None
 
 
 def test_many_are_not_all_named() -> None:
-    said = missing_words(list(range(1, 100)), 100)
+    said = missing_ranks_text(list(range(1, 100)), 100)
     assert said == "processes 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 89 more of 100 have"
 
 

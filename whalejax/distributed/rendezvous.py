@@ -149,10 +149,10 @@ def rendezvous(
     return made
 
 
-def missing_words(missing: list[int], count: int) -> str:
+def missing_ranks_text(missing: list[int], count: int) -> str:
     """Returns process numbers as the subject of a sentence.
 
-    >>> missing_words([2], 4), missing_words([1, 2], 4)
+    >>> missing_ranks_text([2], 4), missing_ranks_text([1, 2], 4)
     ('process 2 of 4 has', 'processes 1, 2 of 4 have')
     """
     named = ", ".join(map(str, missing[:MOST_NAMED]))
@@ -216,7 +216,7 @@ class RendezvousServer:
         else:
             rank, why = missing[0], f"has not come in {place.seconds:.0f} s"
             text = (
-                f"{missing_words(missing, place.count)} not come to "
+                f"{missing_ranks_text(missing, place.count)} not come to "
                 f"{place.coordinator} in {place.seconds:.0f} s. Look for the first "
                 "error there: is it running, has it a process_id of its own and the "
                 "same coordinator and num_processes, and is this address and port "
@@ -440,7 +440,7 @@ class RendezvousClient:
         blame(rank, f"has not come in {place.seconds:.0f} s")
         return LostProcessError(
             rank,
-            f"{missing_words(self._missing, place.count)} not come to "
+            f"{missing_ranks_text(self._missing, place.count)} not come to "
             f"{place.coordinator} in {place.seconds:.0f} s. Look for the first error "
             "there",
         )

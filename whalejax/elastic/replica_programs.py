@@ -424,7 +424,7 @@ def _with_fewer(
             return planned(count), count
         except DependentSamplesError:
             continue
-    say(f"whalejax: one micro-batch is taken, so one member computes: {error}")
+    say(f"whalejax: a step is one micro-batch, which one member computes: {error}")
     return planned(1), 1
 
 

@@ -219,7 +219,7 @@ def run_status(run: RunJournal) -> RunStatus:
                 name=said["name"],
                 seconds=round(said["time"] - began, 1),
                 step=said["step"],
-                why=loss_words(said),
+                why=loss_text(said),
                 state=members[said["name"]].state,
             )
             for said in _before_end(events)
@@ -370,7 +370,7 @@ def _times(commits: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[floa
     return times, [b - a for a, b in zip(times, times[1:], strict=False) if b > a]
 
 
-def loss_words(fields: Mapping[str, Any]) -> str:
+def loss_text(fields: Mapping[str, Any]) -> str:
     """Returns the reason why a member was lost or failed."""
     said = f"; its log ends: {fields['said']}" if fields.get("said") else ""
     return f"{fields['why']}{said}"

@@ -188,7 +188,6 @@ class StageWiring:
         task: float,
         seconds: float,
         now: float,
-        warm: bool = True,
         *,
         incarnation: int | None = None,
     ) -> None:
@@ -204,7 +203,6 @@ class StageWiring:
             task: Work of the call, as passed to ``choose``.
             seconds: Seconds from sending to the answer, including queue and wire.
             now: Time of the answer, in seconds.
-            warm: Whether the time counts; not if the call waited for a compilation.
             incarnation: Called incarnation; calls to an earlier one are ignored.
         """
         known = self._current_peer(peer, incarnation)
@@ -213,8 +211,7 @@ class StageWiring:
         known.in_flight = max(0, known.in_flight - 1)
         spent = min(seconds, now - known.answered)
         known.answered = max(now, known.answered)
-        if warm:
-            self._measured(peer, known, max(0.0, spent) / task)
+        self._measured(peer, known, max(0.0, spent) / task)
 
     def failed(
         self,

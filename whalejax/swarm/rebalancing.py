@@ -187,9 +187,7 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     return result
 
 
-def best_counts(
-    peers: int, seconds: Sequence[float], at_least: int = 1
-) -> tuple[int, ...]:
+def best_counts(peers: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """Returns each stage's number of equal peers for the fastest pipeline.
 
     Each next peer goes to the slowest stage. This is exact: if a stage has one peer
@@ -198,7 +196,6 @@ def best_counts(
     Args:
         peers: Number of peers.
         seconds: Seconds of a peer for a micro-batch in each stage.
-        at_least: Peers that each stage must have.
 
     Raises:
         WhaleError: There are too few peers, or seconds that are not above 0.
@@ -207,13 +204,13 @@ def best_counts(
         >>> best_counts(8, [1.0, 2.0, 1.0])
         (2, 4, 2)
     """
-    if peers < at_least * len(seconds) or not seconds or min(seconds) <= 0:
+    if peers < len(seconds) or not seconds or min(seconds) <= 0:
         raise WhaleError(
             f"peers of stages: {peers} peers for {len(seconds)} stages of "
-            f"{list(seconds)} seconds; there must be at least {at_least} a stage, and "
+            f"{list(seconds)} seconds; there must be at least 1 a stage, and "
             "each must take more than 0 seconds. Have more peers, or fewer stages"
         )
-    counts = [at_least] * len(seconds)
+    counts = [1] * len(seconds)
     for _ in range(peers - sum(counts)):
         slowest = min(
             range(len(seconds)), key=lambda s: (counts[s] / seconds[s], -seconds[s], s)

@@ -45,11 +45,11 @@ class SwarmStepCommit:
     def __init__(
         self,
         context: StepContext,
-        passages: Sequence[MicroBatchRoute],
+        routes: Sequence[MicroBatchRoute],
         pool: ThreadPoolExecutor,
     ) -> None:
         """Prepares the commit; calls no peer yet."""
-        self._context, self._passages, self._pool = context, passages, pool
+        self._context, self._routes, self._pool = context, routes, pool
         self._holders: dict[int, Holders] = {}
         self._rounds: dict[int, int] = {}
         self._members: dict[int, list[PeerRecord]] = {}
@@ -141,8 +141,8 @@ class SwarmStepCommit:
         """Asks a stage's peers for the sum, again until all of them have answered."""
         context = self._context
         for _ in range(MOST_ATTEMPTS):
-            for passage in self._passages:
-                passage.remake_gradient(stage)
+            for route in self._routes:
+                route.remake_gradient(stage)
             members = context.fleet.usable(stage)
             holders = self._assigned(stage, members)
             if holders is None:

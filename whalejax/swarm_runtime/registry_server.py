@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import socket
 import threading
@@ -15,7 +16,7 @@ from whalejax.swarm.ledger import Write
 from whalejax.swarm_runtime.registry import PeerRecord, Registry, facts_of
 from whalejax.swarm_runtime.staged_job import StagedJob
 from whalejax.swarm_runtime.swarm_process import open_listener
-from whalejax.swarm_runtime.trainer import Trainer, as_told
+from whalejax.swarm_runtime.trainer import Trainer
 from whalejax.swarm_runtime.trainers.trainer_state import Settings, Snapshot, Tell
 from whalejax.wire import swarm_messages as messages
 from whalejax.wire.keys import Key
@@ -298,7 +299,7 @@ class RegistryServer:
             sum_error=self._errors.get("sum_error"),
             wire_error=self._errors.get("wire_error"),
             left=0 if ledger is None else ledger.missing_gradients,
-            counts=as_told(trainer.counts),
+            counts=dataclasses.asdict(trainer.counts),
             trainers=trainer.sharing.status_rows(),
             peers=[show(m) for m in self.registry.members(now)],
         )

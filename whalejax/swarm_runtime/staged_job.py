@@ -34,6 +34,7 @@ from whalejax.capture.batch import aval_of
 from whalejax.capture.loss_options import as_planned
 from whalejax.capture.precision import at_precision
 from whalejax.capture.program_units import avals_of, units_of
+from whalejax.elastic.replica_programs import most_micro_batches
 from whalejax.jaxpr.steps import Steps
 from whalejax.lowering.global_arrays import impl_of, raw_array, wrapped
 from whalejax.lowering.metrics import wide
@@ -133,7 +134,7 @@ class StagedJob:
         self.precision, self.delayed_updates = precision, delayed_updates
         first = job_plans.first_batch(job, batch)
         self.size = batch or job.batch_size or 0
-        self.count = micro_batches or _most_micro_batches(self.size)
+        self.count = micro_batches or most_micro_batches(self.size)
         model = job_plans.abstract_model(job)
         self.plan = job_plans.make_plan(
             job,
@@ -550,10 +551,6 @@ class StagedUpdate:
     def rounds(self) -> int:
         """Number of rounds: the exchanges of scalars, and one more."""
         return 1 + max((level for level, _ in self.parting.reads), default=0)
-
-
-def _most_micro_batches(size: int) -> int:
-    return max(n for n in range(1, 17) if size % n == 0)
 
 
 def _division(plan: Plan, captured: Captured, stages: int) -> Division:

@@ -28,7 +28,7 @@ from whalejax.wire.connection import (
     end_of,
 )
 from whalejax.wire.connection_loop import loop
-from whalejax.wire.keys import Key, peer_name, refused_words
+from whalejax.wire.keys import Key, certificate_refusal, peer_name
 from whalejax.wire.messages import CONTROL_BYTES
 
 
@@ -101,7 +101,7 @@ class _Stranger:
         except ssl.SSLWantWriteError:
             wants = selectors.EVENT_WRITE
         except (ssl.SSLError, OSError, ValueError) as error:
-            why = refused_words(error) if isinstance(error, ssl.SSLError) else ""
+            why = certificate_refusal(error) if isinstance(error, ssl.SSLError) else ""
             reason = getattr(error, "reason", None) or error
             why = why or f"it does not speak {PROTOCOL!r} ({reason})"
             self._acceptor.refuse(self, f"{self.peer}: {why}")

@@ -231,7 +231,7 @@ def load_key(path: Path) -> Key:
 # Refusal of others.
 
 
-def refused_words(error: ssl.SSLError) -> str:
+def certificate_refusal(error: ssl.SSLError) -> str:
     """Returns the reason of a failed handshake if it is a certificate; else an empty
     text.
 

@@ -158,9 +158,9 @@ class Service:
         try:
             return self._handlers[type(question)](question)
         except RefusedRequestError as error:
-            return _words(error.code, error.why, error.blame)
+            return _declined(error.code, error.why, error.blame)
         except Exception as error:  # The asking side is told about any error.
-            return _words("failed", f"{type(error).__name__}: {error}", "")
+            return _declined("failed", f"{type(error).__name__}: {error}", "")
 
 
 def _send(channel: Channel, answer: Message) -> None:
@@ -171,10 +171,10 @@ def _send(channel: Channel, answer: Message) -> None:
     except (ConnectionClosedError, WireTimeoutError):
         raise
     except WireError as error:
-        channel.send(_words("failed", str(error), ""))
+        channel.send(_declined("failed", str(error), ""))
 
 
-def _words(code: str, why: str, blame: str) -> Declined:
+def _declined(code: str, why: str, blame: str) -> Declined:
     return Declined(code=code, why=why[:_LONGEST_REASON], blame=blame)
 
 

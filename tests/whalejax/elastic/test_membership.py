@@ -557,7 +557,7 @@ def test_a_supervisor_whose_turns_are_long_loses_who_is_silent(turn: float) -> N
 def test_an_agent_is_lost_by_a_supervisor_whose_turns_are_long() -> None:
     there = Driven(SupervisorSettings(least=1, most=1))
     fleet = AgentFleet[str](
-        there, there.take, lambda link, said: None, lambda link: None, {}
+        there, there.take, lambda link, said: None, lambda link: None
     )
     there.started(0.0, "m1", 0, 7, agent="a")
     fleet.expect(0.0)

@@ -76,7 +76,6 @@ class AgentFleet(Generic[Link]):
         take: Callable[[float, ev.Event], None],
         send: Callable[[Link, Message], None],
         close: Callable[[Link], None],
-        program: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts without agents.
 
@@ -85,9 +84,9 @@ class AgentFleet(Generic[Link]):
             take: Function that receives the agents' events with their times.
             send: Function that sends a message over a connection.
             close: Function that ends a connection; the other side reconnects.
-            program: Value of the attribute.
         """
-        self._run, self._take, self.program = run, take, program or {}
+        self._run, self._take = run, take
+        self.program: Mapping[str, Any] = {}
         self._send, self._close = send, close
         self._agents: dict[str, AgentRecord[Link]] = {}
         self._linked: dict[Link, AgentRecord[Link]] = {}

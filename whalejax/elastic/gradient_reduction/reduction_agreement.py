@@ -57,7 +57,7 @@ _ANSWERS: Final = Messages[ReductionDecision | RegistrationRefused](
 _CALLER: Final = "the devices of this process were started before wh.train_elastic"
 _PRICING: Final = (
     "the devices of this process were started by the job's first batch, which was made "
-    "for the price and holds arrays of JAX's"
+    "to compute the cost and holds JAX arrays"
 )
 
 
@@ -160,13 +160,12 @@ def agreed(
         result = arbiter.decide(offer)
     if asked is not None and asked.by != result.by:
         raise WhaleError(
-            f"this run adds gradients up by {result.by} ({result.why}), and this "
-            "process "
-            f"was started with {asked.why}. Give all processes the same mesh"
+            f"this run reduces gradients by {result.by} ({result.why}), and this "
+            f"process was started with {asked.why}. Give all processes the same mesh"
         )
     if result.by == COLLECTIVES and too_late():
         raise WhaleError(
-            f"this run adds gradients up by collectives ({result.why}), and {started}, "
+            f"this run reduces gradients by collectives ({result.why}), and {started}, "
             "so that it cannot join the others. Call wh.train_elastic before anything "
             "asks for devices or arrays, make batches of NumPy's arrays, or give all "
             "mesh='replicas'"

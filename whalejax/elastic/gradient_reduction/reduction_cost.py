@@ -173,7 +173,7 @@ def choose(
         )
     if processes.count == 1:
         return GradientReduction(
-            by=MESSAGES, why="there is one process, and nothing to add up"
+            by=MESSAGES, why="there is one process, and nothing to reduce"
         )
     priced = price(replica, processes, mtbf)
     where = f" on {processes.hosts} hosts" if processes.hosts > 1 else ""

@@ -188,7 +188,7 @@ class Supervisor:
         if self._run.places:
             self._open_fleet()
         elif self._run.command and not self._run.quiet:
-            tell_user(self._gpus.words())
+            tell_user(self._gpus.division_text())
         if before is not None:
             self._take_back(run)
         else:

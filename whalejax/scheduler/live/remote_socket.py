@@ -90,7 +90,8 @@ class RemoteSocket:
                 f"({error.strerror or error}). Give an address of this machine with a "
                 "free port"
             ) from error
-        self.words = f"{joined_address(host, port)}, to commands with the key {path}"
+        where = joined_address(host, port)
+        self.address_text = f"{where}, to commands with the key {path}"
         self._acceptor = Acceptor(
             listening, load_key(path), self._notice, most_bytes=MOST_BYTES
         )

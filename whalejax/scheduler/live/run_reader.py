@@ -296,10 +296,6 @@ class RunReader:
             and at - max(since, self.away_since.get(host, first)) > _AWAY_SECONDS
         ]
 
-    def pids(self) -> dict[str, int]:
-        """Returns the process ids of members, by name."""
-        return {name: one.pid for name, one in self._processes.items()}
-
     def steps_per_second(self, batch: int = 0) -> dict[Place, float]:
         """Returns the measured speed by device kind and number of members.
 

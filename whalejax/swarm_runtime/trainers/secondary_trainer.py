@@ -247,10 +247,10 @@ class SecondaryTrainer(SwarmProcess):
         )
 
     def _lead(self, context: StepContext, share: MicroBatchLease) -> None:
-        passage, why = MicroBatchRoute(context, share.number), ""
+        route, why = MicroBatchRoute(context, share.number), ""
         try:
             self._micro_batch(context.step, share.number)
-            passage.run(share.attempts.start - 1)
+            route.run(share.attempts.start - 1)
         except StopRequested:
             why = "it is of a step that is over"
         except StageLost as gone:
@@ -262,9 +262,9 @@ class SecondaryTrainer(SwarmProcess):
             name=self.name,
             number=share.number,
             times=share.times,
-            made=[] if why else passage.results,
+            made=[] if why else route.results,
             why=why,
-            arrays=() if why else passage.sums,
+            arrays=() if why else route.sums,
         )
         try:
             self._caller.ask(self._registry, question, seconds=self._call_seconds)

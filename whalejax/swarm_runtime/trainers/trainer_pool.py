@@ -59,13 +59,13 @@ class _Step:
 
     Attributes:
         context: Context of the step.
-        passages: Routes of its micro-batches, by number.
+        routes: Routes of its micro-batches, by number.
         shares: Queue that leases the micro-batches.
         in_flight: Most micro-batches at once, of all trainers together.
     """
 
     context: StepContext
-    passages: Sequence[MicroBatchRoute]
+    routes: Sequence[MicroBatchRoute]
     shares: MicroBatchQueue
     in_flight: int
 
@@ -176,19 +176,19 @@ class TrainerPool:
     # Micro-batches.
 
     def open(
-        self, context: StepContext, passages: Sequence[MicroBatchRoute], in_flight: int
+        self, context: StepContext, routes: Sequence[MicroBatchRoute], in_flight: int
     ) -> MicroBatchQueue:
         """Begins to lease the micro-batches of a step.
 
         Args:
             context: Context of the step.
-            passages: Routes of its micro-batches, by number.
+            routes: Routes of its micro-batches, by number.
             in_flight: Most micro-batches at once, of all trainers together.
         """
-        shares = MicroBatchQueue(len(passages), context.stop)
+        shares = MicroBatchQueue(len(routes), context.stop)
         with self._lock:
             self._step = _Step(
-                context=context, passages=passages, shares=shares, in_flight=in_flight
+                context=context, routes=routes, shares=shares, in_flight=in_flight
             )
         return shares
 
@@ -206,7 +206,7 @@ class TrainerPool:
             )
         if step is None:
             return 1
-        return max(1, -(-min(step.in_flight, len(step.passages)) // trainers))
+        return max(1, -(-min(step.in_flight, len(step.routes)) // trainers))
 
     def give(self, asked: Take) -> GivenShare:
         """Answers a trainer that requests a micro-batch."""
@@ -269,7 +269,7 @@ class TrainerPool:
                 raise stale
             self._tell("gave back", trainer=name, number=number, why=asked.why)
             return MicroBatchAccepted()
-        route = step.passages[number] if number < len(step.passages) else None
+        route = step.routes[number] if number < len(step.routes) else None
         if route is None:
             raise stale
 

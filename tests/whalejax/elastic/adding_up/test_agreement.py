@@ -194,7 +194,7 @@ def test_who_wants_it_otherwise_is_told(
         assert agreed(arbiter(there), ASKED, no_room, **options) == ASKED
         other = GradientReduction(by=MESSAGES, why="mesh='replicas' was given")
         said = (
-            r"adds gradients up by collectives \(mesh='auto' was given\), and this "
+            r"reduces gradients by collectives \(mesh='auto' was given\), and this "
             "process was started with mesh='replicas' was given"
         )
         with pytest.raises(WhaleError, match=said):

@@ -43,8 +43,8 @@ class Ran:
             self.membership.take,
             self._send,
             self.closed.append,
-            {"command": ["", "train.py"], "environment": {}},
         )
+        self.fleet.program = {"command": ["", "train.py"], "environment": {}}
         self.events: list[dict[str, Any]] = []
         self.names = itertools.count(1)
         self.membership.begin(0.0)
