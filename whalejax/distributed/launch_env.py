@@ -187,7 +187,7 @@ def tell_launcher(said: _Line) -> None:
 
 
 def blame(rank: int, why: str) -> None:
-    """Reports to the launcher, if any, the rank because of which this process ends."""
+    """Reports to the launcher, if there is one, which rank makes this process end."""
     tell_launcher(BlameReport(rank=rank, why=why[:MOST_WORDS]))
 
 

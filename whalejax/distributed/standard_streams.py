@@ -146,8 +146,8 @@ class BackgroundLines:
                 self._is_stuck = not self._drained(_LINE_SECONDS)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Waits until all lines are written, for at most ``seconds`` if given; returns
-        whether they are.
+        """Waits until all lines are written, or for ``seconds``; returns whether they
+        are.
         """
         with self._changed:
             return self._drained(seconds)

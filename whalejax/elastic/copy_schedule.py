@@ -50,8 +50,9 @@ _MOST_FAILED: Final = 3
 
 
 class ShardCopyManager:
-    """Copies of a run's shards in the memory of its machines; if they fail, the run
-    goes on.
+    """Copies of a run's shards in the memory of its machines.
+
+    If copies fail, the run goes on without them.
     """
 
     def __init__(

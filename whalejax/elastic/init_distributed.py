@@ -74,10 +74,10 @@ def init_distributed(
         timeout_seconds: Longest wait for all processes to join.
         heartbeat_seconds: Seconds of silence after which a process counts as dead; no
             process may block Python threads for longer.
-        preemption: Whether SIGTERM, in place of ending a process, is a preemption
-            notice for
-            ``jax.experimental.multihost_utils.reached_preemption_sync_point``, which
-            the program then calls in every step.
+        preemption: Whether SIGTERM is a preemption notice and does not end the process.
+            The program must then call
+            ``jax.experimental.multihost_utils.reached_preemption_sync_point`` in every
+            step.
 
     Returns:
         The number of processes. A second call does nothing else.

@@ -38,8 +38,8 @@ class SpreadPrograms:
 
     Attributes:
         size: Samples of a global batch.
-        count: Number of micro-batches in a step, the same for any number of processes,
-            as random keys and statistics depend on it.
+        count: Number of micro-batches in a step. It is the same for any number of
+            processes, because random keys and statistics depend on it.
         plan: Plan for these processes.
         step: Compiled training step.
     """

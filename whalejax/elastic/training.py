@@ -91,8 +91,8 @@ def train_elastic(
             number changes: from their newest saved state after a failure, and without a
             lost step if one is asked to end or others join. A number of processes
             without a plan is not used, and the reason is in the journal.
-        copy_every: Steps between copies of the shards of one model over all processes,
-            in the memory of the machine and of a second one if there are several. The
+        copy_every: For one model over all processes, steps between copies of its shards
+            in the memory of the machine, and of another machine if there is one. The
             copies outlive the processes and are tried before a checkpoint. Default: the
             best number by Daly's formula; 0 makes no copies.
         mtbf: Mean seconds between failures of any process, for that formula and for the

@@ -347,8 +347,7 @@ def _member_state_at_end(ending: Mapping[str, Any]) -> str:
 
 
 def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
-    """Returns the goodput: time of the committed steps at the median, over the total
-    time.
+    """Returns the number of steps times their median time, over the total time.
 
     Args:
         commits: Commits of a run, in order.

@@ -71,8 +71,7 @@ class CommitTimes:
         return limit if self._counts else max(_FIRST_STEP_SECONDS, 3 * limit)
 
     def boundary(self, newest: int) -> int:
-        """Returns a step so far ahead that all members learn of it before they reach
-        it.
+        """Returns a step that no member reaches before all have learnt of it.
 
         Args:
             newest: Newest step that a member is known to have reached.
@@ -82,9 +81,7 @@ class CommitTimes:
         return max(newest, 0) + 2 + ahead
 
     def patience(self, after: int) -> float:
-        """Returns the seconds to wait for all members to stop after the step
-        ``after``.
-        """
+        """Returns the longest wait, in seconds, until all have stopped after a step."""
         steps = max(after - self.step, 0) + 3
         most = self._settings.prepare_seconds / 2
         return min(2.0 + 2 * steps * (self.median or 5.0), most)

@@ -342,9 +342,7 @@ class ElasticRun:
         return None if name is None else float(getattr(self.settings, name))
 
     def boundary(self) -> int:
-        """Returns a step so far ahead that all members learn of it before they reach
-        it.
-        """
+        """Returns a step that no member reaches before all have learnt of it."""
         return self.pace.boundary(
             max((m.step for m in self.present_members()), default=0)
         )

@@ -1,7 +1,8 @@
 """Events of a run of processes, and effects that its loop carries out.
 
 An elastic run uses all of them. If all processes of a run are children of one loop, as
-in ``whalejax launch -n``, it uses only those that concern neither members nor agents.
+in ``whalejax launch --processes N``, it uses only those that concern neither members
+nor agents.
 """
 
 from __future__ import annotations

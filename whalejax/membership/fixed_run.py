@@ -1,9 +1,9 @@
 """A run of a fixed number of processes: the first failure ends all.
 
-This is the policy of ``whalejax launch -n``, as ``react`` is that of elastic runs. It
-touches no process, pipe or clock: events bring exit statuses, and ``hear`` the
-processes' reports. Its effects start each process once, and end the run; at that time
-``failure`` names the process that failed first.
+This is the policy of ``whalejax launch --processes N``; that of elastic runs is
+``react``. It touches no process, pipe or clock: events bring exit statuses, and
+``hear`` the processes' reports. Its effects start each process once, and end the run;
+at that time ``failure`` names the process that failed first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Heartbeats: each process reports that it is alive, and notices processes that fail.
 
-These are the processes that ``jax.distributed`` connects (``whalejax launch -n``, one
-model over all processes). ``dead_members`` does the same for the members of an elastic
-run.
+These are the processes that ``jax.distributed`` connects (``whalejax launch --processes
+N``, one model over all processes). ``dead_members`` does the same for the members of an
+elastic run.
 
 When a process fails, JAX ends the others, but its message does not always name that
 process. If the process blocks instead of ending, JAX waits for minutes.
@@ -186,9 +186,7 @@ class PeerLiveness:
         return look | {n: _silent(late[n]) for n in sorted(never) if n in overdue}
 
     def unheard(self, gone: Collection[int]) -> list[int]:
-        """Returns the missing processes whose end, error or silence nobody has
-        reported.
-        """
+        """Returns the missing processes about which nobody has reported yet."""
         beats = ((n, self.beat_of(n)) for n in gone)
         return [n for n, b in beats if not (b.ended or b.failed or b.silent)]
 

@@ -1,7 +1,7 @@
 """Specification of a launch: one program as several processes, their hosts and
 environments.
 
-It is separate from the start (``launcher``), because all of it is known before.
+All that it has is known before ``launcher`` starts the processes.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Launch:
         remote_shell: Words before a host's name and the command for it.
         tells: Whether to print the table of ranks, and rank 0's failure in addition to
             its own output.
-        stops: Whether the failure of another rank than 0 stops all; else the others
-            continue to their end, and the failed rank is named then.
+        stops: Whether the failure of any rank stops all. If not, only that of rank 0
+            does: after any other, the ranks continue to their ends, and then the failed
+            one is named.
         json: Whether to print only one line of JSON with the end of all ranks.
         exit_seconds: Time of silence after which a rank is stopped once another has
             ended.

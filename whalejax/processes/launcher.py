@@ -90,9 +90,9 @@ def run(launch: Launch) -> int:
     one) and ``log``.
 
     Returns:
-        0 if all ended well; else the status of the first that did not (128 plus the
-        number of a signal that ended it); 2 if all ended well but the output could not
-        be printed.
+        0 if all ranks ended well; 2 if they did but the output could not be printed.
+        Otherwise the status of the first rank that failed, or 128 plus the number of
+        the signal that ended it.
 
     Raises:
         WhaleError: A log or a process cannot be made, or the port is in use.

@@ -4,7 +4,8 @@ The caller submits batches. For each process of the sparse section one thread as
 vectors and one sends gradients; one thread runs the dense section. A lookup of step t
 waits only for the gradients of step t - s - 1, with staleness s. Gradients stay in a
 log until a snapshot of the rows includes them. A process that replaces another receives
-the missing gradients from it. Their step numbers ensure that each is applied once.
+the missing gradients from that log. Their step numbers ensure that each is applied
+once.
 
 The module is long because all of this shares one lock and one state.
 """

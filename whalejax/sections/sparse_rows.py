@@ -141,8 +141,8 @@ class SparseRows:
 
         Args:
             step: Number of the step.
-            ids: For each buffer ids, ``int32[samples, columns]``, or rows that are
-                named, ``int32[rows]``.
+            ids: For each buffer, ids ``int32[samples, columns]`` or rows
+                ``int32[rows]``.
 
         Raises:
             WrongVersionError: A needed update is missing, or a later one was applied.

@@ -152,8 +152,7 @@ def restore_or_init(
     make_model: Callable[..., Any],
     rng: Any,
 ) -> Any:
-    """Returns the state of the newest undamaged checkpoint in a folder, or else a new
-    one, for steps of every kind.
+    """Returns the state of a folder's newest undamaged checkpoint, or else a new one.
 
     Args:
         step: Step that restores a checkpoint and initialises states.

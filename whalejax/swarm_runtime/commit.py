@@ -138,7 +138,7 @@ class SwarmStepCommit:
     # The sum.
 
     def _sum(self, stage: int) -> None:
-        """Asks a stage's peers for the sum, again until all of them have answered."""
+        """Asks a stage's peers for the sum until all of them answer in one round."""
         context = self._context
         for _ in range(MOST_ATTEMPTS):
             for route in self._routes:

@@ -256,8 +256,8 @@ class StepContext:
         """Records a non-finite result; the peer gets a long pause.
 
         Raises:
-            WhaleError: Another peer made the same, so the model is at fault; or no
-                other could make it.
+            WhaleError: Another peer made a non-finite result too, so the model is at
+                fault; or no other peer can compute it.
         """
         with self.lock:
             key = self.step, phase, stage

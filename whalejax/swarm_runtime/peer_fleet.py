@@ -1,8 +1,8 @@
 """The peers from a trainer's view: usable ones, and experience with each.
 
-The wiring decides which peer is next; this module keeps it in step with the registry,
-and knows the peers with the current step's state, failed links between peers, and peers
-that are paused.
+The wiring decides which peer is next, and this module tells it what the registry knows.
+It also has the peers with the state of the current step, failed links between peers,
+and paused peers.
 """
 
 from __future__ import annotations

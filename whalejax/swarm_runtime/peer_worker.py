@@ -2,8 +2,8 @@
 
 Tensors are pulled from the peers that made them; results are stored until the step is
 over on all stages. Gradients of micro-batches stay separate until the trainer assigns
-them. Then each peer sums its own, and sums one part of every array of these sums in the
-order of the peers, so that all peers of a stage have the same sum.
+them. Then each peer sums its own, and reduces one part of every array over the peers,
+in their order. So all peers of a stage have the same sum.
 """
 
 from __future__ import annotations

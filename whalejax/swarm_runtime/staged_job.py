@@ -325,7 +325,9 @@ class StagedJob:
         return [raw_array(leaves[n]) for n in numbers]
 
     def late(self, stage: int) -> list[int]:
-        """Returns the numbers of the leaves of which a stage stores previous values."""
+        """Returns the numbers of the leaves whose previous values a stage stores,
+        too.
+        """
         if not self.delayed_updates:
             return []
         return [n for n in range(self.params) if self.owner(n) == stage]

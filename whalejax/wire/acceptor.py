@@ -33,9 +33,9 @@ from whalejax.wire.messages import CONTROL_BYTES
 
 
 MOST_STRANGERS: Final = 256
-"""Maximum number of connections with an unfinished handshake. Beyond it, the oldest one
-that is silent or has had time to speak is dropped; if there is none, others wait to be
-accepted."""
+"""Maximum number of connections with an unfinished handshake. If one more comes, the
+oldest one that is silent or has had time to speak is dropped; without such a one, the
+new connection waits to be accepted."""
 
 MOST_CHANNELS: Final = 4096
 """Maximum number of other connections."""

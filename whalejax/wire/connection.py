@@ -582,8 +582,8 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 def at_once(link: socket.socket) -> None:
     """Makes a socket send the parts of a frame without delay.
 
-    Otherwise the last parts wait until the other side acknowledges the first, and that
-    is delayed, so that each message may take 40 ms longer.
+    Otherwise the last parts wait for the acknowledgement of the first one, which the
+    other side may delay by 40 ms.
     """
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -1,10 +1,10 @@
 """Keys by which processes of a run authenticate: certificates of its authority.
 
 A key file holds the private key and the certificate of a process, and the certificate
-of the run's authority. One file may be copied to all processes; to tell them apart,
-each gets its own key, which can be revoked. The authority's private key stays beside
-the first file, where the run was created. Certificates are made by the ``openssl``
-command; their use needs only Python.
+of the run's authority. One file may be copied to all processes. A process that has a
+key of its own has its own name, by which the key can be revoked. The authority's
+private key stays beside the first file, where the run was created. Certificates are
+made by the ``openssl`` command; their use needs only Python.
 
 Whoever can read a key can join the run and change its result, so a file that others can
 read is refused, as ssh refuses such a private key.

@@ -66,8 +66,7 @@ class AgentFleet(Generic[Link]):
     """All agents of a run.
 
     Attributes:
-        program: ``command``, the program that agents start, and ``environment``,
-            variables for it.
+        program: Program that agents start: its ``command`` and ``environment``.
     """
 
     def __init__(

@@ -36,8 +36,7 @@ of five (``recovery.cold_seconds`` of ``scripts/elastic.json``). With long compi
 it is more."""
 
 RECOVERY_SECONDS: Final = 0.5
-"""Seconds that replicas lose when one is lost or joins: mean of five in the
-same file.
+"""Seconds without a step when a replica fails or joins: mean of five in the same file.
 """
 
 WIRE_BYTES_PER_SECOND: Final = 5.5e8
@@ -156,8 +155,10 @@ class ReductionCosts:
 def choose(
     replica: Plan | None, processes: ReductionProcesses, mtbf: float
 ) -> GradientReduction:
-    """Chooses collectives if a replica does not fit, else messages on CPUs or for one
-    process, else the cheaper backend.
+    """Chooses the backend of a run.
+
+    It is collectives if a replica does not fit, otherwise messages on CPUs or for one
+    process, and otherwise the cheaper backend.
 
     Args:
         replica: Plan of one process alone; None if the model does not fit.

@@ -342,9 +342,7 @@ class Supervisor:
             beat()
 
     def _write_kept(self) -> None:
-        """Writes events that a full disk delayed; tells the user when it is full and
-        when not.
-        """
+        """Writes events that a full disk has delayed; tells the user of its state."""
         was_full, self._is_full = self._is_full, not self._is_written()
         problem = self._journal.problem or self._commits.problem
         if self._is_full and not was_full:

@@ -26,7 +26,7 @@ from whalejax.scheduler.live.requests import Add
 
 _MOST_SECONDS: Final = 900.0
 _ALONE_SECONDS: Final = 20.0
-"""Seconds after which the next job is planned beside one that is not done."""
+"""Seconds of planning a job after which the next one is planned in parallel."""
 
 _MOST_AT_ONCE: Final = 4
 _RESULTS: Final = ({"refused"}, {"batch", "options"})
