@@ -61,7 +61,7 @@ _LOOPBACK: Final = frozenset({"localhost", "::1"})
 def launched(
     environment: Mapping[str, str] = os.environ,
 ) -> tuple[str, int, int] | None:
-    """Returns coordinator, number of processes and rank, if a launcher set them.
+    """Returns coordinator, number of processes and rank; None if no launcher set them.
 
     Raises:
         WhaleError: Some are missing, or are not numbers.

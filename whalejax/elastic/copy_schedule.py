@@ -142,7 +142,7 @@ class ShardCopyManager:
     # Restoring.
 
     def newest(self, than: int) -> TrainState | None:
-        """Returns the state of the newest complete set, if newer than a checkpoint.
+        """Returns the state of the newest complete set; None if a checkpoint is newer.
 
         All processes call this.
 

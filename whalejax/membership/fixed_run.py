@@ -152,8 +152,8 @@ class FixedRun:
         if left and self.over and self.stops and silent > self.exit_seconds:
             why = (
                 f"has not ended {self.exit_seconds:.0f} s after others had, and has "
-                "said nothing in this time: it stands still at its exit (one that "
-                "works on there needs a longer --exit-timeout)"
+                "said nothing in this time: it stands still at its exit (if it "
+                "still works there, give a longer --exit-timeout)"
             )
             self._give_up(now, left[0], why)
 

@@ -48,7 +48,8 @@ class RunPolicy(Protocol):
         """
 
     def start(self, slot: int) -> Iterable[ev.Effect] | None:
-        """Starts the process of a slot; returns further effects, such as its release.
+        """Starts the process of a slot; returns further effects, such as its release,
+        or None.
 
         Raises:
             OSError: It cannot be started now.

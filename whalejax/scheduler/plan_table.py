@@ -129,7 +129,9 @@ def option_of(
 def _plan_on(
     job: Job, part: Cluster, batch: int | None, fewer: Plan | None, settings: Any
 ) -> Plan | None:
-    """Returns the best plan on some devices, or that of fewer if it is no slower."""
+    """Returns the best plan on some devices, or ``fewer`` if that is no slower or the
+    only one.
+    """
     if fewer is not None and fewer.question is not None:
         try:
             # Plans that leave devices idle are plans for fewer devices.

@@ -120,16 +120,15 @@ def _place_loose_leaves(state: TrainState, own: TrainState) -> TrainState:
 
 
 _OTHER = (
-    "this state is another model's or optimizer's than this step is compiled for. Give "
-    "a state of the same model and optimizer, or begin with step.init_from(state.model)"
+    "this state is of another model or optimizer than this step. Give a state of the "
+    "same model and optimizer, or begin with step.init_from(state.model)"
 )
 _OTHER_MODEL = (
-    "this state is another model's than this step is compiled for. Give a state of the "
-    "same model"
+    "this state is of another model than this step. Give a state of the same model"
 )
 _ELSEWHERE = (
-    "the arrays of this state lie otherwise than this step has them. Move them with "
-    "state = step.adopt(state)"
+    "the arrays of this state have other shardings than those of this step. Move them "
+    "with state = step.adopt(state)"
 )
 _MOST_LISTED = 5
 
@@ -232,7 +231,7 @@ def _other_places(state: TrainState, own: TrainState) -> Iterator[str]:
             what = "being traced" if isinstance(leaf, jax.Array) else _text(leaf)
             yield f"{name} is {what}; expected a jax.Array with values"
         elif not _lies(leaf, target):
-            yield f"{name} lies as {_place(leaf.sharding)}; here {_place(target)}"
+            yield f"{name} has {_place(leaf.sharding)}; expected {_place(target)}"
 
 
 def _lies(leaf: Any, target: Any) -> bool:

@@ -181,8 +181,8 @@ def _other_parts(record: Record, step: CheckpointRestorer, path: Path) -> list[s
         return []
     return [
         f"{path.name} was trained with {before} micro-batches per step, and this run "
-        f"takes {now}: random numbers and statistics are of each micro-batch, so it "
-        f"goes on otherwise than with num_micro_batches={before}"
+        f"takes {now}: each micro-batch has its own random numbers and statistics, so "
+        f"results differ from those with num_micro_batches={before}"
     ]
 
 

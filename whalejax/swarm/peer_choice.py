@@ -27,6 +27,7 @@ class _Peer:
     """State of a peer from a trainer's view.
 
     Attributes:
+        incarnation: Incarnation of its process, as last announced.
         expires: Time at which its announcement ends.
         virtual_time: Seconds of assigned work, from a common origin.
         entry: Number of its latest entry in the heap; older ones are skipped.

@@ -309,8 +309,8 @@ class SwarmStepCommit:
                 and not self._is_whole(stage, level, answer)
             ):
                 del result[member.name]
-                why = f"{member.name} told other numbers than the update of stage "
-                why += f"{stage} gives"
+                why = f"{member.name} sent other values than the update of stage "
+                why += f"{stage} has"
                 self._failed(
                     stage, member, "update", RefusedRequestError("answer", why)
                 )

@@ -222,7 +222,7 @@ class RegistryServer:
             return
         text = f"the {what} at {where}: {'; '.join(problems)}"
         if 2 * len(problems) <= len(there):
-            self._tell("note", why=f"{text}. What they exchange is computed elsewhere")
+            self._tell("note", why=f"{text}. Others compute what they cannot exchange")
             return
         raise RefusedRequestError(
             "failed",

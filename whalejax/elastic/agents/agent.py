@@ -85,7 +85,7 @@ class AgentOptions:
 
 
 def _check(name: str, host: str | None) -> str | None:
-    """Returns the numeric address; refuses invalid names and addresses."""
+    """Refuses an invalid name or address; returns the numeric address, or None."""
     with Problems("whalejax agent") as problems:
         if not _NAME.fullmatch(name):
             problems.add(
@@ -175,7 +175,7 @@ class Agent:
                 self._leaving, self._beat_at = True, 0.0
                 names = self._processes.names
                 what = f"asked to end: {len(names)} of its processes leave after a step"
-                yield ev.SayEffect(f"{what}; once more to end them at once")
+                yield ev.SayEffect(f"{what}; ask once more to end them at once")
                 yield from map(ev.TerminateEffect, names)
             case ev.Tick():
                 if self._channel is None and now >= self._again_at:

@@ -65,7 +65,7 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
         case "slot_held":
             return (
                 f"process {fields['pid']} ({fields['name']}) keeps its GPUs: "
-                f"{fields['why']}. None takes its place before it has"
+                f"{fields['why']}. Its slot stays empty until it ends"
             )
         case "saved":
             return f"checkpoint {fields['path']}"

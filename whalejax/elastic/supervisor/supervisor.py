@@ -506,7 +506,7 @@ class Supervisor:
         return None
 
     def _assign_name(self, message: wire.Register) -> tuple[str, int | None]:
-        """Returns a member's name, and its slot if it was started here."""
+        """Returns a member's name, and its slot; None if it was not started here."""
         members = self._state.members
         if message.name:
             known = members.get(message.name)

@@ -125,7 +125,7 @@ class Planning:
         return None
 
     def _begin(self, request: Add) -> PlannedJob | None:
-        """Begins to plan a job; returns its refusal if that fails."""
+        """Begins to plan a job; returns None, or its refusal if that fails."""
         cluster, units = self._cluster.to_json(), self._units
         told = {**request.fields, "cluster": cluster, "units": units}
         most = min(request.devices[1], self._cluster.num_devices)

@@ -505,7 +505,7 @@ class JobService:
                 f"{request.what}"
             )
         if job.cancelled:
-            raise JobError(f"job {job.name!r} was cancelled, and ends behind a step")
+            raise JobError(f"job {job.name!r} was cancelled, and ends after a step")
         match request.what:
             case "resume":
                 if not job.paused:

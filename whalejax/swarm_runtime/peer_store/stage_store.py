@@ -207,7 +207,7 @@ class StageHolder:
             ):
                 raise RefusedRequestError(
                     "stale",
-                    f"{self.name} has gone on while it computed for step "
+                    f"{self.name} has moved on while it computed for step "
                     f"{asked.step} of generation "
                     f"{asked.generation}, stage {stage.number}",
                 )

@@ -161,7 +161,7 @@ class TrainerPool:
             seconds = max(LONGEST_CALLS, context.cut.stages) * context.call_seconds
             for share in step.shares.overdue(seconds):
                 if step.shares.give_back(share):
-                    why = f"it is not through after {seconds:.0f} s"
+                    why = f"it has not finished after {seconds:.0f} s"
                     more = {"number": share.number, "why": why}
                     self._tell("gave back", trainer=share.trainer, **more)
 

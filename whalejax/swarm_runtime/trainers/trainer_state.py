@@ -405,10 +405,10 @@ class TrainerState:
         keeps: bool,
         at: tuple[int, int],
     ) -> tuple[str | None, str]:
-        """Asks a peer to be at the step; returns the digest of its state, or the
-        reason.
+        """Asks a peer to have the state of the step.
 
-        No peer is at fault if the sources already have a later state.
+        Returns its digest and an empty text, or None and the reason of a failure. No
+        peer is at fault if the sources already have a later state.
         """
         question = Sync(
             run=self.run_id,
