@@ -109,8 +109,8 @@ def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, 
         host = host[1:-1]
     elif ":" in host:
         raise WhaleError(
-            f"{parameter} is {address[:80]!r}, an IPv6 address without brackets, of "
-            "which nobody knows where the port begins; expected [ADDRESS]:PORT, such "
+            f"{parameter} is {address[:80]!r}, an IPv6 address without brackets, so "
+            "that it is not clear where the port begins; expected [ADDRESS]:PORT, such "
             f"as [{host[:60]}]:{port[:10]}"
         )
     if not (host and host.isprintable() and good and 0 < int(port) < 65536):

@@ -257,13 +257,13 @@ class ReplicaPrograms:
             said = take()
             pieces.extend(said.arrays)
             if said.place != len(pieces) - 1 or len(said.arrays) != 1:
-                raise WhaleError(f"{whose} sent the pieces of its state in disorder")
+                raise WhaleError(f"{whose} sent the pieces of its state out of order")
             if len(pieces) == said.count:
                 break
         data = np.concatenate([x.reshape(-1).view(np.uint8) for x in pieces])
         about = json.loads(said.text)
         if digest_of([data]) != about["sha256"]:
-            raise WhaleError(f"the state that {whose} sent is not as it was sent")
+            raise WhaleError(f"the state that {whose} sent was changed on the way")
         abstract = self.step.abstract_state()
         avals = jax.tree.leaves(abstract)
         arrays = unpacked([raw_array(aval) for aval in avals], data)

@@ -173,14 +173,12 @@ class CopyExchange:
         if place and not draft.exists():
             if asked.last and path.exists():
                 return taken  # a duplicate part
-            raise RefusedRequestError(
-                "missing", f"of {name}, what comes before {place}"
-            )
+            raise RefusedRequestError("missing", f"{name} lacks bytes before {place}")
         try:
             with draft.open("r+b" if place else "wb") as file:
                 if file.seek(0, 2) < place:
                     raise RefusedRequestError(
-                        "missing", f"of {name}, what comes before {place}"
+                        "missing", f"{name} lacks bytes before {place}"
                     )
                 file.seek(place)
                 file.write(asked.arrays[0].data)

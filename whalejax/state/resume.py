@@ -315,7 +315,7 @@ def checkpoints(save_dir: Path) -> list[Path]:
     except OSError as error:
         raise WhaleError(
             f"{save_dir}: its checkpoints cannot be listed "
-            f"({error.strerror or error}). Give another directory, or ask for leave to "
-            "read it"
+            f"({error.strerror or error}). Give another directory, or ask for "
+            "permission to read it"
         ) from error
     return sorted(result, key=steps_of, reverse=True)

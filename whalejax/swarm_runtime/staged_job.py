@@ -203,8 +203,8 @@ class StagedJob:
             )
         if self.plan.scales_loss:
             result.append(
-                "precision f16 scales losses by whether all gradients are finite, and "
-                "a swarm refuses those that are not. Take precision bf16 or f32"
+                "with precision f16 the loss scale depends on gradients that are not "
+                "finite, and a swarm refuses these. Take precision bf16 or f32"
             )
         for stage in range(self.stages):
             result += self._too_large(stage)

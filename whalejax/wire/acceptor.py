@@ -135,7 +135,7 @@ class _Stranger:
                 socket.socket.send(self.link, _SPOKEN)
             self._acceptor.refuse(self, f"{self.peer} said nothing")
         elif now > self.came_at + HANDSHAKE_SECONDS:
-            self._acceptor.refuse(self, f"{self.peer} ended no handshake")
+            self._acceptor.refuse(self, f"{self.peer} finished no handshake")
 
 
 class Acceptor:
@@ -229,7 +229,7 @@ class Acceptor:
                 self._stays_closed_until = time.monotonic() + _PAUSE_SECONDS
                 break
             if oldest is not None:
-                did = "ended no handshake" if oldest.speaks else "said nothing"
+                did = "finished no handshake" if oldest.speaks else "said nothing"
                 self.refuse(oldest, f"{oldest.peer} {did}, and others came")
             self._take(link)
         self._watch()
@@ -273,7 +273,7 @@ class Acceptor:
                 )
         except OSError as error:  # It has ended.
             plain.close()
-            self._count(f"a connection ended before it was one ({error.strerror})")
+            self._count(f"a connection ended before its handshake ({error.strerror})")
             return
         stranger = _Stranger(self, link)
         self._strangers[stranger] = None

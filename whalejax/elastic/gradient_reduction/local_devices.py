@@ -84,7 +84,7 @@ def own_devices() -> Cluster:
 
 def _unseen(why: str) -> WhaleError:
     return WhaleError(
-        f"the devices of this process cannot be looked at: {why}. Give mesh='replicas' "
+        f"the devices of this process cannot be detected: {why}. Give mesh='replicas' "
         "or mesh='auto', which do not depend on them"
     )
 

@@ -52,7 +52,7 @@ def write_pointer(path: Path, said: Mapping[str, str]) -> None:
             draft.unlink(missing_ok=True)
         tell_user(
             f"{path} cannot be written ({error.strerror}); the run goes on, and "
-            "whalejax status does not find it by that"
+            "whalejax status does not find it by this file"
         )
 
 

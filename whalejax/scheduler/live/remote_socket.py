@@ -139,8 +139,8 @@ def ask(place: SchedulerAddress, request: Request, *, patience: float = 0.0) -> 
     if place.address is None:
         if place.key is not None:
             raise JobError(
-                f"--key is {place.key} without --at, and is of it only. Leave it out, "
-                "or give the address of jobs serve --listen"
+                f"--key is {place.key} without --at, to which it belongs. Leave it "
+                "out, or give the address of jobs serve --listen"
             )
         return local_socket.ask(place.folder, request, patience=patience)
     address = split_address(place.address, "--at")

@@ -372,8 +372,10 @@ class TrainerState:
             self.fleet.pause(member)
         if is_first or (late and was_given_up):
             took = self.fleet.now() - begun
-            why = f"it took {took:.1f} s, longer than a step, and than one waits for "
-            why += "it; it is tried again. Give it a faster link, or longer steps"
+            why = (
+                f"its download took {took:.1f} s, longer than a step and the wait for "
+                "it; it is tried again. Give it a faster link, or longer steps"
+            )
             self.tell("not synced", peer=member.name, why=why)
 
     def _take_in(self, member: PeerRecord, digest: str, at: tuple[int, int]) -> bool:
