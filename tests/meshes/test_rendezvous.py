@@ -17,7 +17,6 @@ from tests.processes import free_port
 from tests.whalejax.keys import KEY, OTHER
 from whalejax.distributed import rendezvous as meeting_place
 from whalejax.distributed.first_connection import reach
-from whalejax.distributed.launch_env import joined_address
 from whalejax.distributed.rendezvous import (
     Arrival,
     Go,
@@ -31,6 +30,7 @@ from whalejax.distributed.rendezvous import (
     rendezvous,
 )
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import UNENCRYPTED, Channel
 from whalejax.wire.keys import Key
 from whalejax.wire.messages import Messages, encode

@@ -19,6 +19,7 @@ from whalejax.cli.swarm_options import (
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.user_code.losses import Job
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.keys import Key, load_key
 from whalejax.wire.messages import A, Question
 from whalejax.wire.service import (
@@ -144,13 +145,14 @@ def _serve(
 
     run = SwarmRun(cut, place, settings, tell, peers=command.peers, listening=listening)
     host, port = run.serving.address
-    at = f"{host}:{port} {command.model} --key {command.key}"
+    where = joined_address(host, port)
+    at = f"{where} {command.model} --key {command.key}"
     joins = f"whalejax swarm join {at}"
     if command.json:
         fields = {"event": "listening", "host": host, "port": port}
         _print(json.dumps(fields))
     else:
-        say(f"whalejax: listening at {host}:{port}; to add a peer: {joins}")
+        say(f"whalejax: listening at {where}; to add a peer: {joins}")
         say(f"whalejax: to add a trainer: whalejax swarm train {at}")
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
@@ -275,7 +277,7 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
         patience_seconds=command.patience,
         tell=lambda kind, **more: say(f"whalejax: {_words(kind, more)}"),
     )
-    said = f"{trainer.name} leads micro-batches of {address[0]}:{address[1]}"
+    said = f"{trainer.name} leads micro-batches of {joined_address(*address)}"
     _until_over(trainer, lambda: said, "leaving when what it leads is through")
     return 0
 
@@ -453,7 +455,7 @@ def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
         return caller.ask(address, question, seconds=_ASK_SECONDS)
     except UnansweredError as error:
         text = (
-            f"{address[0]}:{address[1]}: no registry of a swarm answers there with "
+            f"{joined_address(*address)}: no registry of a swarm answers there with "
             f"this key ({error}). Give the address that whalejax swarm serve says it "
             "listens at, and a copy of its key file"
         )

@@ -120,15 +120,6 @@ def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, 
     return host, int(port)
 
 
-def joined_address(host: str, port: int) -> str:
-    """Joins host and port, with an IPv6 address in brackets.
-
-    >>> joined_address("node0", 8476), joined_address("fd00::2", 8476)
-    ('node0:8476', '[fd00::2]:8476')
-    """
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def is_loopback(host: str) -> bool:
     """Returns whether only this machine can reach an address.
 

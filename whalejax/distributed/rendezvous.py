@@ -26,12 +26,12 @@ from whalejax.distributed.first_connection import listen_at, reach
 from whalejax.distributed.launch_env import (
     ENDS_FOR_ANOTHER,
     blame,
-    joined_address,
     printable,
     split_address,
 )
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import Channel, OtherProtocol, WireTimeoutError, WrongKey
 from whalejax.wire.keys import Key
 from whalejax.wire.messages import Count, Message, Messages, Text, WireError

@@ -40,6 +40,7 @@ from whalejax.state.shard_copies import (
     read_copies,
     whole_sets,
 )
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.keys import load_key
 
 
@@ -112,8 +113,9 @@ class ShardCopyManager:
                 return
             assert self._exchange is not None
             at = self._exchange.host, self._exchange.port
+            where = joined_address(*at)
             print(
-                f"whalejax: shards of other machines are taken at {at[0]}:{at[1]}",
+                f"whalejax: shards of other machines are taken at {where}",
                 file=sys.stderr,
                 flush=True,
             )

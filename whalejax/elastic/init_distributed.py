@@ -25,7 +25,6 @@ from whalejax.distributed.launch_env import (
     DeviceReport,
     Joining,
     is_loopback,
-    joined_address,
     launched,
     split_address,
     tell_launcher,
@@ -37,6 +36,7 @@ from whalejax.membership import launch_heartbeat as beats
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.addresses import joined_address
 
 
 INTERRUPT_SECONDS: Final = 2.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whalejax.distributed.launch_env import is_loopback, joined_address
+from whalejax.distributed.launch_env import is_loopback
 from whalejax.elastic.environment import HELD_BY, local_host
 from whalejax.elastic.gradient_reduction.message_all_reduce import exchanged
 from whalejax.elastic.member_connections import Peers
@@ -36,6 +36,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.state.async_checkpoints import Saver
 from whalejax.state.folder_lock import LOCK
 from whalejax.wire import run_messages as wire
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.messages import WireError
 
 

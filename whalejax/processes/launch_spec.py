@@ -26,12 +26,12 @@ from whalejax.distributed.launch_env import (
     PORT,
     PROCESS_ID,
     is_loopback,
-    joined_address,
     split_address,
 )
 from whalejax.distributed.reserved_port import HELD_PORT, is_held, reserve_port
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.processes import local_gpus
+from whalejax.wire.addresses import joined_address
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")

@@ -13,12 +13,18 @@ from typing import Any, Final
 from whalejax.distributed.launch_env import reached_host
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.ledger import Write
-from whalejax.swarm_runtime.registry import PeerRecord, Registry, facts_of
+from whalejax.swarm_runtime.registry import (
+    PeerRecord,
+    Registry,
+    facts_of,
+    unreachable_error,
+)
 from whalejax.swarm_runtime.staged_job import StagedJob
 from whalejax.swarm_runtime.swarm_process import open_listener
 from whalejax.swarm_runtime.trainer import Trainer
 from whalejax.swarm_runtime.trainers.trainer_state import Settings, Snapshot, Tell
 from whalejax.wire import swarm_messages as messages
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.keys import Key
 from whalejax.wire.service import (
     Address,
@@ -202,7 +208,7 @@ class RegistryServer:
         outward: Mapping[str, str],
     ) -> None:
         """Refuses a joining peer that cannot exchange messages with most others."""
-        where = f"{address[0]}:{address[1]}"
+        where = joined_address(*address)
         question = messages.Reach(peers=[(where, address)])
         addresses = [m.address for m in others]
         told = ask_all(self._caller, addresses, question, LINK_SECONDS)
@@ -251,19 +257,14 @@ class RegistryServer:
         return messages.AnnouncementReceived(known=announce is not None, free=False)
 
     def _enlist(self, asked: messages.EnlistTrainer) -> messages.TrainerEnlisted:
-        name, (host, port) = asked.name, asked.address
+        name, address = asked.name, asked.address
         self.registry.check(f"trainer {name}", asked.facts)
-        if why := self._ping((host, port)):
-            raise RefusedRequestError(
-                "failed",
-                f"trainer {name} says that it listens at {host}:{port}, which cannot "
-                f"be reached from here ({why}). Give --host an address of that machine "
-                "that others reach, and open its port",
-            )
-        others = self._neighbours((host, port))
+        if why := self._ping(address):
+            raise unreachable_error(f"trainer {name}", address, why)
+        others = self._neighbours(address)
         if others:
-            self._check_links("trainer", (host, port), others, {})
-        self.trainer.sharing.enlist(name, (host, port))
+            self._check_links("trainer", address, others, {})
+        self.trainer.sharing.enlist(name, address)
         return messages.TrainerEnlisted(run=self.trainer.run_id)
 
     def _terms(self, asked: messages.AskTerms) -> messages.Terms:
@@ -309,7 +310,7 @@ def _peer_status(member: PeerRecord, *, trainer: Trainer) -> dict[str, Any]:
     synced = trainer.fleet.has(member)
     return {
         "name": member.name,
-        "address": f"{member.address[0]}:{member.address[1]}",
+        "address": joined_address(*member.address),
         "stage": member.stage,
         "step": member.step,
         "queue": member.queue,

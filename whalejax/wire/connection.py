@@ -27,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.meshes.errors import visible
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection_loop import loop
 from whalejax.wire.keys import Key, certificate_refusal, peer_name
 from whalejax.wire.messages import (
@@ -480,7 +481,7 @@ def dial(
         OtherProtocol: It sends something else.
     """
     end = time.monotonic() + seconds
-    where = f"{address[0]}:{address[1]}"
+    where = joined_address(*address)
     try:
         plain = socket.create_connection(address, timeout=max(seconds, 0.01))
     except TimeoutError:
@@ -599,4 +600,4 @@ def end_of(link: socket.socket) -> str:
         name = link.getpeername()
     except OSError:
         return "a process that is gone"
-    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local process"
+    return joined_address(*name[:2]) if isinstance(name, tuple) else "a local process"

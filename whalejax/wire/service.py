@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import (
     FRAME_SECONDS,
     SLOWEST_BYTES_PER_SECOND,
@@ -245,7 +246,7 @@ class Caller:
                 )
             except MalformedError as error:
                 self._put_back(address, channel)
-                where = f"{address[0]}:{address[1]}"
+                where = joined_address(*address)
                 why = f"{where} answered {question.kind!r} wrongly: {error}"
                 raise RefusedRequestError("answer", why) from None
             except WireError as error:
@@ -274,7 +275,7 @@ class Caller:
         with self._lock:
             if self._closed:
                 raise UnreachableProcessError(
-                    f"{address[0]}:{address[1]}: this process ends", late=False
+                    f"{joined_address(*address)}: this process ends", late=False
                 )
             idle = self._idle.get(address)
             if idle:
@@ -297,7 +298,7 @@ class Caller:
         late = isinstance(error, WireTimeoutError)
         why = f"no answer in {seconds:.1f} s" if late else str(error)
         return UnreachableProcessError(
-            f"{address[0]}:{address[1]} ({what}): {why}",
+            f"{joined_address(*address)} ({what}): {why}",
             late=late,
             hopeless=isinstance(error, WrongKey | OtherProtocol),
         )

@@ -21,12 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-from whalejax.distributed.launch_env import (
-    KEY_FILE,
-    is_loopback,
-    joined_address,
-    reached_host,
-)
+from whalejax.distributed.launch_env import KEY_FILE, is_loopback, reached_host
 from whalejax.elastic.agents.agent_fleet import AgentFleet, program
 from whalejax.elastic.environment import AT_ONCE, RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
@@ -62,6 +57,7 @@ from whalejax.processes.local_run import TICK_SECONDS, LocalRun
 from whalejax.state.folder_lock import FolderLock
 from whalejax.wire import run_messages as wire
 from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import Channel, ConnectionClosedError, listen
 from whalejax.wire.connection_loop import Waker
 from whalejax.wire.keys import load_key, make_key
@@ -227,15 +223,16 @@ class Supervisor:
         host, port = self._run.host, self._run.port
         if before is not None:  # Its members reconnect to that address.
             host, port = before.get("host", host), before.get("port", port)
+        where = joined_address(host, port)
         try:
             self._listening = listen(host, port)
         except OSError as error:
             raise WhaleError(
-                f"the supervisor cannot listen at {host}:{port} "
+                f"the supervisor cannot listen at {where} "
                 f"({error.strerror or error}). Stop what holds the port; members of "
                 "this run look for their supervisor there"
                 if before is not None
-                else f"the supervisor cannot listen at {host}:{port} "
+                else f"the supervisor cannot listen at {where} "
                 f"({error.strerror or error}). Give another --port, or leave it out"
             ) from error
         self._waker = Waker()

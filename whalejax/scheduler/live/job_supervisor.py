@@ -18,7 +18,6 @@ from typing import Final
 
 import msgspec
 
-from whalejax.distributed.launch_env import joined_address
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.elastic.engines.engine_shells import (
     leave_allocation,
@@ -36,6 +35,7 @@ from whalejax.scheduler.live.job_run import (
     write_refusals,
 )
 from whalejax.state.folder_lock import FolderLock, is_held
+from whalejax.wire.addresses import joined_address
 
 
 IS_HELD: Final = 75

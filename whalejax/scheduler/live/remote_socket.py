@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, get_args
 
-from whalejax.distributed.launch_env import joined_address, split_address
+from whalejax.distributed.launch_env import split_address
 from whalejax.meshes.errors import WhaleError
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live import local_socket
@@ -26,6 +26,7 @@ from whalejax.scheduler.live.requests import (
     RequestRefused,
 )
 from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import (
     Channel,
     OtherProtocol,

@@ -20,6 +20,7 @@ from whalejax.swarm_runtime.trainers.micro_batch_queue import (
     MicroBatchLease,
     MicroBatchQueue,
 )
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.service import Address, Caller, RefusedRequestError, UnansweredError
 from whalejax.wire.swarm_messages import GivenShare, Led, MicroBatchAccepted, Ping, Take
 
@@ -123,7 +124,7 @@ class TrainerPool:
             status_rows = [
                 {
                     "name": name,
-                    "address": f"{one.address[0]}:{one.address[1]}",
+                    "address": joined_address(*one.address),
                     "state": "leaving" if one.leaving else "leading",
                     "leads": held(name),
                     "led": one.led,
