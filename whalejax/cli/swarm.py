@@ -16,6 +16,7 @@ from whalejax.cli.swarm_options import (
     SwarmShowCommand,
     SwarmTrainCommand,
 )
+from whalejax.distributed.launch_env import split_address
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.user_code.losses import Job
@@ -286,7 +287,7 @@ def _terms(
     command: SwarmJoinCommand | SwarmTrainCommand,
 ) -> tuple[Address, Key, Terms]:
     """Returns the registry's address, key and terms, once it listens."""
-    address = parsed_address(command.registry)
+    address = split_address(command.registry, "HOST:PORT")
     begun, waits = time.monotonic(), False
     most = min(command.patience, _LISTENS_SECONDS)
     while True:
@@ -371,7 +372,7 @@ def show(command: SwarmShowCommand) -> int:
     Raises:
         WhaleError: The address or key file is invalid, or no registry answers.
     """
-    address, key = parsed_address(command.registry), load_key(command.key)
+    address, key = split_address(command.registry, "HOST:PORT"), load_key(command.key)
     result = _query_registry(address, key, ShowSwarm()).fields
     if command.json:
         print(json.dumps(result))
@@ -417,28 +418,6 @@ def as_text(found: Mapping[str, Any]) -> str:
                 f"{peer['queue']}  done {peer['done']}  {speed}"
             )
     return "\n".join(lines)
-
-
-def parsed_address(text: str) -> Address:
-    """Parses ``HOST:PORT`` into host and port.
-
-    Args:
-        text: Text that the user gave.
-
-    Raises:
-        WhaleError: The text is no address.
-
-    >>> parsed_address("node-a:8476")
-    ('node-a', 8476)
-    """
-    host, colon, port = text.rpartition(":")
-    good = colon and host and port.isascii() and port.isdigit() and len(port) < 6
-    if not good or not 0 < int(port) < 65536:
-        raise WhaleError(
-            f"HOST:PORT is {text!r}; expected a host and a port between 1 and 65535, "
-            "such as node-a:8476"
-        )
-    return host.strip("[]"), int(port)
 
 
 class _Absent(WhaleError):

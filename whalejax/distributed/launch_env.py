@@ -185,7 +185,7 @@ def blame(rank: int, why: str) -> None:
 def parse_report(line: bytes) -> _Line | None:
     """Parses a line that begins with the mark; None if it is no valid report.
 
-    A script may print anything, so that every part is checked.
+    A script may print anything, so every part is checked.
 
     >>> parse_report(b'whalejax-rank {"type":"introduced","kind":"cpu","devices":2}')
     DeviceReport(kind='cpu', devices=2)

@@ -381,7 +381,8 @@ class ElasticMember:
         self._state, metrics = programs.finish(self._state, sums)
         self._held = {}
         loss = float(metrics["loss"])
-        control.phase = phases.BETWEEN  # First: with the next step it would compute.
+        # Before ``step``, or a heartbeat could report that it computes the next step.
+        control.phase = phases.BETWEEN
         control.step = step + 1
         committed = wire.Committed(
             generation=self._generation,

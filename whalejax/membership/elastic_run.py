@@ -363,7 +363,7 @@ class ElasticRun:
             f"{name} ({process_count_text(room)})" for name, room in self.agents.items()
         ]
         missing = sorted(self.awaited)
-        text = f"; agents that are there: {', '.join(there) or 'none'}"
+        text = f"; agents present: {', '.join(there) or 'none'}"
         return text + (f"; missing: {', '.join(missing)}" if missing else "")
 
     # Effects.

@@ -125,7 +125,7 @@ def lose(
         run.failures.due[member.slot] = now + run.failures.hold(now, member.slot)
     together = ("running", "preparing") if run.stops else ("running",)
     if run.restarts and run.phase in together and member.name in run.active:
-        restart_world(run, now)
+        restart_members(run, now)
 
 
 def count(
@@ -158,7 +158,7 @@ def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
         alone = False
 
 
-def restart_world(run: ElasticRun, now: float) -> None:
+def restart_members(run: ElasticRun, now: float) -> None:
     """Kills the remaining members of a generation with collectives, to restart it."""
     if not run.stops and now - run.pace.at > _LASTING_SECONDS:
         run.failures.progressed()
@@ -167,7 +167,7 @@ def restart_world(run: ElasticRun, now: float) -> None:
     for name in run.active:
         member = run.members[name]
         if member.is_there:
-            why = "the world starts again"
+            why = "all members restart together"
             record(run, now, "ended", name=name, why=why, how=Ending.DRAINED)
             run.outbox.append(KillEffect(name=name, pid=member.pid))
         run.refill(now, member.slot)

@@ -79,7 +79,9 @@ class RankReport(NamedTuple):
 
 
 def run(launch: Launch) -> int:
-    """Starts all processes and waits for them; when one fails, stops all if it has to.
+    """Starts all processes, and waits for them; some failures end all.
+
+    ``launch.stops`` says which failures do.
 
     Rank 0's output is shown, the others write to their logs. If ranks fail, the first
     that did is named, with the end of its log unless that was shown.

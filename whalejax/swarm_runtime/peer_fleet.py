@@ -161,9 +161,9 @@ class Fleet:
         """Returns the peer at fault if one cannot reach another that answers the
         trainer.
 
-        It is the one whose transfers failed with more partners. If both failed with
-        equally many, it is the reporter, because the other's process answers. The only
-        peer of its stage is spared if the other is not the only one.
+        If one of the two is the only peer of its stage, it is the other one. Otherwise
+        it is the one whose transfers failed with more partners. If both failed with
+        equally many, it is the reporter, because the other's process answers.
 
         Args:
             reporter: Peer that could not reach the other.

@@ -220,10 +220,10 @@ class Worker(SumHolder):
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[None]:
-        """Waits for a turn to download; a few tensors at a time, in the order of calls.
+        """Waits for a turn to download: few run at once, in the order of the calls.
 
-        All at once would share the link and arrive together, and the device would wait.
-        If no turn comes, another download may hang: go on.
+        If all ran at once, they would share the link and end together, while the device
+        waits. If no turn comes, another download may hang, so this one begins.
         """
         seconds = PATIENT_TRANSFERS * size / SLOWEST_BYTES_PER_SECOND
         taken = self._turns.acquire(timeout=seconds)

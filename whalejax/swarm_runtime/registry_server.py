@@ -228,7 +228,7 @@ class RegistryServer:
             return
         text = f"the {what} at {where}: {'; '.join(problems)}"
         if 2 * len(problems) <= len(there):
-            self._tell("note", why=f"{text}. Others compute what they cannot exchange")
+            self._tell("note", why=f"{text}. Micro-batches avoid these links")
             return
         raise RefusedRequestError(
             "failed",

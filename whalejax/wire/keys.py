@@ -170,7 +170,7 @@ def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
             "letters, digits, dots, dashes and underscores"
         )
     if to.exists():
-        raise WhaleError(f"{to} is there already. Name another file")
+        raise WhaleError(f"{to} exists already. Name another file")
     data = _read(_sibling_path(path, AUTHORITY), "the authority of the run")
     with _draft_folder(to) as folder:
         for kind in ("key", "pem"):

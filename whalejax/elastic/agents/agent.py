@@ -282,7 +282,7 @@ class Agent:
                     f"{why}"
                 )
             case wire.Start(name=name) if name in self._started or self._leaving:
-                why = "it was asked to end" if self._leaving else f"{name} is there"
+                why = "it was asked to end" if self._leaving else f"{name} runs already"
                 self._say(wire.NotLaunched(name=name, why=why))
             case wire.Start():
                 self._requests.append(said)

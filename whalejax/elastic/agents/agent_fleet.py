@@ -106,7 +106,7 @@ class AgentFleet(Generic[Link]):
         if known is not None and known.link is not None:
             if known.token != message.token:
                 return (
-                    f"an agent of the name {name} is there already, at {known.host}. "
+                    f"an agent named {name} runs already, at {known.host}. "
                     "Give this one another --name, or end that one"
                 )
         # While the run ends, agents that it knows may still reconnect.

@@ -49,7 +49,7 @@ def slurm_shell(options: Sequence[str]) -> list[str]:
 
 def slurm_allocation(name: str) -> tuple[dict[str, str], list[str]]:
     """Returns the environment of ``srun`` for an allocation of a unique name, and the
-    words that end it.
+    command that ends it.
 
     Slurm keeps an allocation whose ``srun`` was killed.
 

@@ -169,8 +169,8 @@ def choose(
     if replica is None:
         return GradientReduction(
             by=COLLECTIVES,
-            why=f"the model has no room on the devices of one process ({one}), so that "
-            "it is spread over all",
+            why=f"the model does not fit on the devices of one process ({one}), so it "
+            "is sharded over all",
         )
     if processes.count == 1:
         return GradientReduction(
@@ -189,8 +189,8 @@ def choose(
         # Independent of the cost: both backends use the hosts' sockets.
         return GradientReduction(
             by=MESSAGES,
-            why="on CPUs it always is, so that the loss of one process does not stop "
-            f"the others; mesh='auto' takes collectives ({times})",
+            why="they always are on CPUs, so that the loss of one process does not "
+            f"stop the others; mesh='auto' uses collectives ({times})",
         )
     cheaper = priced.with_failures[0] <= priced.with_failures[1]
     return GradientReduction(by=MESSAGES if cheaper else COLLECTIVES, why=times)

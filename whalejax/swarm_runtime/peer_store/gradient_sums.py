@@ -62,8 +62,8 @@ class SumHolder(StageHolder):
         )
 
     def _coded_sum(self, arrays: Part, what: str) -> tuple[Part, float]:
-        """Returns gradients as sent to other peers, and the square sum of the coding
-        error.
+        """Returns gradients as sent to other peers, and the sum of the squared coding
+        errors.
 
         Raises:
             RefusedRequestError: They are too large for the format.
