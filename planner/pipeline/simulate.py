@@ -2,7 +2,7 @@
 
 The module is separate from the tables because it does not depend on the kind of
 schedule: only on rows, their dependencies, and whether stages synchronise after a turn.
-``timed_schedule`` has a plan's schedule in seconds: the predictions of the plan's
+``time_schedule`` gives a plan's schedule in seconds: the predictions of the plan's
 stages give the duration of each row.
 """
 

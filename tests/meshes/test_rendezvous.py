@@ -17,7 +17,6 @@ from tests.processes import free_port
 from tests.whalejax.keys import KEY, OTHER
 from whalejax.distributed import rendezvous as meeting_place
 from whalejax.distributed.first_connection import reach
-from whalejax.distributed.launch_env import joined_address
 from whalejax.distributed.rendezvous import (
     Arrival,
     Go,
@@ -27,10 +26,11 @@ from whalejax.distributed.rendezvous import (
     ProcessPlace,
     RendezvousClient,
     RendezvousServer,
-    missing_words,
+    missing_ranks_text,
     rendezvous,
 )
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import UNENCRYPTED, Channel
 from whalejax.wire.keys import Key
 from whalejax.wire.messages import Messages, encode
@@ -256,7 +256,7 @@ def test_process_0_that_ends_before_jax_has_joined_all_ends_the_others() -> None
 
 
 def test_many_are_not_all_named() -> None:
-    said = missing_words(list(range(1, 100)), 100)
+    said = missing_ranks_text(list(range(1, 100)), 100)
     assert said == "processes 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 89 more of 100 have"
 
 

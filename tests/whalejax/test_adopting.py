@@ -113,10 +113,10 @@ def test_other_layouts_are_moved(step: Any, options: dict[str, Any]) -> None:
     state = trained(step)
     other = step_of(**options)
     if "shares" not in options:  # whose copies lie as those of data parallelism
-        with pytest.raises(wh.WhaleError, match="lie otherwise than this step") as told:
+        with pytest.raises(wh.WhaleError, match="have other shardings than") as told:
             other(state, X)
         assert "state = step.adopt(state)" in str(told.value)
-        assert "state.params['layers'] lies as" in str(told.value)
+        assert "state.params['layers'] has" in str(told.value)
     moved = other.adopt(state)
     assert same(moved, state) and moved.origin is other._origin
     moved, there = other(moved, X)
@@ -159,7 +159,7 @@ def test_what_is_no_state_of_this_model_is_refused(step: Any) -> None:
     state = trained(step)
     momentum = step_of(tx=optax.sgd(0.1, momentum=0.9))
     for call in (momentum.adopt, lambda state: momentum(state, X)):
-        with pytest.raises(wh.WhaleError, match="another model's or optimizer's") as e:
+        with pytest.raises(wh.WhaleError, match="another model or optimizer") as e:
             call(state)
         assert "state.opt_state[0].trace['head'] is not there; expected" in str(e.value)
         assert "step.init_from(state.model)" in str(e.value)

@@ -87,8 +87,8 @@ def test_a_record_that_was_changed_is_named(copy: Path) -> None:
     with pytest.raises(DamagedCheckpoint) as caught:
         shared_step().restore(copy)
     assert str(caught.value) == (
-        f"{copy} is damaged: its record whalejax.json was changed since it was written,"
-        " and does not have the hash that stands in it. Restore another checkpoint"
+        f"{copy} is damaged: its record whalejax.json was changed since it was written:"
+        " its hash differs. Restore another checkpoint"
     )
     # Written otherwise, and saying the same.
     (copy / RECORD).write_text(json.dumps(record, indent=7, sort_keys=True))
@@ -211,7 +211,7 @@ def test_a_record_that_may_not_be_read_is_no_damage(
 
     monkeypatch.setattr("whalejax.state.checkpoint_record.read_text", fail)
     with pytest.raises(
-        wh.WhaleError, match="Permission denied. Ask for leave"
+        wh.WhaleError, match="Permission denied. Ask for permission"
     ) as caught:
         shared_step().restore(copy)
     assert not isinstance(caught.value, DamagedCheckpoint)
@@ -285,7 +285,7 @@ def test_files_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
         ("hashed", 5, "Save to another path, or mend the file system"),
         ("write_record", 122, "The quota is used up: remove something, or save else"),
         ("mkdir", 30, "The file system is read-only: save to another one"),
-        ("rename", 13, "Ask for leave to write there, or save elsewhere"),
+        ("rename", 13, "Ask for permission to write there, or save elsewhere"),
     ],
 )
 def test_every_part_of_a_save_may_fail(

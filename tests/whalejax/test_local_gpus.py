@@ -14,9 +14,9 @@ from whalejax.processes.launch_spec import Launch
 from whalejax.processes.local_gpus import (
     VISIBLE,
     SlotGpus,
+    gpu_division_text,
     own_gpus,
     refusal,
-    shared_words,
     visible_gpus,
 )
 
@@ -68,11 +68,11 @@ def test_each_process_gets_as_many_of_its_own() -> None:
     assert given == ["0,2", "3,5"]
     assert [own_gpus(gpus, 5, n)[VISIBLE] for n in range(5)] == gpus
     assert own_gpus([], 9, 8) == {} == own_gpus(gpus, 1, 0)
-    assert shared_words(gpus, 1) == "" == shared_words([], 3)
+    assert gpu_division_text(gpus, 1) == "" == gpu_division_text([], 3)
     # CUDA shows a process one part of a GPU, however many are named.
     parts = [f"MIG-{n}" for n in range(4)]
     assert [own_gpus(parts, 2, n)[VISIBLE] for n in range(2)] == parts[:2]
-    assert "gets 1 of the 4 GPUs" in shared_words(parts, 2)
+    assert "gets 1 of the 4 GPUs" in gpu_division_text(parts, 2)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -1,8 +1,8 @@
 """Facts that all processes of a run must share, as short texts, and their comparison.
 
-Elastic runs and swarms compare the same facts before they train together; launches
-compare the versions of these.
-JAX is imported at first use: a supervisor compares facts without it.
+Members of an elastic run, and processes of a swarm, compare them before they train
+together; processes of a launch compare only the versions. JAX is imported at first use,
+as a supervisor compares facts without it.
 """
 
 from __future__ import annotations

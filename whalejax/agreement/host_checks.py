@@ -183,7 +183,7 @@ def _within(version: str, wanted: str) -> bool:
 def _devices() -> tuple[list[Check], str]:
     remedy = (
         "Run python -c 'import jax; print(jax.local_devices())' here: it says more. "
-        "Drivers, and other processes that hold the devices, are what to look at"
+        "Check the drivers, and processes that hold the devices"
     )
     try:
         done = subprocess.run(
@@ -288,15 +288,15 @@ def _clock() -> Check:
         buffer = ctypes.create_string_buffer(512)  # struct timex, with room
         state = ctypes.CDLL(None).adjtimex(buffer)
     except (OSError, AttributeError):
-        return Check(name="clock", found=f"{now}; not known whether it is kept")
+        return Check(name="clock", found=f"{now}; not known whether it is synchronised")
     if state == _TIME_ERROR:
         return Check(
             name="clock",
-            found=f"{now}; nothing keeps it right",
+            found=f"{now}; not synchronised",
             verdict="warning",
             remedy="Run chrony or systemd-timesyncd: timedatectl set-ntp true",
         )
-    return Check(name="clock", found=f"{now}; kept right")
+    return Check(name="clock", found=f"{now}; synchronised")
 
 
 def _cgroup() -> Check:

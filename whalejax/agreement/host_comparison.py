@@ -1,9 +1,8 @@
 """Connects hosts that will run together; compares versions, devices and clocks.
 
-Every host starts this by itself. The host with the coordinator's address listens there,
-on the same port; the others send it their reports. It measures each clock, compares the
-reports, and sends the result to all. JAX takes no part: it could not help if its
-versions differ.
+Every host starts this by itself. The host that has the coordinator's address listens at
+it; the others send it their reports. It measures each clock, compares the reports, and
+sends the result to all. JAX takes no part: it could not help if its versions differ.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ROUNDS: Final = 5
 """Number of requests for a clock's time; the quickest answer counts."""
 
 ANSWER_SECONDS: Final = 10.0
-"""Time after its own deadline in which the coordinator has sent the result."""
+"""Seconds after the coordinator's deadline within which it has sent the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

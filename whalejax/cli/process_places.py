@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand
-from whalejax.distributed.launch_env import PORT, joined_address
+from whalejax.distributed.launch_env import PORT
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.membership.settings import Supervised
 from whalejax.meshes.errors import Problems
 from whalejax.processes.launch_spec import check_hosts, is_here, shell_words
 from whalejax.processes.local_gpus import refusal, visible_gpus
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import listen
 
 

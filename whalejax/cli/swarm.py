@@ -16,9 +16,11 @@ from whalejax.cli.swarm_options import (
     SwarmShowCommand,
     SwarmTrainCommand,
 )
+from whalejax.distributed.launch_env import split_address
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.user_code.losses import Job
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.keys import Key, load_key
 from whalejax.wire.messages import A, Question
 from whalejax.wire.service import (
@@ -144,13 +146,14 @@ def _serve(
 
     run = SwarmRun(cut, place, settings, tell, peers=command.peers, listening=listening)
     host, port = run.serving.address
-    at = f"{host}:{port} {command.model} --key {command.key}"
+    where = joined_address(host, port)
+    at = f"{where} {command.model} --key {command.key}"
     joins = f"whalejax swarm join {at}"
     if command.json:
         fields = {"event": "listening", "host": host, "port": port}
         _print(json.dumps(fields))
     else:
-        say(f"whalejax: listening at {host}:{port}; to add a peer: {joins}")
+        say(f"whalejax: listening at {where}; to add a peer: {joins}")
         say(f"whalejax: to add a trainer: whalejax swarm train {at}")
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
@@ -275,7 +278,7 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
         patience_seconds=command.patience,
         tell=lambda kind, **more: say(f"whalejax: {_words(kind, more)}"),
     )
-    said = f"{trainer.name} leads micro-batches of {address[0]}:{address[1]}"
+    said = f"{trainer.name} leads micro-batches of {joined_address(*address)}"
     _until_over(trainer, lambda: said, "leaving when what it leads is through")
     return 0
 
@@ -284,7 +287,7 @@ def _terms(
     command: SwarmJoinCommand | SwarmTrainCommand,
 ) -> tuple[Address, Key, Terms]:
     """Returns the registry's address, key and terms, once it listens."""
-    address = parsed_address(command.registry)
+    address = split_address(command.registry, "HOST:PORT")
     begun, waits = time.monotonic(), False
     most = min(command.patience, _LISTENS_SECONDS)
     while True:
@@ -369,7 +372,7 @@ def show(command: SwarmShowCommand) -> int:
     Raises:
         WhaleError: The address or key file is invalid, or no registry answers.
     """
-    address, key = parsed_address(command.registry), load_key(command.key)
+    address, key = split_address(command.registry, "HOST:PORT"), load_key(command.key)
     result = _query_registry(address, key, ShowSwarm()).fields
     if command.json:
         print(json.dumps(result))
@@ -417,28 +420,6 @@ def as_text(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def parsed_address(text: str) -> Address:
-    """Parses ``HOST:PORT`` into host and port.
-
-    Args:
-        text: Text that the user gave.
-
-    Raises:
-        WhaleError: The text is no address.
-
-    >>> parsed_address("node-a:8476")
-    ('node-a', 8476)
-    """
-    host, colon, port = text.rpartition(":")
-    good = colon and host and port.isascii() and port.isdigit() and len(port) < 6
-    if not good or not 0 < int(port) < 65536:
-        raise WhaleError(
-            f"HOST:PORT is {text!r}; expected a host and a port between 1 and 65535, "
-            "such as node-a:8476"
-        )
-    return host.strip("[]"), int(port)
-
-
 class _Absent(WhaleError):
     """No registry answers at an address; ``starts`` if something listens there."""
 
@@ -453,7 +434,7 @@ def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
         return caller.ask(address, question, seconds=_ASK_SECONDS)
     except UnansweredError as error:
         text = (
-            f"{address[0]}:{address[1]}: no registry of a swarm answers there with "
+            f"{joined_address(*address)}: no registry of a swarm answers there with "
             f"this key ({error}). Give the address that whalejax swarm serve says it "
             "listens at, and a copy of its key file"
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
-from whalejax.distributed.launch_env import is_loopback, joined_address, reached_host
+from whalejax.distributed.launch_env import is_loopback, reached_host
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.engines.engine_shells import (
     leave_allocation,
@@ -28,6 +28,7 @@ from whalejax.processes.launch_spec import (
 )
 from whalejax.processes.local_gpus import own_gpus, refusal, visible_gpus
 from whalejax.processes.restarting_processes import Keeper, KeptCommand
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.keys import make_key
 
 

@@ -1,8 +1,9 @@
 """CPU quotas by Linux control groups, to test mixed speeds on one machine.
 
 A process with a quota of 33 percent of a core gets that much of every fiftieth of a
-second and then waits, like a slower processor on average. It needs write access to the
-``cpu`` controller (version 1) or the unified hierarchy (version 2): usually root.
+second and then waits, like a slower processor on average. Quotas need write access to
+the ``cpu`` controller (version 1) or the unified hierarchy (version 2), which usually
+only root has.
 """
 
 from __future__ import annotations

@@ -14,14 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from whalejax.distributed.launch_env import (
-    KEY_FILE,
-    is_loopback,
-    joined_address,
-    split_address,
-)
+from whalejax.distributed.launch_env import KEY_FILE, is_loopback, split_address
 from whalejax.distributed.reserved_port import is_reserved
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import BACKLOG, Channel, ConnectionClosedError, dial
 from whalejax.wire.keys import Key, load_key
 

@@ -1,6 +1,6 @@
 """Environment of a process that ``whalejax launch`` started, and its reports.
 
-It is separate from the launcher, because this is the part that the processes need.
+The module is separate from the launcher, because only this part runs in the processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOSS_SIGNS: Final = (
     "deadline_exceeded",
     "aborted",
 )
-"""Words in errors that a lost process causes."""
+"""Words, in lower case, of errors that a lost process causes in others."""
 
 MOST_WORDS: Final = 500
 """Maximum length of a text that a process reports about another one."""
@@ -61,7 +61,7 @@ _LOOPBACK: Final = frozenset({"localhost", "::1"})
 def launched(
     environment: Mapping[str, str] = os.environ,
 ) -> tuple[str, int, int] | None:
-    """Returns coordinator, number of processes and rank, if a launcher set them.
+    """Returns coordinator, number of processes and rank; None if no launcher set them.
 
     Raises:
         WhaleError: Some are missing, or are not numbers.
@@ -109,8 +109,8 @@ def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, 
         host = host[1:-1]
     elif ":" in host:
         raise WhaleError(
-            f"{parameter} is {address[:80]!r}, an IPv6 address without brackets, of "
-            "which nobody knows where the port begins; expected [ADDRESS]:PORT, such "
+            f"{parameter} is {address[:80]!r}, an IPv6 address without brackets, so "
+            "that it is not clear where the port begins; expected [ADDRESS]:PORT, such "
             f"as [{host[:60]}]:{port[:10]}"
         )
     if not (host and host.isprintable() and good and 0 < int(port) < 65536):
@@ -118,15 +118,6 @@ def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, 
             f"{parameter} is {address[:80]!r}; expected HOST:PORT, such as node0:8476"
         )
     return host, int(port)
-
-
-def joined_address(host: str, port: int) -> str:
-    """Joins host and port, with an IPv6 address in brackets.
-
-    >>> joined_address("node0", 8476), joined_address("fd00::2", 8476)
-    ('node0:8476', '[fd00::2]:8476')
-    """
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -187,14 +178,14 @@ def tell_launcher(said: _Line) -> None:
 
 
 def blame(rank: int, why: str) -> None:
-    """Reports to the launcher, if any, the rank because of which this process ends."""
+    """Reports to the launcher, if there is one, which rank makes this process end."""
     tell_launcher(BlameReport(rank=rank, why=why[:MOST_WORDS]))
 
 
 def parse_report(line: bytes) -> _Line | None:
-    """Parses a line that begins with the mark; None if no process wrote it.
+    """Parses a line that begins with the mark; None if it is no valid report.
 
-    A script may print anything, so that every part is checked.
+    A script may print anything, so every part is checked.
 
     >>> parse_report(b'whalejax-rank {"type":"introduced","kind":"cpu","devices":2}')
     DeviceReport(kind='cpu', devices=2)

@@ -1,10 +1,11 @@
 """Waits for all processes of a program, before JAX is started in any of them.
 
-If processes are missing, JAX aborts the others with a C++ stack that names process 0;
-if its port is in use, it dies. So process 0 first listens at that port itself and the
-others connect to it: missing processes are known by number, and all report them. The
-connections stay open until JAX has joined the processes, because JAX cannot be
-interrupted in this time: a process that ends or hangs meanwhile ends the others.
+If processes are missing, JAX aborts the others with a C++ stack trace that names
+process 0; if JAX's port is in use, process 0 is aborted. So process 0 first listens at
+that port itself and the others connect to it: missing processes are known by rank, and
+all report them. While JAX joins the processes, it cannot be interrupted. So the
+connections stay open until then, and a process that ends or hangs meanwhile ends the
+others.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from whalejax.distributed.first_connection import listen_at, reach
 from whalejax.distributed.launch_env import (
     ENDS_FOR_ANOTHER,
     blame,
-    joined_address,
     printable,
     split_address,
 )
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import Channel, OtherProtocol, WireTimeoutError, WrongKey
 from whalejax.wire.keys import Key
 from whalejax.wire.messages import Count, Message, Messages, Text, WireError
@@ -72,7 +73,9 @@ class Go(Message):
 
 
 class LostProcess(Message):
-    """Message of the process that ends all: text after its name, and the full text."""
+    """Message that all end because a process failed: its rank, the text that follows
+    its name, and the full text.
+    """
 
     rank: _Rank
     why: Text
@@ -96,7 +99,7 @@ class ProcessPlace:
         count: Number of processes.
         rank: Rank of this process.
         seconds: Time after which an absent process counts as missing.
-        join_seconds: Time in which JAX joins them after that.
+        join_seconds: Time within which JAX must join the processes after that.
         key: Key of this process; None without one.
     """
 
@@ -146,10 +149,10 @@ def rendezvous(
     return made
 
 
-def missing_words(missing: list[int], count: int) -> str:
+def missing_ranks_text(missing: list[int], count: int) -> str:
     """Returns process numbers as the subject of a sentence.
 
-    >>> missing_words([2], 4), missing_words([1, 2], 4)
+    >>> missing_ranks_text([2], 4), missing_ranks_text([1, 2], 4)
     ('process 2 of 4 has', 'processes 1, 2 of 4 have')
     """
     named = ", ".join(map(str, missing[:MOST_NAMED]))
@@ -213,7 +216,7 @@ class RendezvousServer:
         else:
             rank, why = missing[0], f"has not come in {place.seconds:.0f} s"
             text = (
-                f"{missing_words(missing, place.count)} not come to "
+                f"{missing_ranks_text(missing, place.count)} not come to "
                 f"{place.coordinator} in {place.seconds:.0f} s. Look for the first "
                 "error there: is it running, has it a process_id of its own and the "
                 "same coordinator and num_processes, and is this address and port "
@@ -345,7 +348,7 @@ class RendezvousServer:
 
 
 class RendezvousClient:
-    """Another process, which connects to process 0."""
+    """Process of a rank above 0, which connects to process 0."""
 
     def __init__(self, place: ProcessPlace, end: Callable[[str], None]) -> None:
         """Stores the address of process 0."""
@@ -437,7 +440,7 @@ class RendezvousClient:
         blame(rank, f"has not come in {place.seconds:.0f} s")
         return LostProcessError(
             rank,
-            f"{missing_words(self._missing, place.count)} not come to "
+            f"{missing_ranks_text(self._missing, place.count)} not come to "
             f"{place.coordinator} in {place.seconds:.0f} s. Look for the first error "
             "there",
         )
@@ -449,7 +452,7 @@ class RendezvousClient:
     def _look_on(self) -> None:
         """Reports until JAX has joined this process that it does not hang.
 
-        It ends this process if process 0 says so, or ends itself.
+        It ends this process if process 0 asks for that, or if process 0 itself ends.
         """
         assert self._channel is not None
         rank, why, text = 0, "ended before JAX had joined all", ""

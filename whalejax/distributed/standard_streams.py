@@ -1,8 +1,7 @@
 """Standard output and error, which may be closed, full, or a pipe that nobody reads.
 
-It is separate from the pump, which writes output of others, and from the commands,
-which write their results: for both, a stream that accepts no more is no reason to
-crash, and a command must report it and end with another status than 0.
+A stream that accepts no more must not crash a process. A command whose result cannot be
+written reports that, and ends with a status other than 0.
 """
 
 from __future__ import annotations
@@ -147,8 +146,8 @@ class BackgroundLines:
                 self._is_stuck = not self._drained(_LINE_SECONDS)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Waits until all is written, without a limit if there is none; returns whether
-        it is.
+        """Waits until all lines are written, or for ``seconds``; returns whether they
+        are.
         """
         with self._changed:
             return self._drained(seconds)

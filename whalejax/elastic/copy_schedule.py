@@ -1,4 +1,4 @@
-"""When the processes of a sharded model copy their shards, and how they restore them.
+"""Decides when the processes of a sharded model copy their shards, and restores copies.
 
 The interval follows from the cost of a copy and the time between failures. All
 processes make the same decisions: whether to make a copy, and which set to use.
@@ -40,6 +40,7 @@ from whalejax.state.shard_copies import (
     read_copies,
     whole_sets,
 )
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.keys import load_key
 
 
@@ -50,7 +51,10 @@ _MOST_FAILED: Final = 3
 
 
 class ShardCopyManager:
-    """Copies of a run in the memory of its machines; the run goes on without them."""
+    """Copies of a run's shards in the memory of its machines.
+
+    If copies fail, the run goes on without them.
+    """
 
     def __init__(
         self,
@@ -109,8 +113,9 @@ class ShardCopyManager:
                 return
             assert self._exchange is not None
             at = self._exchange.host, self._exchange.port
+            where = joined_address(*at)
             print(
-                f"whalejax: shards of other machines are taken at {at[0]}:{at[1]}",
+                f"whalejax: shards of other machines are taken at {where}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -139,7 +144,7 @@ class ShardCopyManager:
     # Restoring.
 
     def newest(self, than: int) -> TrainState | None:
-        """Returns the state of the newest complete set, if newer than a checkpoint.
+        """Returns the state of the newest complete set; None if a checkpoint is newer.
 
         All processes call this.
 
@@ -173,7 +178,7 @@ class ShardCopyManager:
             break
         else:
             state = None
-        # All have finished reading.
+        # By now all processes have finished reading.
         if self._removes:
             names = (name for copied in whole[:2] for name in copied.names)
             remove_others(folder, names)
@@ -218,7 +223,7 @@ class ShardCopyManager:
         if not self._cost:
             return 1  # Its cost is still unknown.
         best = daly_seconds(max(self._cost, _LEAST_SECONDS), self._mtbf)
-        if self._copies is not None:  # Links serve the steps at least half of the time.
+        if self._copies is not None:  # Copies use links at most half of the time.
             best = max(best, 2 * self._copies.seconds)
         return min(
             max(round(best / max(self._seconds, _LEAST_SECONDS)), 1), _MOST_STEPS

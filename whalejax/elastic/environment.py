@@ -1,6 +1,6 @@
 """Environment variables of an elastic run's processes.
 
-They give the supervisor's address and a key file, and the agent if one started them.
+They name the supervisor's address, the run, and the agent if one started the process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ HELD_BY: Final = "WHALEJAX_AGENT"
 """Name of the agent that started the process."""
 
 MEMBER_HOST: Final = "WHALEJAX_MEMBER_HOST"
-"""Address at which other members reach the process, if its agent was given one."""
+"""Address at which other members reach the process; set if its agent was given one."""
 
 
 def local_host(address: str) -> str:
     """Returns the address of this host at which other members reach this process.
 
-    It is the address that reaches the supervisor, unless its agent was given another.
+    This is the local address of connections to the supervisor, unless ``MEMBER_HOST``
+    gives another.
 
     >>> local_host("127.0.0.1:1")
     '127.0.0.1'

@@ -25,7 +25,6 @@ from whalejax.distributed.launch_env import (
     DeviceReport,
     Joining,
     is_loopback,
-    joined_address,
     launched,
     split_address,
     tell_launcher,
@@ -37,6 +36,7 @@ from whalejax.membership import launch_heartbeat as beats
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.addresses import joined_address
 
 
 INTERRUPT_SECONDS: Final = 2.0
@@ -74,10 +74,10 @@ def init_distributed(
         timeout_seconds: Longest wait for all processes to join.
         heartbeat_seconds: Seconds of silence after which a process counts as dead; no
             process may block Python threads for longer.
-        preemption: Whether SIGTERM, in place of ending a process, is a preemption
-            notice for
-            ``jax.experimental.multihost_utils.reached_preemption_sync_point``, which
-            the program then calls in every step.
+        preemption: Whether SIGTERM is a preemption notice and does not end the process.
+            The program must then call
+            ``jax.experimental.multihost_utils.reached_preemption_sync_point`` in every
+            step.
 
     Returns:
         The number of processes. A second call does nothing else.
@@ -146,7 +146,7 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
     host, port = split_address(place.coordinator)
     local = is_loopback(host)
     supervisor = os.environ.get(SUPERVISOR)
-    # A supervisor gives the exact address for its members.
+    # Under a supervisor, all members use the exact address, so no other is bound.
     narrow = local or supervisor is not None
     if place.count > 1:
         tell_launcher(Joining())

@@ -28,7 +28,8 @@ from whalejax.processes.local_run import LocalRun
 _MOST_RESTARTS: Final = 1000
 _FIRST_BEAT_SECONDS: Final = 120.0
 AGAIN_BEAT_SECONDS: Final = SUPERVISOR_SECONDS / 3
-"""Deadline of the first heartbeat of a restarted supervisor, before members give up."""
+"""Seconds until the first heartbeat of a restarted supervisor must come: fewer than
+those after which its members give up."""
 
 _NAME: Final = "supervisor"
 _ERROR_STATUS: Final = 2

@@ -1,9 +1,9 @@
 """A member of an elastic run: its steps, and its reaction to changes of the members.
 
-It runs its micro-batches, reduces gradients with the others by messages, and updates
-its own copy of the state. It changes the state only after the sum of a step is known.
-So a generation that ends within a step loses no step: finished micro-batches are kept,
-and others repeat only the lost ones.
+A member runs its micro-batches, reduces gradients with the others by messages, and
+updates its own copy of the state. It changes the state only after the sum of a step is
+known. So if a generation ends within a step, finished micro-batches are kept, and other
+members repeat only those of failed members.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whalejax.distributed.launch_env import is_loopback, joined_address
+from whalejax.distributed.launch_env import is_loopback
 from whalejax.elastic.environment import HELD_BY, local_host
 from whalejax.elastic.gradient_reduction.message_all_reduce import exchanged
 from whalejax.elastic.member_connections import Peers
@@ -37,6 +37,7 @@ from whalejax.runtime.steps_in_flight import is_divergent
 from whalejax.state.async_checkpoints import Saver
 from whalejax.state.folder_lock import LOCK
 from whalejax.wire import run_messages as wire
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.messages import WireError
 
 
@@ -342,10 +343,10 @@ class ElasticMember:
         self._control.step = int(state.step)
 
     def _save_if_due(self) -> None:
-        """Saves a checkpoint if this is the first member and one is due or missing.
+        """Saves a checkpoint if this is the first member and one is due.
 
-        A leaving member saves first if no other has the state: its process may be
-        ended before another member has joined.
+        A leaving member without others also saves one: its process may be ended before
+        another member has joined.
         """
         assert self._state is not None
         if self._names[0] == self._control.name and not self._is_divergent:
@@ -384,7 +385,8 @@ class ElasticMember:
         self._held = {}
         loss = float(metrics["loss"])
         self._is_divergent = is_divergent(loss, metrics)
-        control.phase = phases.BETWEEN  # Set first: the next step has not begun.
+        # Before ``step``, or a heartbeat could report that it computes the next step.
+        control.phase = phases.BETWEEN
         control.step = step + 1
         committed = wire.Committed(
             generation=self._generation,
@@ -450,8 +452,8 @@ class ElasticMember:
 def check_shared(save: Path | None) -> None:
     """Refuses a folder of checkpoints that is not shared with the supervisor.
 
-    The supervisor locks the folder before it admits a member. So the lock must be
-    visible there; on some network file systems this takes a while.
+    The supervisor locks the folder before it admits a member. So a shared folder has
+    the lock here too, on some network file systems after a while.
 
     Args:
         save: The folder; None for no checkpoints.

@@ -257,13 +257,13 @@ class ReplicaPrograms:
             said = take()
             pieces.extend(said.arrays)
             if said.place != len(pieces) - 1 or len(said.arrays) != 1:
-                raise WhaleError(f"{whose} sent the pieces of its state in disorder")
+                raise WhaleError(f"{whose} sent the pieces of its state out of order")
             if len(pieces) == said.count:
                 break
         data = np.concatenate([x.reshape(-1).view(np.uint8) for x in pieces])
         about = json.loads(said.text)
         if digest_of([data]) != about["sha256"]:
-            raise WhaleError(f"the state that {whose} sent is not as it was sent")
+            raise WhaleError(f"the state that {whose} sent was changed on the way")
         abstract = self.step.abstract_state()
         avals = jax.tree.leaves(abstract)
         arrays = unpacked([raw_array(aval) for aval in avals], data)
@@ -426,7 +426,7 @@ def _with_fewer(
             return planned(count), count
         except DependentSamplesError:
             continue
-    say(f"whalejax: one micro-batch is taken, so one member computes: {error}")
+    say(f"whalejax: a step is one micro-batch, which one member computes: {error}")
     return planned(1), 1
 
 
@@ -435,7 +435,7 @@ def local_cluster() -> Cluster:
     accelerators.
     """
     if jax.local_devices()[0].platform == "cpu":
-        return parse_cluster("cpu:1")  # Not measured: step times compare members.
+        return parse_cluster("cpu:1")  # Shares follow the measured times of members.
     return Cluster.detect()
 
 

@@ -15,16 +15,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.distributed.launch_env import (
-    KEY_FILE,
-    is_loopback,
-    joined_address,
-    split_address,
-)
+from whalejax.distributed.launch_env import KEY_FILE, is_loopback, split_address
 from whalejax.distributed.reserved_port import reserve_port
 from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.membership.phases import STOPPED, WAITING
 from whalejax.wire import run_messages as wire
+from whalejax.wire.addresses import joined_address
 
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """One model over all processes of a generation, which restart to change their number.
 
 Its shards are on the devices of several processes, which use the platform's
-collectives: the loss of one process ends the generation for all. The supervisor
-restarts the processes, and they plan again. If it asks them to stop, because others
-joined or one leaves, all stop after the same step, with a checkpoint.
+collectives. So the loss of one process ends the generation for all: the supervisor
+restarts the processes, and they plan again. If others join or one leaves, the
+supervisor asks the processes to stop, and all save their state after the same step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SpreadMember:
         """Prepares the member; joins nothing yet.
 
         Args:
-            programs: Function that plans and traces, called once all devices are known.
+            programs: Function that plans and traces; called when all devices are known.
             training: Extent of the training, and its folder.
             facts: Facts that all members must share, compared before planning.
             supervised: Whether a supervisor chooses the members.
@@ -210,8 +210,8 @@ class SpreadMember:
         self._times.append(time.monotonic())
         if len(self._times) > 2:
             # A process that ends must wait for its compilations, or it may crash. So
-            # compile only if the rest of the run takes longer than a compilation, which
-            # the first step included.
+            # compile only if the rest of the run takes twice as long as the first step,
+            # which included a compilation.
             began, first, second = self._times
             left = (self._training.steps - done) * (second - first)
             work = functools.partial(self._prepare_ahead, left > 2 * (first - began))

@@ -38,8 +38,8 @@ class SpreadPrograms:
 
     Attributes:
         size: Samples of a global batch.
-        count: Number of micro-batches in a step, the same for any number of processes,
-            as random keys and statistics depend on it.
+        count: Number of micro-batches in a step. It is the same for any number of
+            processes, because random keys and statistics depend on it.
         plan: Plan for these processes.
         step: Compiled training step.
     """
@@ -104,9 +104,9 @@ class SpreadPrograms:
 
         Returns:
             Whether it was compiled: only on CPUs, only for one process, and not for
-            stage programs. Cache keys depend on the process's rank on CPUs, and on the
-            number of processes on GPUs; and on GPUs, XLA may wait for the other
-            processes, which share its measurements.
+            stage programs. On CPUs, keys of the cache depend on the rank of the
+            process; on GPUs, on the number of processes. On GPUs, XLA may also wait for
+            other processes, to share the results of autotuning.
         """
         several = plan.cluster.num_devices > jax.local_device_count()
         if plan.stage_plans or several or plan.cluster.platform != "cpu":

@@ -47,8 +47,8 @@ _FIRST_BEAT_SECONDS: Final = 1.0
 def first_seconds(supervisor_seconds: float = SUPERVISOR_SECONDS) -> float:
     """Returns the deadline of this process's first question to the supervisor.
 
-    A supervisor that ended after it started this process is started again. Without one
-    that started it, the address may be wrong.
+    If a supervisor started this process and has ended, it is restarted, so the wait is
+    long. Otherwise the address may be wrong, and the wait is ``FIRST_SECONDS``.
 
     Args:
         supervisor_seconds: Seconds after which a lost supervisor is given up.
@@ -147,7 +147,7 @@ class Control:
         Args:
             address: Address of the supervisor.
             key_file: Path of the run's key file.
-            registers: Function that returns the fields of ``"register"`` that are not
+            registers: Function that returns the fields of ``Register`` that are not
                 known here.
             supervisor_seconds: Seconds after which a lost supervisor is given up.
         """
@@ -196,7 +196,7 @@ class Control:
     def may_keep(self, step: int, folder: Path, *, seconds: float) -> bool:
         """Asks whether a checkpoint may get its name: not if this member was given up.
 
-        It may, too, if the supervisor is gone and the folder's lock is free: then
+        It may also get it if the supervisor is gone and the folder's lock is free: then
         nobody has given this member up, and no other run uses the folder.
 
         Args:

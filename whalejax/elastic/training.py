@@ -53,19 +53,22 @@ def train_elastic(
     """Trains a job with the present processes, under ``whalejax launch --processes
     MIN:MAX``.
 
-    As full replicas, each process runs some of the micro-batches of every step and
-    reduces its gradients with those of the others by messages. When a process fails,
-    the others run its unfinished micro-batches and go on; when one joins, it gets the
-    state from them. The global batch, its micro-batches, their random keys and the
-    order of the sum depend only on the step, so losses equal those of an undisturbed
-    run. Without a launcher, this process trains alone, to the same losses.
+    A run has one of two forms. As full replicas, each process runs some of the
+    micro-batches of every step, and the processes reduce their gradients by messages.
+    When a process fails, the others run its unfinished micro-batches and go on; when
+    one joins, it gets the state from them. The global batch, its micro-batches, their
+    random keys and the order of the sum depend only on the step, so losses equal those
+    of an undisturbed run. Without a launcher, this process trains alone, to the same
+    losses.
 
-    As one model over all processes, they use the platform's collectives. Unless
-    ``mesh`` decides, the cheaper form is chosen. Replicas: on CPUs, or if messages cost
-    less than collectives with a restart after each failure. One model: otherwise, as on
-    accelerators with short steps; always if a replica does not fit in one process. The
-    first process that joins a run decides for all; the launcher and ``whalejax status``
-    report the choice and its reason.
+    As one model over all processes, they use the platform's collectives, and restart
+    after each failure.
+
+    Unless ``mesh`` decides, the run takes one model if a replica does not fit in one
+    process, and otherwise replicas on CPUs. On accelerators it takes the cheaper form,
+    with the cost of failures; this is one model if steps are short. The first process
+    that joins a run decides for all; the launcher and ``whalejax status`` report the
+    choice and its reason.
 
     Args:
         job: Job to train; the same in all processes.
@@ -80,20 +83,20 @@ def train_elastic(
             stages.
         precision: Precision of the model, as ``wh.plan`` takes it.
         seed: Seed of the model's and the run's random keys.
-        mesh: None chooses the cheaper; ``"replicas"`` full replicas with messages.
-            For one model over the devices of all processes: ``"auto"`` lets the planner
+        mesh: None chooses the form as above; ``"replicas"`` means full replicas. For
+            one model over the devices of all processes: ``"auto"`` lets the planner
             choose; or sizes of mesh axes, such as ``{"fsdp": -1, "tensor": 2}``, where
             -1 takes all remaining devices; or a function that returns the sizes for a
             number of devices. These processes restart with another plan when their
             number changes: from their newest saved state after a failure, and without a
             lost step if one is asked to end or others join. A number of processes
             without a plan is not used, and the reason is in the journal.
-        copy_every: Steps between copies of the shards of one model over all processes,
-            in the memory of the machine and of a second one if there are several. The
+        copy_every: For one model over all processes, steps between copies of its shards
+            in the memory of the machine, and of another machine if there is one. The
             copies outlive the processes and are tried before a checkpoint. Default: the
             best number by Daly's formula; 0 makes no copies.
-        mtbf: Mean seconds between failures of any process, for that formula and for
-            the choice of the cheaper.
+        mtbf: Mean seconds between failures of any process, for that formula and for the
+            choice of the cheaper form.
         noise_scale: Whether to measure the gradient-noise scale of replicas, from the
             gradients of their micro-batches: the metric ``noise_scale``, in samples.
             Below it, a larger batch needs fewer steps in proportion. Each process

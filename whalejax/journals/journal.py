@@ -1,8 +1,8 @@
 """Journal of a run: one JSON line per event, from which a supervisor resumes.
 
-An event is on the disk before any of its consequences happen. Only the last line can be
-cut short, by a kill, and its consequences did not happen. If the disk is full, events
-wait in memory and the run continues, but no process is started.
+A supervisor writes each event to the disk before it carries out what follows from it. A
+kill can cut short only the last line, from which nothing has followed yet. If the disk
+is full, events wait in memory and the run continues, but no process is started.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class JournalLines:
     def _put_back(self) -> None:
         """Restores the file if it was removed, from its open descriptor.
 
-        Otherwise a later resumption would find no run.
+        Otherwise a restarted supervisor would find no run.
         """
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._opened), self._path.stat()):

@@ -30,10 +30,12 @@ STATE_OF: Final = {
     "left": "left its loop",
     "failed": "failed",
 }
-"""State of a member after an event; ``"begun"`` and its end need more facts."""
+"""State of a member after an event. The states after ``"begun"`` and after the member's
+end depend on more than the event."""
 
 _OF_STATES: Final = ("begun", "recovered", "finished", "saved")
-"""Events whose step is that of a state which a member then holds; -1 for none."""
+"""Events whose field ``step`` is that of a state that a member has; -1 if none has
+one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +219,7 @@ def run_status(run: RunJournal) -> RunStatus:
                 name=said["name"],
                 seconds=round(said["time"] - began, 1),
                 step=said["step"],
-                why=loss_words(said),
+                why=loss_text(said),
                 state=members[said["name"]].state,
             )
             for said in _before_end(events)
@@ -345,7 +347,7 @@ def _member_state_at_end(ending: Mapping[str, Any]) -> str:
 
 
 def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
-    """Returns committed steps times the median step time, over their total time.
+    """Returns the number of steps times their median time, over the total time.
 
     Args:
         commits: Commits of a run, in order.
@@ -367,7 +369,7 @@ def _times(commits: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[floa
     return times, [b - a for a, b in zip(times, times[1:], strict=False) if b > a]
 
 
-def loss_words(fields: Mapping[str, Any]) -> str:
+def loss_text(fields: Mapping[str, Any]) -> str:
     """Returns the reason why a member was lost or failed."""
     said = f"; its log ends: {fields['said']}" if fields.get("said") else ""
     return f"{fields['why']}{said}"

@@ -80,10 +80,18 @@ def check_tiles(nodes: Collection[Node], count: int) -> None:
     seen = sorted(n for node in nodes if node not in strange for n in range(*node))
     missing = sorted(set(range(count)) - set(seen))
     doubled = sorted({a for a, b in zip(seen, seen[1:], strict=False) if a == b})
-    if strange or missing or doubled:
+    problems = [
+        text
+        for is_wrong, text in (
+            (missing, f"lack {missing}"),
+            (doubled, f"hold {doubled} twice"),
+            (strange, f"are no subtrees in {strange}"),
+        )
+        if is_wrong
+    ]
+    if problems:
         raise WhaleError(
-            f"the parts of a sum of {count} micro-batches lack {missing}, hold "
-            f"{doubled} twice, and {strange} are no parts"
+            f"the parts of a sum of {count} micro-batches {' and '.join(problems)}"
         )
 
 

@@ -10,8 +10,8 @@ from whalejax.membership.settings import SupervisorSettings
 
 
 _BOUNDARY_SECONDS: Final = 0.5
-"""Time from the choice of a boundary to the boundary, so that all members learn of it
-before."""
+"""Least time from the choice of a boundary (the step after which all members stop)
+until they reach it, so that all learn of it before."""
 
 _MOST_AHEAD: Final = 1000
 _STEPS_REMEMBERED: Final = 50
@@ -23,7 +23,7 @@ class CommitTimes:
 
     Attributes:
         step: Newest step that a member has committed; -1 before there is a state.
-        at: Time of that commit, or of the start of its generation.
+        at: Time of that commit, or of the start of the generation if that is later.
     """
 
     def __init__(self, settings: SupervisorSettings) -> None:
@@ -71,7 +71,7 @@ class CommitTimes:
         return limit if self._counts else max(_FIRST_STEP_SECONDS, 3 * limit)
 
     def boundary(self, newest: int) -> int:
-        """Returns a step so far ahead that all members learn of it before.
+        """Returns a step that no member reaches before all have learnt of it.
 
         Args:
             newest: Newest step that a member is known to have reached.
@@ -81,7 +81,7 @@ class CommitTimes:
         return max(newest, 0) + 2 + ahead
 
     def patience(self, after: int) -> float:
-        """Returns the longest wait, in seconds, for the step that follows ``after``."""
+        """Returns the longest wait, in seconds, until all have stopped after a step."""
         steps = max(after - self.step, 0) + 3
         most = self._settings.prepare_seconds / 2
         return min(2.0 + 2 * steps * (self.median or 5.0), most)

@@ -18,7 +18,8 @@ from whalejax.membership.restart_policy import Failure
 
 
 _SUSPECT_SECONDS: Final = 1.0
-"""Seconds by which the end of a member may be seen after that of its connections."""
+"""Seconds between the report of a broken link and the reaction to it: the cause may be
+a member whose end is seen later than that of its connections."""
 
 
 def give_up_overdue(run: ElasticRun, now: float) -> None:

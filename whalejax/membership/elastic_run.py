@@ -23,11 +23,11 @@ from whalejax.wire import run_messages as wire
 MODE = "mode"
 IN_GENERATIONS = "collectives in generations"
 """Value of the fact ``MODE`` for members that communicate by the platform's
-collectives: the loss of one ends the generation, and all restart from a checkpoint."""
+collectives. The loss of one ends the generation, and all restart from a checkpoint."""
 
 AT_STEPS = "collectives in generations, stopping at steps"
-"""The same, for members that on request save their state and stop after the same
-step."""
+"""Value for such members that can also, on request, save their state and stop after the
+same step."""
 
 LONGEST_TURN_SECONDS: Final = 1.0
 """Longest time between two iterations of the supervisor; after more, it may have been
@@ -82,7 +82,8 @@ class MemberRecord:
         beyond: Number of successive heartbeats from a step after the one at which
             others left their loops.
         prepared: Generation for which it has stopped.
-        held: Subtrees that it has summed in the step after ``step``.
+        held: Subtrees of micro-batches (see ``assignment``) that it has summed in the
+            step after ``step``.
     """
 
     name: str
@@ -136,7 +137,7 @@ class ElasticRun:
             ``"draining"`` if the run was asked to end, ``"ending"``.
         active: Members of the newest generation that began, by rank.
         target, after: Members that were asked to form the newest generation, and the
-            step that it follows.
+            step after which they stop for it; -1 for at once.
         step: Step at which the newest generation began.
         size: Number of members that the run should have, as last resized.
         devices: Names of the devices of each slot; None if they were never reported.
@@ -167,7 +168,8 @@ class ElasticRun:
         suspected_at: Time at which a link between members was first reported broken.
         broken_links, reconnected_links: Links that broke, and links that were
             connected again.
-        is_settled: Whether nothing has happened that may change who takes part.
+        is_settled: Whether nothing that may change who takes part has happened since
+            ``generations.settle``.
         outbox: Effects that the next ``react`` returns.
     """
 
@@ -296,7 +298,7 @@ class ElasticRun:
         return (took + ready)[: self.size]
 
     def fitting(self) -> list[str]:
-        """Returns the first candidates, as many as a plan may exist for.
+        """Returns as many of the first candidates as a plan may exist for.
 
         They may be fewer than the least number; then the run waits for others.
         """
@@ -340,7 +342,7 @@ class ElasticRun:
         return None if name is None else float(getattr(self.settings, name))
 
     def boundary(self) -> int:
-        """Returns a step so far ahead that all members learn of it in time."""
+        """Returns a step that no member reaches before all have learnt of it."""
         return self.pace.boundary(
             max((m.step for m in self.present_members()), default=0)
         )
@@ -361,7 +363,7 @@ class ElasticRun:
             f"{name} ({process_count_text(room)})" for name, room in self.agents.items()
         ]
         missing = sorted(self.awaited)
-        text = f"; agents that are there: {', '.join(there) or 'none'}"
+        text = f"; agents present: {', '.join(there) or 'none'}"
         return text + (f"; missing: {', '.join(missing)}" if missing else "")
 
     # Effects.

@@ -1,7 +1,8 @@
 """Events of a run of processes, and effects that its loop carries out.
 
-Elastic runs have all of them. Runs whose processes are all children of one loop, such
-as a launch of a fixed number, have those without members and agents.
+An elastic run uses all of them. If all processes of a run are children of one loop, as
+in ``whalejax launch --processes N``, it uses only those that concern neither members
+nor agents.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Resume(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """A turn of the loop ended: time has passed; its other events were handled.
+    """A turn of the loop ends: its other events were handled, and time has passed.
 
     Attributes:
         beating: Names of the processes that have sent a heartbeat.
@@ -51,7 +52,7 @@ class Tick(NamedTuple):
 
 
 class RegisterEvent(NamedTuple):
-    """A member that is not refused registers.
+    """A member registers, and was not refused.
 
     ``slot`` is None if the supervisor did not start it.
     """
@@ -75,10 +76,11 @@ class Disconnected(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A process was started, and waits until its start is in the journal.
+    """A process was started. It waits until its start is in the journal.
 
-    A later supervisor identifies it by its start time ``began``; ``agent`` is empty if
-    no agent runs it. ``machine`` is as ``processes.machine`` names it.
+    A later supervisor recognises it by ``pid`` and its start time ``began``. ``agent``
+    is empty if no agent runs it; ``machine`` is the id that ``processes.machine``
+    returns.
     """
 
     name: str
@@ -256,8 +258,10 @@ class StepCommit(NamedTuple):
 
 
 class End(NamedTuple):
-    """End the run: kind of its end, the message for the user, and the exit status if it
-    does not follow from the kind.
+    """End the run.
+
+    ``how`` is the kind of its end and ``text`` the message for the user; ``code`` is
+    the exit status, or None if it follows from the kind.
     """
 
     how: Ending

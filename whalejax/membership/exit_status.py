@@ -30,15 +30,16 @@ class Ending(enum.StrEnum):
 
 
 TERMINATED: Final = 128 + signal.SIGTERM
-"""Exit status of a process that was asked to end."""
+"""Exit status, as shells report it, of a process that SIGTERM ended."""
 
 
 def shell_status(status: int) -> int:
-    """Returns a status as shells have it: 128 plus the number of a signal that ended
-    the process.
+    """Returns an exit status as shells report it: 128 plus the signal's number if a
+    signal ended the process.
 
     Args:
-        status: Status as ``subprocess`` has it.
+        status: Status as ``subprocess`` reports it: minus the signal's number for a
+            signal.
 
     >>> shell_status(3), shell_status(-9)
     (3, 137)
@@ -50,7 +51,7 @@ def exit_text(status: int | None) -> str:
     """Returns the exit status of a process as text.
 
     Args:
-        status: Status as ``subprocess`` has it; None if it is not known.
+        status: Status as ``subprocess`` reports it; None if it is not known.
 
     >>> exit_text(1), exit_text(-9), exit_text(None)
     ('with status 1', 'by SIGKILL', 'with a status that is not known')
@@ -83,4 +84,4 @@ STATUS: Final[Mapping[Ending, int]] = {
     Ending.REFUSED: 2,
     Ending.LOST: 1,
 }
-"""Exit status of the launcher."""
+"""Exit status of the process that started the run, by the run's outcome."""

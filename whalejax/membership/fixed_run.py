@@ -1,9 +1,9 @@
 """A run of a fixed number of processes: the first failure ends all.
 
-This is the policy of ``whalejax launch N``, as ``react`` is that of elastic runs. It
-touches no process, pipe or clock: events bring exit statuses, and ``hear`` the
-processes' reports. The effects start all once, and end the run; then it is
-known which process failed first.
+This is the policy of ``whalejax launch --processes N``; that of elastic runs is
+``react``. It touches no process, pipe or clock: events bring exit statuses, and
+``hear`` the processes' reports. Its effects start each process once, and end the run;
+at that time ``failure`` names the process that failed first.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ class FixedRun:
             counts as stuck.
         now: Start time; later, time of the newest end of a process.
         reports: Devices that each process reported.
-        written_at: Time of the last output of each rank, which its reader changes.
-        states: Linux's letter for the state of each process, by name; its reader
-            changes it before each ``Tick``.
+        written_at: Time of the last output of each rank. The caller sets it.
+        states: Linux's letter for the state of each process, by name. The caller sets
+            it before each ``Tick``.
         over: Ranks that have ended, or were given up.
-        failed: Exit statuses of the failed ranks, in the order of their failures.
+        failed: Exit statuses of the failed ranks, as ``subprocess`` reports them, in
+            the order of their failures.
         failure: Rank that failed first, and text that says how; None without one.
     """
 
@@ -151,8 +152,8 @@ class FixedRun:
         if left and self.over and self.stops and silent > self.exit_seconds:
             why = (
                 f"has not ended {self.exit_seconds:.0f} s after others had, and has "
-                "said nothing in this time: it stands still at its exit (one that "
-                "works on there needs a longer --exit-timeout)"
+                "said nothing in this time: it stands still at its exit (if it "
+                "still works there, give a longer --exit-timeout)"
             )
             self._give_up(now, left[0], why)
 

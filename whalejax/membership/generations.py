@@ -8,7 +8,12 @@ from whalejax.membership.assignment import assign_micro_batches, ranks, repaired
 from whalejax.membership.elastic_run import ElasticRun, MemberRecord, Phase
 from whalejax.membership.exit_status import Ending
 from whalejax.membership.history import record
-from whalejax.membership.member_failures import check_budget, count, lose, restart_world
+from whalejax.membership.member_failures import (
+    check_budget,
+    count,
+    lose,
+    restart_members,
+)
 from whalejax.membership.phases import BETWEEN, FETCHING, RESTORING, SAVING
 from whalejax.membership.run_ends import end
 from whalejax.wire import run_messages as wire
@@ -20,8 +25,8 @@ _LONG: Final = frozenset({BETWEEN, RESTORING, SAVING})
 _PREPARE_STEPS: Final = 3
 
 _BEATS_BEYOND: Final = 2
-"""Number of heartbeats from a later step that show that a member is still in its
-loop."""
+"""A member goes on if it sends so many heartbeats in a row from inside a step that
+follows the one at which another member left its loop."""
 
 
 def settle(run: ElasticRun, now: float) -> None:
@@ -95,7 +100,7 @@ def release(run: ElasticRun, now: float, member: MemberRecord) -> None:
 def _watch(run: ElasticRun, now: float) -> None:
     if run.restarts:
         if run.stops:
-            _watch_world(run, now)
+            _watch_collectives(run, now)
         return
     there = {m.name: m for m in run.taking_part()}
     if any(name not in there for name in run.active):
@@ -115,8 +120,8 @@ def _watch(run: ElasticRun, now: float) -> None:
             change(run, now, boundary)
 
 
-def _watch_world(run: ElasticRun, now: float) -> None:
-    """Stops a world at a step if members leave or more members could take part."""
+def _watch_collectives(run: ElasticRun, now: float) -> None:
+    """Stops members with collectives at a step, if some leave or more could join."""
     there = run.taking_part()
     if len(there) < len(run.active) or run.is_finishing:
         return
@@ -135,8 +140,9 @@ def _watch_world(run: ElasticRun, now: float) -> None:
 
 
 def unfit(run: ElasticRun, now: float, size: int, why: str) -> None:
-    """Records that no plan was found for a number of members; ignores numbers over
-    MAX.
+    """Records that no plan was found for a number of members.
+
+    Numbers over MAX are ignored. If no number has a plan, the run ends.
     """
     if size > run.settings.most:
         return
@@ -154,14 +160,15 @@ def unfit(run: ElasticRun, now: float, size: int, why: str) -> None:
         else:
             end(run, now, Ending.REFUSED, text)
     elif run.phase == "running" and len(run.active) == size:
-        restart_world(run, now)
+        restart_members(run, now)
 
 
 def _left_alike(run: ElasticRun, now: float) -> bool:
-    """Handles members that left their loops; returns whether that is all to do.
+    """Handles members that left their loops; returns whether ``settle`` is then done.
 
     If all left, the run is complete once they have ended without an error: an error in
-    the loop's body leaves the loop too. A member has failed if only it left its loop.
+    the loop's body leaves the loop too. If others go on, those that left count as
+    failed.
     """
     if run.restarts or run.phase in ("draining", "ending"):
         return False
@@ -282,10 +289,10 @@ def _is_late(run: ElasticRun, now: float, member: MemberRecord) -> bool:
 def _form(run: ElasticRun, now: float) -> None:
     asked = [run.members[name] for name in run.target]
     if run.stops and any(m.status == "active" for m in asked):
-        # They cannot change their world while it runs. Wait for as many members as now;
-        # otherwise the next world could be smaller.
+        # With collectives, members cannot change while they run: all restart. Wait for
+        # as many as now, or the next generation could be smaller.
         run.expected = len(run.fitting())
-        restart_world(run, now)
+        restart_members(run, now)
         return
     step = max(m.step for m in asked)
     holds = any(m.step == step and not m.leaving for m in asked)

@@ -1,10 +1,12 @@
 """A run of a leader process and of servers, which are restarted if they are killed.
 
 This is the policy of ``whalejax swarm serve --processes`` and ``whalejax launch
---keep``, and without a leader that of the processes with tables. A killed process, or a
-failed server, is restarted, and so is one that stands still after it began its
-heartbeats; the run is over when the leader ends by itself. Repeated failures, or the
-same error twice, end the run, unless other servers serve the leader.
+--keep``. Without a leader, it is that of the processes that hold embedding tables.
+
+A killed process and a failed server are restarted. A process that sends heartbeats and
+then stops sending them is killed, and so restarted too. The run is over when the leader
+ends by itself. Many failures in a row, or the same error twice, end the run, unless
+other servers serve the leader meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class KeptRun:
     """A leader and servers, by name.
 
     Attributes:
-        failures: Failures so far, which progress of the run disproves.
+        failures: Counts of failures, which decide on restarts and on the end of the
+            run.
         useful: Names of processes that are restarted without a delay, as they have
             served.
     """

@@ -1,14 +1,17 @@
 """Heartbeats: each process reports that it is alive, and notices processes that fail.
 
-These are the processes that JAX has joined (``whalejax launch -n``, one model over all
-processes); ``dead_members`` does the same for the members of an elastic run.
+These are the processes that ``jax.distributed`` connects (``whalejax launch --processes
+N``, one model over all processes). ``dead_members`` does the same for the members of an
+elastic run.
 
-When a process fails, JAX ends the others with a message that does not always name it,
-and it waits minutes for a process that failed and blocks the others. Here each process
-writes a heartbeat to JAX's coordination service and reads that of the next process. A
-process that ends, fails, or finds the next one silent writes this where all read it,
-and the others end with an error that names the cause. So the data that a process reads
-does not grow with their number until there is a failure; then it reads all heartbeats.
+When a process fails, JAX ends the others, but its message does not always name that
+process. If the process blocks instead of ending, JAX waits for minutes.
+
+Here each process writes a heartbeat to JAX's coordination service, and reads that of
+the next rank. A process that ends, fails, or finds the next one silent writes this to a
+place that all read. After a failure, the others end with an error that names the cause.
+So the data that a process reads does not grow with the number of processes until one
+fails; then it reads all heartbeats.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ BEATS_IN_SILENCE: Final = 15
 """Number of heartbeats in that time."""
 
 MISSED: Final = 4
-"""Number of missed heartbeats after which, once a connection broke, a process counts as
-dead."""
+"""Number of missed heartbeats after which a process counts as dead once a connection
+broke."""
 
 GRACE_LOOKS: Final = 2
 """Number of checks, half a heartbeat apart, in which a failure must be seen before the
@@ -149,7 +152,7 @@ class PeerLiveness:
                 self._lease.renew(number, now)
 
     def look(self, now: float, *, seconds: float | None = None) -> dict[int, str]:
-        """Returns the missing processes: by rank, text to follow their name.
+        """Returns the missing processes by rank, with the text that follows their name.
 
         Args:
             now: Time on the clock of ``hear``. Time since the last check in which this
@@ -183,7 +186,7 @@ class PeerLiveness:
         return look | {n: _silent(late[n]) for n in sorted(never) if n in overdue}
 
     def unheard(self, gone: Collection[int]) -> list[int]:
-        """Returns those of the missing processes whose silence nobody has reported."""
+        """Returns the missing processes about which nobody has reported yet."""
         beats = ((n, self.beat_of(n)) for n in gone)
         return [n for n, b in beats if not (b.ended or b.failed or b.silent)]
 

@@ -1,8 +1,8 @@
 """Leases: the time at which each holder was last seen, and the overdue holders.
 
-All checks for silence use it, such as those for the members and agents of an elastic
-run, the peers of a swarm, the processes of a launch and those of tables.
-``dead_members`` gives members of an elastic run up by it.
+All checks for silence use it: those for members and agents of an elastic run, for peers
+of a swarm, for processes of a launch and for processes with embedding tables.
+``dead_members`` uses it to give up members of an elastic run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ K = TypeVar("K")
 
 
 class Lease(Generic[K]):
-    """Times of the last signs of life that a watching process received.
+    """Times of the last signs of life that this process received.
 
-    A stopped process receives nothing, so the time of a long turn does not count as
-    silence of others. Of two long turns in a row only the first is left out: if all
-    turns are long, the watching process was not stopped.
+    While this process is stopped, it receives nothing. So a long turn, the time between
+    two iterations of its loop, does not count as silence of others. A long turn that
+    follows one that was left out counts: if all turns are long, the process is slow,
+    not stopped.
 
     Attributes:
         seconds: Seconds of silence after which a holder is overdue.
@@ -53,7 +54,8 @@ class Lease(Generic[K]):
         self.heard_at.pop(who, None)
 
     def turn(self, now: float) -> float:
-        """Begins a turn; returns the seconds since the last one if they do not count.
+        """Begins a turn; returns the seconds since the last one if they do not count,
+        or 0.
 
         Args:
             now: The time, in seconds.

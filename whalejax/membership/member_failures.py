@@ -16,7 +16,8 @@ from whalejax.wire import run_messages as wire
 
 
 _LASTING_SECONDS: Final = 60.0
-"""Seconds after which a generation by collectives counts as progress."""
+"""Seconds without a failure after which a generation that cannot stop at steps counts
+as progress."""
 
 _ERROR_SIGNALS: Final = (
     signal.SIGILL,
@@ -124,7 +125,7 @@ def lose(
         run.failures.due[member.slot] = now + run.failures.hold(now, member.slot)
     together = ("running", "preparing") if run.stops else ("running",)
     if run.restarts and run.phase in together and member.name in run.active:
-        restart_world(run, now)
+        restart_members(run, now)
 
 
 def count(
@@ -157,7 +158,7 @@ def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
         alone = False
 
 
-def restart_world(run: ElasticRun, now: float) -> None:
+def restart_members(run: ElasticRun, now: float) -> None:
     """Kills the remaining members of a generation with collectives, to restart it."""
     if not run.stops and now - run.pace.at > _LASTING_SECONDS:
         run.failures.progressed()
@@ -166,15 +167,18 @@ def restart_world(run: ElasticRun, now: float) -> None:
     for name in run.active:
         member = run.members[name]
         if member.is_there:
-            why = "the world starts again"
+            why = "all members restart together"
             record(run, now, "ended", name=name, why=why, how=Ending.DRAINED)
             run.outbox.append(KillEffect(name=name, pid=member.pid))
         run.refill(now, member.slot)
 
 
 def _may_follow(run: ElasticRun, error: str, status: int | None = None) -> bool:
-    """Returns whether an error may follow from another loss, through collectives; of an
-    unknown one, and of the signal by which JAX aborts, the status is given.
+    """Returns whether a failure may be the consequence of another member's, which
+    breaks the collectives of all.
+
+    ``error`` is empty if it is unknown. If ``status``, the exit status, is given, an
+    unknown error and an end by a signal (JAX aborts) may be such consequences too.
     """
     if not run.restarts or len(run.active) < 2:
         return False

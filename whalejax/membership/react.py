@@ -23,7 +23,8 @@ from whalejax.membership.restart_policy import Failure
 def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
     """Applies an event to a run, and returns its effects.
 
-    Members of a generation are chosen once per turn of the loop, at ``Tick``.
+    Members of a generation are chosen at ``Tick``, once per turn of the loop, and
+    before the end of a process is handled.
 
     Args:
         run: Run to change.
@@ -152,7 +153,9 @@ def _resume(run: ElasticRun, now: float, event: ev.Resume) -> None:
 
 
 def _count_again(run: ElasticRun, shift: float, event: ev.Resume) -> None:
-    """Counts the failures in a journal; ``shift`` converts its times to this clock."""
+    """Counts the failures in a journal; ``shift`` is added to its times for this
+    clock.
+    """
     for said in event.events:
         match said:
             case {"event": "failed", "name": name, "why": why}:

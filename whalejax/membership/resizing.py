@@ -35,7 +35,7 @@ def resize_refusal(run: ElasticRun, size: int) -> str:
 def resize(run: ElasticRun, now: float, event: ResizeEvent) -> None:
     """Fills new slots, or lets the members of the last slots leave after a step.
 
-    Members that have not reached a step are killed at once. The only member with the
+    Members that still start or compile are killed at once. The only member with the
     state stays until another member has it.
     """
     if resize_refusal(run, event.size):

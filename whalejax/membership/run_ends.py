@@ -20,7 +20,9 @@ _ERRORS: Final = (Ending.FAILED, Ending.REFUSED, Ending.LOST)
 def end(
     run: ElasticRun, now: float, how: Ending, text: str, *, saves: bool = True
 ) -> None:
-    """Ends the run; a member writes its state if ``saves`` and steps remain."""
+    """Ends the run; if ``saves`` and the run is not complete, a member writes its
+    state.
+    """
     if run.phase == "ending":
         return
     saver = _saver(run) if saves and how is not Ending.COMPLETE else ""

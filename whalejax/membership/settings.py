@@ -11,7 +11,7 @@ from whalejax.meshes.errors import Problems
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorSettings:
-    """Numbers of an elastic run; every wait in it has one of these as its deadline.
+    """Numbers of members of an elastic run, and the deadlines of all its waits.
 
     Attributes:
         least, most: Minimum and maximum number of members in a step.

@@ -32,9 +32,10 @@ _LAST: Final = b"."
 
 
 def beat(byte: bytes = b"x") -> None:
-    """Sends the parent process a heartbeat, if it reads them.
+    """Sends the parent process a heartbeat, if it has opened a pipe for this process.
 
-    Children of this process inherit the variable, and not the pipe.
+    Children of this process inherit the variable but not the pipe. They send nothing,
+    as the inode of the descriptor does not match.
     """
     number, _, inode = os.environ.get(BEAT_PIPE, "").partition(":")
     with contextlib.suppress(OSError, ValueError):
@@ -78,8 +79,8 @@ class HeartbeatPipes:
         """Starts without processes.
 
         Args:
-            selector: Selector that tells of heartbeats; its data is then a function to
-                call.
+            selector: Selector in which the pipes are registered. The data of a pipe
+                that becomes readable is a function to call.
             seconds: Seconds without a heartbeat after which a process is silent.
         """
         self.beating: set[str] = set()

@@ -1,7 +1,7 @@
 """Specification of a launch: one program as several processes, their hosts and
 environments.
 
-It is separate from the start (``launcher``), because all of it is known before.
+All that it has is known before ``launcher`` starts the processes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from whalejax.distributed.launch_env import (
     PORT,
     PROCESS_ID,
     is_loopback,
-    joined_address,
     split_address,
 )
 from whalejax.distributed.reserved_port import HELD_PORT, is_held, reserve_port
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.processes import local_gpus
+from whalejax.wire.addresses import joined_address
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
-"""Command that receives a host and a command; with ``-tt`` both end together."""
+"""Remote shell, to which a host and a command are appended. With ``-tt``, the command
+ends when the shell does."""
 
 PASSED_ON: Final = (
     KEY_FILE,
@@ -64,8 +65,9 @@ class Launch:
         remote_shell: Words before a host's name and the command for it.
         tells: Whether to print the table of ranks, and rank 0's failure in addition to
             its own output.
-        stops: Whether the failure of another rank than 0 stops all; else the others
-            continue to their end, and the failed rank is named then.
+        stops: Whether the failure of any rank stops all. If not, only that of rank 0
+            does: after any other, the ranks continue to their ends, and then the failed
+            one is named.
         json: Whether to print only one line of JSON with the end of all ranks.
         exit_seconds: Time of silence after which a rank is stopped once another has
             ended.
@@ -137,8 +139,8 @@ class Launch:
     def coordinator(self) -> str:
         """Returns the address of process 0, ``"host:port"``.
 
-        If all processes are local, this process holds the port until ``release_port``:
-        another program could take a port that is merely free before process 0 listens.
+        If all processes are local, this process holds the port until ``release_port``.
+        Otherwise another program could take it before process 0 listens.
 
         Raises:
             WhaleError: All processes are local, and the port is in use or none is free.
@@ -158,7 +160,7 @@ class Launch:
         return f"127.0.0.1:{port}"
 
     def listens(self, coordinator: str) -> str:
-        """Describes the addresses that are open while the processes run."""
+        """Returns text on the addresses that are open while the processes run."""
         host, port = split_address(coordinator)
         if is_loopback(host):
             return (
@@ -197,10 +199,11 @@ class Launch:
         return local_gpus.own_gpus(gpus, len(here), here.index(rank))
 
     def gpus_shared(self) -> str:
-        """Returns the other hosts with several ranks, whose GPUs are not divided.
+        """Returns a warning if GPUs of other hosts are not divided among their ranks.
 
         Returns:
-            A warning with the remedy; empty if there are none, or no rank uses GPUs.
+            Text with the remedy; empty if no other host has several ranks, or no rank
+            uses GPUs.
         """
         ranks = Counter(map(self.host_of, range(self.processes)))
         away = [host for host, n in ranks.items() if n > 1 and not is_here(host)]

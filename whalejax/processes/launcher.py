@@ -1,9 +1,9 @@
 """Starts one program as several connected processes, and stops them together.
 
-It is for plain machines, without Slurm or Kubernetes: local processes are children of
-this one, processes on other hosts start by ssh. JAX reads the ranks from the
-environment of each, so that ``wh.init_distributed()`` needs no argument. It uses no
-JAX: a launcher must not take the devices of its processes.
+It is for plain machines, without Slurm or Kubernetes. Local processes are children of
+this one; ssh starts those on other hosts. Each process gets its rank in its
+environment, so that ``wh.init_distributed()`` needs no argument. The launcher uses no
+JAX, because it must not take the devices of its processes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ _UNREACHED: Final = 255
 """Exit status of ssh itself."""
 
 _FILES_EACH: Final = 4
-"""File descriptors of a rank: its log, its pipe, one for its end, one for its start."""
+"""Number of file descriptors per rank: its log, its pipe, one for its end, one for its
+start."""
 
 _OTHER_FILES: Final = 64
 
@@ -81,18 +82,22 @@ class RankReport(NamedTuple):
 
 
 def run(launch: Launch) -> int:
-    """Starts all processes and waits for them; when one fails, stops all.
+    """Starts all processes, and waits for them; some failures end all.
 
-    Rank 0's output is shown, the others write to their logs. If one fails, the first
-    that did is named, with the end of its log, unless that was shown. As JSON:
-    ``status``, ``failure`` (that text, or null) and ``ranks``, each with its ``rank``,
-    ``host``, ``kind`` and ``devices`` (null if it did not report them),
-    ``cpu_quota_percent`` (null without one) and ``log``.
+    ``launch.stops`` says which failures do.
+
+    Rank 0's output is shown, the others write to their logs. If ranks fail, the first
+    that did is named, with the end of its log unless that was shown.
+
+    With ``launch.json`` the output is one object instead: ``status``, ``failure`` (that
+    text, or null) and ``ranks``. Each of these has ``rank``, ``host``, ``kind`` and
+    ``devices`` (null if it did not report them), ``cpu_quota_percent`` (null without
+    one) and ``log``.
 
     Returns:
-        0 if all ended well; else the status of the first that did not (128 plus the
-        number of a signal that ended it); 2 if all ended well but the output could not
-        be printed.
+        0 if all ranks ended well; 2 if they did but the output could not be printed.
+        Otherwise the status of the first rank that failed, or 128 plus the number of
+        the signal that ended it.
 
     Raises:
         WhaleError: A log or a process cannot be made, or the port is in use.
@@ -160,7 +165,7 @@ class _Launched:
         try:
             return self._loop.run()
         finally:
-            self._read_all()  # Of those that were started before a failure.
+            self._read_all()  # Output of the ranks that were started before a failure.
             end = time.monotonic() + GRACE_SECONDS / 2
             for thread in self._threads:
                 thread.join(max(0.0, end - time.monotonic()))

@@ -134,10 +134,10 @@ def own_gpus(gpus: Sequence[str], processes: int, place: int) -> dict[str, str]:
     return {VISIBLE: ",".join(gpus[place * each : (place + 1) * each])}
 
 
-def shared_words(gpus: Sequence[str], processes: int) -> str:
+def gpu_division_text(gpus: Sequence[str], processes: int) -> str:
     """Describes the division of the GPUs; empty if they are not divided.
 
-    >>> shared_words(["0", "1", "2", "3", "4"], 2)
+    >>> gpu_division_text(["0", "1", "2", "3", "4"], 2)
     'each of 2 processes gets 2 of the 5 GPUs of this machine'
     """
     if not gpus or processes == 1:
@@ -186,11 +186,11 @@ class SlotGpus:
         self.gpus = tuple(opened.get("gpus", self.gpus))
         self.places = opened.get("places", self.places)
 
-    def words(self) -> str:
+    def division_text(self) -> str:
         """Describes the division of the GPUs for the user; empty if they are not
         divided.
         """
-        return shared_words(self.gpus, self.places)
+        return gpu_division_text(self.gpus, self.places)
 
     def of(self, slot: int, devices: Sequence[str] | None = None) -> dict[str, str]:
         """Returns the environment variables that give a slot its GPUs.

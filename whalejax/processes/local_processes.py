@@ -1,8 +1,8 @@
 """Processes of this machine: started, watched and ended, for any kind of run.
 
-A supervisor's processes outlive it: a restarted supervisor takes them over by their id
-and start time, so that no other process is mistaken for one of them. Processes of a
-launcher or an agent end with it.
+A supervisor's processes outlive it. A restarted supervisor finds them by id and start
+time, so it takes no other process for one of them. Processes of a launcher or an agent
+end with it.
 """
 
 from __future__ import annotations
@@ -293,8 +293,8 @@ def start_child(
         folder: Working directory; None for that of this process.
         given: Descriptor of its input; default: nothing.
         output: Descriptor that it writes to; None for that of this process.
-        errors: Descriptor of its errors; None for ``output``, or for that of this
-            process if ``output`` is None too.
+        errors: Descriptor of its errors; None for ``output``, if that is given, or else
+            that of this process.
         passed: Descriptors that it inherits.
         ends_with_this: Whether it is killed together with the thread that starts it.
 

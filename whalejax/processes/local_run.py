@@ -1,8 +1,9 @@
 """The loop that starts, watches and ends processes of this machine.
 
-It is the same for all runs: a launch of a fixed number, a leader with servers that are
-restarted, the members of an agent, the commands of agents, the supervisor of an elastic
-run. A policy decides: events go to it, and its effects are carried out.
+All runs use it: a launch of a fixed number, a leader with servers that are restarted,
+the members of an agent, the commands of agents, and the supervisor of an elastic run.
+They differ in their policy, which takes events and returns the effects that the loop
+carries out.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class RunPolicy(Protocol):
         """
 
     def start(self, slot: int) -> Iterable[ev.Effect] | None:
-        """Starts the process of a slot; returns further effects, such as its release.
+        """Starts the process of a slot; returns further effects, such as its release,
+        or None.
 
         Raises:
             OSError: It cannot be started now.
@@ -94,14 +96,14 @@ class LocalRun:
                 sends some is silent.
             own_seconds: Seconds for processes to end by themselves after a complete
                 run, before they are asked to.
-            asks: Seconds after each request to end, at the end of the run; processes
-                that are left then are killed.
+            asks: Seconds to wait after each request to end, when the run is over.
+                Processes that are left after the last wait are killed.
             groups: Whether these requests also go to the processes' children.
             stopping: Function that receives the names of processes before the first
                 request.
-            releases: Commands that free what a killed process leaves elsewhere, by
-                name.
-            signals: Signals that the policy gets besides SIGTERM, SIGINT and SIGHUP.
+            releases: Commands that free what a process leaves elsewhere, by its name;
+                run if its exit status is not 0.
+            signals: Signals that request the end besides SIGTERM, SIGINT and SIGHUP.
             turn: Function that receives the effects of a turn, for example to write
                 them to a journal, and returns the context in which they are carried
                 out; if None, those of each event are carried out at once.
@@ -138,7 +140,8 @@ class LocalRun:
         self._selector.register(source, selectors.EVENT_READ, take)
 
     def run(self) -> ev.End:
-        """Runs the processes; returns the policy's end, when none is left.
+        """Runs the processes until the policy ends the run and none is left; returns
+        the end.
 
         Raises:
             WhaleError: A process cannot be started, and never can be.

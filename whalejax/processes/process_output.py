@@ -49,7 +49,9 @@ _LINES: Final = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
 class Log:
-    """Log file of a process; output that cannot be written is lost, reported once."""
+    """Log file of a process; output that cannot be written is lost, which is said
+    once.
+    """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         """Creates the file.
@@ -99,7 +101,7 @@ def _without_waiting(path: str, flags: int) -> int:
     """Opens a file to write; refuses pipes, with or without a reader.
 
     Raises:
-        OSError: ENXIO for a pipe, the system's own error for a pipe without a reader.
+        OSError: The file cannot be opened; ENXIO for a pipe.
     """
     number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISFIFO(os.fstat(number).st_mode):

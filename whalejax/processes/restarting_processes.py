@@ -1,4 +1,5 @@
-"""Commands that are started and kept running, until the first of them ends by itself.
+"""Starts commands and restarts them until the leader, the first command, ends by
+itself.
 
 ``kept_run`` is the policy; the commands are processes of this machine.
 """
@@ -44,7 +45,9 @@ class KeptCommand:
 
 
 class Keeper:
-    """Keeps programs running until the first of them ends by itself."""
+    """Keeps programs running until the leader, the first of the list, ends by
+    itself.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,8 @@ class Keeper:
             programs: Programs; first the leader, which uses this process's output.
             logs: Folder of one log for each of the others.
             say: Function that receives a line on each end and restart.
-            silent_seconds: Seconds without a beat after which a program is restarted.
+            silent_seconds: Seconds without a heartbeat after which a program is
+                restarted.
 
         Raises:
             WhaleError: The folder cannot be created.

@@ -515,7 +515,8 @@ def _prune(save_dir: Path, keep: int, protected: Path | None) -> None:
         raise WhaleError(
             f"{save_dir}: older checkpoints cannot be removed "
             f"({error.strerror or error}). The latest one is whole: mend the file "
-            "system, or ask for leave to write there, and go on from it with --resume"
+            "system, or ask for permission to write there, and go on from it with "
+            "--resume"
         ) from error
 
 

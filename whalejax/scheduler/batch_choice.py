@@ -17,8 +17,6 @@ from whalejax.scheduler.job_table import (
 RateRule = Literal["linear", "sqrt"]
 """Growth of the learning rate with the batch: linear, or with its square root."""
 
-RATE_RULES: Final[tuple[RateRule, ...]] = ("linear", "sqrt")
-
 LEAST_GAIN: Final = 1.1
 """Least ratio of another batch's progress to the present one's to choose it."""
 

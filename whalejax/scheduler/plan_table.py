@@ -66,11 +66,10 @@ def plans_by_number(
     batch: int | None = None,
     **settings: Any,
 ) -> dict[int, Plan]:
-    """Returns the best plan of a job for each number of devices, or that of fewer.
+    """Returns the best plan of a job on at most each number of devices.
 
-    Some numbers are not planned: twice another number that gains nothing over fewer
-    devices, unless it is a power of two. The odd factor of such a number divides no
-    dimension.
+    A number that is not a power of two is not planned if half of it gains nothing over
+    fewer devices: its odd factor then divides no dimension.
 
     Args:
         job: Job with its model, batches and optimizer.
@@ -130,7 +129,9 @@ def option_of(
 def _plan_on(
     job: Job, part: Cluster, batch: int | None, fewer: Plan | None, settings: Any
 ) -> Plan | None:
-    """Returns the best plan on some devices, or that of fewer if it is no slower."""
+    """Returns the best plan on some devices, or ``fewer`` if that is no slower or the
+    only one.
+    """
     if fewer is not None and fewer.question is not None:
         try:
             # Plans that leave devices idle are plans for fewer devices.

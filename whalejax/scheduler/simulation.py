@@ -190,7 +190,7 @@ def simulate(
     """
     order = sorted(jobs, key=lambda job: (job.arrival, job.name))
     if not order:
-        raise JobError("there is no job to be played through")
+        raise JobError("there is no job to simulate")
     # Large times, such as Unix times, have too little precision for short jobs.
     zero = order[0].arrival
     coming = [dataclasses.replace(job, arrival=job.arrival - zero) for job in order]

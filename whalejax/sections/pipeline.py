@@ -4,7 +4,8 @@ The caller submits batches. For each process of the sparse section one thread as
 vectors and one sends gradients; one thread runs the dense section. A lookup of step t
 waits only for the gradients of step t - s - 1, with staleness s. Gradients stay in a
 log until a snapshot of the rows includes them. A process that replaces another receives
-the missing gradients from it. Their step numbers ensure that each is applied once.
+the missing gradients from that log. Their step numbers ensure that each is applied
+once.
 
 The module is long because all of this shares one lock and one state.
 """
@@ -64,6 +65,23 @@ class Work:
 
 @dataclass(slots=True)
 class _Rank:
+    """A process of the sparse section, from the pipeline's view.
+
+    Attributes:
+        begun: Incarnation of the process that was told its rows; -1 before the first.
+        ready: Whether that process answers questions.
+        looked_up: Number of steps whose vectors were received.
+        acknowledged: Number of steps whose gradients the process has.
+        version, durable: Versions of its rows, and of its newest snapshot.
+        known: Steps whose ids the process has from a lookup.
+        vectors: Vectors that wait for the dense section, by step.
+        log: Ids and gradients of steps after ``durable``, by step.
+        log_bytes: Bytes in the log.
+        sparse_seconds, wire_seconds: Seconds of questions in the process, and on the
+            way.
+        batch_seconds: Seconds of the batches that it made.
+    """
+
     begun: int = -1
     ready: bool = False
     looked_up: int = 0
@@ -105,7 +123,8 @@ class Pipeline:
         depth: Maximum number of batches in progress.
         lags: Number of lookups of processes by the number of missing updates.
         section: The processes.
-        kept: Step after which all processes keep their rows; -1 for none.
+        kept: Step after which all processes have kept their rows in a snapshot that is
+            not removed; -1 for none.
     """
 
     def __init__(
@@ -128,7 +147,7 @@ class Pipeline:
             begin: Function from a rank to the first message to its process.
             dense: The dense section.
             log_bytes: Bytes of a process's gradients that are logged before a snapshot.
-            kept: Step after which they have kept their rows; -1 for none.
+            kept: See the attribute.
             settings: Other arguments of ``SparseSection``.
         """
         self.staleness, self.depth, self.kept = staleness, depth, kept
@@ -309,7 +328,9 @@ class Pipeline:
         return np.concatenate(parts)
 
     def seconds(self) -> tuple[list[float], list[float], list[float], float]:
-        """Returns mean seconds a step: each process, its wire, its batches; dense."""
+        """Returns mean seconds of a step: of each process, of its transfers and of the
+        batches that it makes; and of the dense section.
+        """
 
         def mean(values: deque[float]) -> float:
             return float(np.mean(values)) if values else 0.0

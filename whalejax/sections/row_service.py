@@ -47,7 +47,8 @@ BatchMaker: TypeAlias = Callable[[int], Sequence[np.ndarray]]
 """Function from a step number to its batch's leaves, and the ids of all lookups."""
 
 MakerFinder: TypeAlias = Callable[[str, Mapping[str, Any], int], BatchMaker]
-"""Function of the name of a job, its settings and the batch size."""
+"""Function that finds the ``BatchMaker`` of a job by its name, settings and batch
+size."""
 
 
 def width_arrays(each: WidthLayout, rank: int) -> list[np.ndarray]:

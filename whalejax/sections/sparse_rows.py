@@ -1,10 +1,10 @@
 """Rows of one process of the sparse section, and the updates applied to them.
 
 Rows of version v have the updates of the steps before v, each applied once and in
-order. A lookup of step t reads version t - s (the first version if t < s), in any order
-of arrival. An update is applied as soon as all earlier ones are, and no lookup needs
-the rows without it. So losses do not depend on timing, and a replaced process returns
-the same vectors again.
+order. With staleness s, a lookup of step t reads version t - s (the first version if t
+< s), in any order of arrival. An update is applied as soon as all earlier ones are
+applied and no lookup needs the rows without it. So losses do not depend on timing, and
+a process that replaces another returns the same vectors.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SparseRows:
         )
 
     def begin(self, version: int, first: int) -> None:
-        """Continues from the current rows as those after a number of steps.
+        """Declares the current rows to be those after a number of steps.
 
         Args:
             version: Number of steps whose updates the rows include.
@@ -141,8 +141,8 @@ class SparseRows:
 
         Args:
             step: Number of the step.
-            ids: For each buffer ids, ``int32[samples, columns]``, or rows that are
-                named, ``int32[rows]``.
+            ids: For each buffer, ids ``int32[samples, columns]`` or rows
+                ``int32[rows]``.
 
         Raises:
             WrongVersionError: A needed update is missing, or a later one was applied.

@@ -104,7 +104,7 @@ class SparseSection:
             [*map(_name, range(count))], leads=False, what="the sparse section"
         )
         logs = log_folder(self.folder / "logs")
-        # A line tells of each process that has ended.
+        # The loop says a line when a process has ended.
         self._loop = LocalRun(self, logs, say=lambda _: notify(), asks=())
         self._lock = self._loop.lock
         self._slots = [_Slot() for _ in range(count)]

@@ -1,7 +1,7 @@
 """Moves the state of one compiled step to the layout of another.
 
-A state belongs to a layout: a step accepts every state of its model and optimizer whose
-arrays have the step's shardings. Other states are moved from device to device. The
+A step accepts every state of its model and optimizer whose arrays have the step's
+shardings. Other states have to be moved, from device to device, by ``step.adopt``. The
 module is separate from the step because it compares and moves arrays but runs nothing.
 """
 
@@ -37,8 +37,8 @@ _SECTIONS = ("params", "rest", "opt_state", "step", "rng", "loss_scale")
 class OwnStates:
     """Checks and converts states for one step.
 
-    A state in the same layout as the previous one is not compared again: its types and
-    shardings are then mostly the same objects.
+    A state in the layout of the previous one is not compared leaf by leaf. That is
+    found fast, because types and shardings are mostly the same objects.
     """
 
     def __init__(self, origin: Origin) -> None:
@@ -126,16 +126,15 @@ def _place_loose_leaves(state: TrainState, own: TrainState) -> TrainState:
 
 
 _OTHER = (
-    "this state is another model's or optimizer's than this step is compiled for. Give "
-    "a state of the same model and optimizer, or begin with step.init_from(state.model)"
+    "this state is of another model or optimizer than this step. Give a state of the "
+    "same model and optimizer, or begin with step.init_from(state.model)"
 )
 _OTHER_MODEL = (
-    "this state is another model's than this step is compiled for. Give a state of the "
-    "same model"
+    "this state is of another model than this step. Give a state of the same model"
 )
 _ELSEWHERE = (
-    "the arrays of this state lie otherwise than this step has them. Move them with "
-    "state = step.adopt(state)"
+    "the arrays of this state have other shardings than those of this step. Move them "
+    "with state = step.adopt(state)"
 )
 _TRACED = (
     "this state is being traced; the step is compiled: call it outside jax.jit, "
@@ -241,7 +240,7 @@ def _other_places(state: TrainState, own: TrainState) -> Iterator[str]:
         if not isinstance(leaf, jax.Array):
             yield f"{name} is {_text(leaf)}; expected a jax.Array with values"
         elif not _lies(leaf, target):
-            yield f"{name} lies as {_place(leaf.sharding)}; here {_place(target)}"
+            yield f"{name} has {_place(leaf.sharding)}; expected {_place(target)}"
 
 
 def _lies(leaf: Any, target: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints of an elastic run, which a member writes in parallel with its steps."""
+"""Writes the checkpoints of an elastic run or a swarm in parallel with the steps."""
 
 from __future__ import annotations
 

@@ -343,7 +343,8 @@ def _samples(record: Record, step: int, batch_size: int | None) -> int | None:
 
 
 def _between(state: Any) -> Mesh | None:
-    """Returns the mesh of all devices if arrays are on some processes' devices only.
+    """Returns the mesh of all devices if some arrays are on some processes only, else
+    None.
 
     Orbax writes and reads only arrays on devices of all processes.
     """

@@ -48,8 +48,8 @@ _REMEDIES: Final = {
     errno.EFBIG: "A file is larger than is allowed here: save to another file system, "
     "or raise the limit (ulimit -f)",
     errno.EROFS: "The file system is read-only: save to another one",
-    errno.EACCES: "Ask for leave to write there, or save elsewhere",
-    errno.EPERM: "Ask for leave to write there, or save elsewhere",
+    errno.EACCES: "Ask for permission to write there, or save elsewhere",
+    errno.EPERM: "Ask for permission to write there, or save elsewhere",
     errno.ENOTDIR: "A part of the path is a file: give another path",
     errno.ENAMETOOLONG: "Give a shorter path",
 }
@@ -65,7 +65,7 @@ _rounds = itertools.count()
 
 
 def told_by_all(mine: str, what: str) -> list[str]:
-    """Exchanges a text of each process, in process order; all of them call this.
+    """Returns a text of each process, by rank; all processes call this.
 
     No device takes part, so that pending device work cannot block it.
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 FORMAT: Final = 1
-"""Version of the record. Versions without hashes can read records with hashes."""
+"""Version of the record. WhaleJAX of before there were hashes reads records with
+hashes."""
 
 UNFINISHED_SUFFIX: Final = ".unfinished"
 """Suffix of a checkpoint's name until it is complete."""
@@ -211,8 +212,8 @@ def read_record(target: Path) -> Record:
         read = _record_of(record) if version == FORMAT and is_whole else None
     except PermissionError as error:
         raise WhaleError(
-            f"{target}: {error.strerror}. Ask for leave to read it, or restore another "
-            "one"
+            f"{target}: {error.strerror}. Ask for permission to read it, or restore "
+            "another one"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _refuse_parent(target)
@@ -230,8 +231,7 @@ def read_record(target: Path) -> Record:
     if read is None:
         raise DamagedCheckpoint(
             f"{target} is damaged: its record {RECORD} was changed since it was "
-            "written, and does not have the hash that stands in it. Restore another "
-            "checkpoint"
+            "written: its hash differs. Restore another checkpoint"
         )
     _check_sizes(target, read.file_bytes)
     return read

@@ -74,7 +74,7 @@ class FolderLock:
             raise WhaleError(
                 f"{self.folder}: checkpoints cannot be written here "
                 f"({error.strerror or error}). Give another directory, free some space "
-                "if the disk is full, or ask for leave to write there"
+                "if the disk is full, or ask for permission to write there"
             ) from error
         return self
 

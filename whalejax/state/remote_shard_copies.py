@@ -1,7 +1,8 @@
-"""Copies on other machines: each process also puts its shards on another one.
+"""Copies on other machines: each process also sends a copy of its shards to one of
+them.
 
-The loss of a machine then costs no more than that of a process. Restarted processes
-read what their own machine lacks from one that has it.
+So the loss of a machine costs no more than that of a process. Restarted processes read
+files that their own machine lacks from a machine that has them.
 """
 
 from __future__ import annotations
@@ -172,14 +173,12 @@ class CopyExchange:
         if place and not draft.exists():
             if asked.last and path.exists():
                 return taken  # a duplicate part
-            raise RefusedRequestError(
-                "missing", f"of {name}, what comes before {place}"
-            )
+            raise RefusedRequestError("missing", f"{name} lacks bytes before {place}")
         try:
             with draft.open("r+b" if place else "wb") as file:
                 if file.seek(0, 2) < place:
                     raise RefusedRequestError(
-                        "missing", f"of {name}, what comes before {place}"
+                        "missing", f"{name} lacks bytes before {place}"
                     )
                 file.seek(place)
                 file.write(asked.arrays[0].data)

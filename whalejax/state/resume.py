@@ -152,8 +152,7 @@ def restore_or_init(
     make_model: Callable[..., Any],
     rng: Any,
 ) -> Any:
-    """Returns the state of the newest undamaged checkpoint in a folder, or else a new
-    one, for steps of every kind.
+    """Returns the state of a folder's newest undamaged checkpoint, or else a new one.
 
     Args:
         step: Step that restores a checkpoint and initialises states.
@@ -182,8 +181,8 @@ def _other_parts(record: Record, step: CheckpointRestorer, path: Path) -> list[s
         return []
     return [
         f"{path.name} was trained with {before} micro-batches per step, and this run "
-        f"takes {now}: random numbers and statistics are of each micro-batch, so it "
-        f"goes on otherwise than with num_micro_batches={before}"
+        f"takes {now}: each micro-batch has its own random numbers and statistics, so "
+        f"results differ from those with num_micro_batches={before}"
     ]
 
 
@@ -316,7 +315,7 @@ def checkpoints(save_dir: Path) -> list[Path]:
     except OSError as error:
         raise WhaleError(
             f"{save_dir}: its checkpoints cannot be listed "
-            f"({error.strerror or error}). Give another directory, or ask for leave to "
-            "read it"
+            f"({error.strerror or error}). Give another directory, or ask for "
+            "permission to read it"
         ) from error
     return sorted(result, key=steps_of, reverse=True)

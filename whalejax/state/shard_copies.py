@@ -125,7 +125,7 @@ class CopiedPart:
         except OSError as error:
             raise BadCopies(f"a copy of {self.name} cannot be read: {error}") from error
         if hashlib.sha256(raw.data).hexdigest() != self.about["sha256"]:
-            raise BadCopies(f"a copy of {self.name} is not as it was written")
+            raise BadCopies(f"a copy of {self.name} was changed since it was written")
         try:
             return raw.view(dtype).reshape(shape)
         except ValueError as error:
@@ -267,7 +267,9 @@ class Copies:
                 f"{folder} cannot be made ({error.strerror or error})"
             ) from error
         if there.st_uid != os.getuid() or there.st_mode & 0o077 or folder.is_symlink():
-            raise BadCopies(f"{folder} is not this user's alone. Remove it")
+            raise BadCopies(
+                f"{folder} belongs to another user, or others can open it. Remove it"
+            )
 
     def begin(
         self,

@@ -129,7 +129,9 @@ class _Reader:
         self._read: dict[tuple[str, ...], Any] = {}
 
     def value(self, place: tuple[str, ...]) -> Any:
-        """Returns an array; keeps those that were read with it, until others are."""
+        """Returns an array; reads its whole group, and keeps that until it reads
+        another.
+        """
         if place not in self._read:
             group = next(g for g in self._groups if any(x.place == place for x in g))
             self._read = {}

@@ -184,10 +184,11 @@ def read_csv(path: Path) -> tuple[ChurnEvent, ...]:
     names = reader.fieldnames or ()
     missing = [name for name in COLUMNS[:3] if name not in names]
     unknown = [name for name in names if name not in COLUMNS]
-    if missing or unknown:
+    wrong = [f"lacks {', '.join(missing)}"] if missing else []
+    wrong += [f"has the unknown {', '.join(unknown)}"] if unknown else []
+    if wrong:
         raise WhaleError(
-            f"trace {path}: its first line has no {', '.join(missing) or 'fault'} and "
-            f"the unknown {', '.join(unknown) or 'nothing'}; expected "
+            f"trace {path}: its first line {' and '.join(wrong)}; expected "
             f"{', '.join(COLUMNS)}, of which the first three must be there"
         )
     events = []

@@ -1,4 +1,4 @@
-"""Each micro-batch exactly once: the calls of one step, and losses.
+"""Ledger of one step's calls: each micro-batch counts exactly once, if peers fail too.
 
 For each stage and micro-batch, the ledger of a step knows the attempt that counts. A
 repeated call has a higher attempt, so a late answer of the abandoned call is recognised
@@ -161,7 +161,7 @@ class Ledger:
         return attempt
 
     def count_from(self, number: int, first: int) -> None:
-        """Raises the numbers of a micro-batch's later attempts.
+        """Makes later attempts at a micro-batch get numbers above ``first``.
 
         Args:
             number: Number of the micro-batch.
@@ -238,8 +238,8 @@ class Ledger:
         return self._cell(stage, number, phase).is_done
 
     def assignment(self, stage: int) -> dict[str, tuple[int, ...]]:
-        """Returns the peer that sums each micro-batch of a stage: a partition of
-        0..M-1.
+        """Returns the micro-batches that each peer of a stage sums; each is at one
+        peer.
 
         Args:
             stage: Number of the stage.
@@ -378,79 +378,6 @@ class Ledger:
             for (stage, number, phase), cell in self._cells.items()
             if not cell.is_done
         )
-
-    @classmethod
-    def rebuilt(
-        cls, records: Iterable[Mapping[str, Any]], write: Write | None = None
-    ) -> Ledger | None:
-        """Returns the ledger of a journal's latest step; None without a step.
-
-        Pending calls are abandoned. So is each micro-batch that has not passed all
-        stages, because the dead trainer had the activations for its backward pass.
-        Attempts keep their numbers, so answers to abandoned ones never count.
-
-        Args:
-            records: Records in the order of writing; other events are skipped.
-            write: Function that receives the records of the rebuilt ledger.
-        """
-        ledger: Ledger | None = None
-        for record in records:
-            if record["event"] == "step":
-                ledger = cls(
-                    step=record["step"],
-                    stages=record["stages"],
-                    micro_batches=record["micro_batches"],
-                )
-            elif ledger is not None and record.get("step") == ledger.step:
-                ledger._replay(record)
-        if ledger is not None:
-            ledger._write = write
-            if not ledger._commit.digests:
-                ledger._record("restarted", {})
-                ledger._restart()
-        return ledger
-
-    def _replay(self, record: Mapping[str, Any]) -> None:
-        event = record["event"]
-        if event in ("begun", "done", "given up", "taken in"):
-            attempt = Attempt(
-                stage=record["stage"],
-                number=record["number"],
-                phase=Phase(record["phase"]),
-                peer=record["peer"],
-                incarnation=record["incarnation"],
-                attempt=record["attempt"],
-            )
-            if event == "done":
-                self.record_answer(attempt)
-            elif event == "taken in":
-                self.take_in(attempt, record["trainer"])
-            elif event == "given up":
-                self.give_up(attempt)
-            else:
-                cell = self._cell(attempt.stage, attempt.number, attempt.phase)
-                cell.newest, cell.current = attempt.attempt, attempt
-        elif event == "lost peer":
-            self._lose(record["peer"], record["incarnation"])
-        elif event == "restarted":
-            self._restart()
-        elif event == "sealed":
-            self._commit.is_sealed, self._commit.round = True, record["round"]
-        elif event == "committed":
-            digests = {int(s): digest for s, digest in record["digests"].items()}
-            self._commit.digests = digests
-
-    def _restart(self) -> None:
-        for number in range(self.micro_batches):
-            backwards = [
-                self._cells[stage, number, Phase.BACKWARD]
-                for stage in range(self.stages)
-            ]
-            if all(cell.is_done for cell in backwards):
-                continue
-            for stage in range(self.stages):
-                for phase in Phase:
-                    self._clear(stage, self._cells[stage, number, phase], phase)
 
     def _lose(self, peer: str, incarnation: int) -> tuple[Task, ...]:
         lost = []

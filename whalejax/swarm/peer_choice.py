@@ -1,9 +1,9 @@
 """Chooses the peer of a trainer's next call: interleaved weighted round robin.
 
-The rule is SWARM's (Ryabinin et al. 2023, section 3.2). Each peer has a virtual time;
-the next call goes to the peer with the smallest, and adds its expected seconds. Over
-time each peer gets calls in proportion to its speed. One ``StageWiring`` is one
-trainer's view of one stage; nothing in it reads a clock.
+The rule is SWARM's (Ryabinin et al. 2023, section 3.2). Each peer has a virtual time.
+The next call goes to the peer with the smallest one, which grows by the call's expected
+seconds. Over time each peer gets calls in proportion to its speed. One ``StageWiring``
+is one trainer's view of one stage; nothing in it reads a clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 FORWARD_TASK: Final = 1.0
-BACKWARD_TASK: Final = 2.5  # forwards per backward, in the paper's code
+BACKWARD_TASK: Final = 2.5  # in forward passes; from the paper's code
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class _Peer:
     """State of a peer from a trainer's view.
 
     Attributes:
+        incarnation: Incarnation of its process, as last announced.
         expires: Time at which its announcement ends.
         virtual_time: Seconds of assigned work, from a common origin.
         entry: Number of its latest entry in the heap; older ones are skipped.
@@ -128,8 +129,8 @@ class StageWiring:
     def reported(self, peer: str, queue_length: int) -> None:
         """Records the number of calls that a peer reports as waiting or running.
 
-        This trainer's own calls are already in its virtual time; those of others are
-        added to its key.
+        This trainer's own calls are already in the peer's virtual time. The expected
+        seconds of others' calls are added to it when peers are compared.
 
         Args:
             peer: Name of the peer.
@@ -151,7 +152,7 @@ class StageWiring:
 
         Args:
             now: Current time in seconds.
-            task: Size of the call, in forwards of a micro-batch.
+            task: Work of the call, relative to a forward pass of a micro-batch.
             avoid: Peers to choose only if there is no other, such as those that just
                 failed this call.
         """
@@ -188,7 +189,6 @@ class StageWiring:
         task: float,
         seconds: float,
         now: float,
-        warm: bool = True,
         *,
         incarnation: int | None = None,
     ) -> None:
@@ -201,10 +201,9 @@ class StageWiring:
 
         Args:
             peer: Name of the peer.
-            task: Size of the call, as passed to ``choose``.
+            task: Work of the call, as passed to ``choose``.
             seconds: Seconds from sending to the answer, including queue and wire.
             now: Time of the answer, in seconds.
-            warm: Whether the time counts; not if the call waited for a compilation.
             incarnation: Called incarnation; calls to an earlier one are ignored.
         """
         known = self._current_peer(peer, incarnation)
@@ -213,8 +212,7 @@ class StageWiring:
         known.in_flight = max(0, known.in_flight - 1)
         spent = min(seconds, now - known.answered)
         known.answered = max(now, known.answered)
-        if warm:
-            self._measured(peer, known, max(0.0, spent) / task)
+        self._measured(peer, known, max(0.0, spent) / task)
 
     def failed(
         self,
@@ -231,7 +229,7 @@ class StageWiring:
             peer: Name of the peer.
             seconds: Seconds that the caller lost; for a timeout, the deadline.
             ban: Whether nothing more is sent to it until it announces itself again.
-            task: Size of the call.
+            task: Work of the call.
             incarnation: Called incarnation; failures of an earlier one do not count.
         """
         known = self._current_peer(peer, incarnation)

@@ -491,7 +491,7 @@ def _why_wire(chosen: Swarm, found: list[Swarm], *, given: bool) -> str:
         )
     return (
         f"wire {chosen.wire}, the smallest; over {link} peers of the stage that sends "
-        f"most wait for their links in every format: {shares} of the time they compute"
+        f"most wait for their links in every format, and compute {shares} of the time"
     )
 
 
@@ -505,8 +505,8 @@ def _why_stages(swarm: Swarm, tried: list[str], *, given: bool) -> str:
         return f"{count} stages, as asked"
     fewer = f"; {'; '.join(tried)}" if tried else ""
     return (
-        f"{count} stages, the fewest that fit: thick stages compute more behind the "
-        f"same border{fewer}"
+        f"{count} stages, the fewest that fit: larger stages compute more for the "
+        f"same transfers{fewer}"
     )
 
 
@@ -533,9 +533,9 @@ def _why_gradients(swarm: Swarm) -> str:
         for number, stage in enumerate(swarm.stages)
     ]
     return (
-        "gradients of micro-batches are kept apart until a step is committed; with "
-        f"them a peer takes, in {', in '.join(words)}. More peers in a stage keep "
-        "fewer of them each"
+        "a peer stores the gradients of each of its micro-batches until a step is "
+        f"committed; with them it needs, in {', in '.join(words)}. With more peers in "
+        "a stage, each stores fewer"
     )
 
 
@@ -551,7 +551,7 @@ def _what_would_help(swarm: Swarm) -> Iterator[str]:
             "wire='int8' sends a quarter of float32"
         )
     yield (
-        f"peers would be busy with {factor} times the compute behind each border: "
+        f"peers would be busy with {factor} times the compute for each transfer: "
         f"layers {factor} times as wide, {factor} times as many of them a stage (each "
         f"weight used {factor} times costs no memory), or a bottleneck that sends "
         f"1/{factor} of the width (whalejax.models.borders)"

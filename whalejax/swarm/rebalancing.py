@@ -99,9 +99,10 @@ def newcomer_stage(peers: Sequence[PeerLoad], stages: int) -> int:
 def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
     """Whether a step should wait for peers that download its state.
 
-    Serving peers wait too; without the wait, joining ones would restart with the next
-    step's state. A joining peer is worth its gain within ``HORIZON_SECONDS`` plus its
-    loss so far. So at some time the step waits for it.
+    A wait costs each serving peer ``seconds``. Without it, joining peers must download
+    the next step's state instead. A wait for a joining peer may cost as much as its
+    work within ``HORIZON_SECONDS`` and the time that it has lost so far. So at some
+    time the step waits for it.
 
     Args:
         lost: For each joining peer, seconds since it could have begun to serve.
@@ -186,9 +187,7 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     return result
 
 
-def best_counts(
-    peers: int, seconds: Sequence[float], at_least: int = 1
-) -> tuple[int, ...]:
+def best_counts(peers: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """Returns each stage's number of equal peers for the fastest pipeline.
 
     Each next peer goes to the slowest stage. This is exact: if a stage has one peer
@@ -197,7 +196,6 @@ def best_counts(
     Args:
         peers: Number of peers.
         seconds: Seconds of a peer for a micro-batch in each stage.
-        at_least: Peers that each stage must have.
 
     Raises:
         WhaleError: There are too few peers, or seconds that are not above 0.
@@ -206,13 +204,13 @@ def best_counts(
         >>> best_counts(8, [1.0, 2.0, 1.0])
         (2, 4, 2)
     """
-    if peers < at_least * len(seconds) or not seconds or min(seconds) <= 0:
+    if peers < len(seconds) or not seconds or min(seconds) <= 0:
         raise WhaleError(
             f"peers of stages: {peers} peers for {len(seconds)} stages of "
-            f"{list(seconds)} seconds; there must be at least {at_least} a stage, and "
+            f"{list(seconds)} seconds; there must be at least 1 a stage, and "
             "each must take more than 0 seconds. Have more peers, or fewer stages"
         )
-    counts = [at_least] * len(seconds)
+    counts = [1] * len(seconds)
     for _ in range(peers - sum(counts)):
         slowest = min(
             range(len(seconds)), key=lambda s: (counts[s] / seconds[s], -seconds[s], s)

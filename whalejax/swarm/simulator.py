@@ -434,7 +434,7 @@ class Simulator(SimulatedCalls):
     def _take_snapshot(self) -> None:
         """Takes a snapshot if one is due, while the next step is computed.
 
-        With delayed updates, before that step.
+        With delayed updates, it is taken before that step.
         """
         is_due = self._committed % self.setting.snapshot_every == 0
         seconds = 0.0
@@ -450,7 +450,7 @@ class Simulator(SimulatedCalls):
             self._begin_step()
 
     def _snapshot_taken(self, place: Place, waits: bool) -> None:
-        """Takes the snapshot of a step; the step may wait for its start."""
+        """Ends a snapshot; with ``waits``, the step begins only now."""
         if place != self._place:
             return
         self._snapshot = self._committed

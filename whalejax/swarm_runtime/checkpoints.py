@@ -1,7 +1,7 @@
-"""Checkpoints of a full swarm, which any plan restores, and those of other plans.
+"""Reads and writes checkpoints of a swarm, which are independent of its plan.
 
-A snapshot has the arrays of the peers; a checkpoint is an ordinary training state. They
-have the same arrays in another order.
+A snapshot has the arrays of each stage; a checkpoint is an ordinary training state,
+which any plan restores. Both have the same arrays, in another order.
 """
 
 from __future__ import annotations

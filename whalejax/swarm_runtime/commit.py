@@ -1,4 +1,4 @@
-"""The end of a step: each stage's peers sum the ledger's gradients, and apply them.
+"""The end of a step: each stage's peers sum the gradients in the ledger and apply them.
 
 Nothing is applied before the peers have all gradients of all stages. If peers fail
 before the sum, others recompute their micro-batches. Peers that fail after it are
@@ -45,11 +45,11 @@ class SwarmStepCommit:
     def __init__(
         self,
         context: StepContext,
-        passages: Sequence[MicroBatchRoute],
+        routes: Sequence[MicroBatchRoute],
         pool: ThreadPoolExecutor,
     ) -> None:
         """Prepares the commit; calls no peer yet."""
-        self._context, self._passages, self._pool = context, passages, pool
+        self._context, self._routes, self._pool = context, routes, pool
         self._holders: dict[int, Holders] = {}
         self._rounds: dict[int, int] = {}
         self._members: dict[int, list[PeerRecord]] = {}
@@ -138,11 +138,11 @@ class SwarmStepCommit:
     # The sum.
 
     def _sum(self, stage: int) -> None:
-        """Asks a stage's peers for the sum, again until all of them have answered."""
+        """Asks a stage's peers for the sum until all of them answer in one round."""
         context = self._context
         for _ in range(MOST_ATTEMPTS):
-            for passage in self._passages:
-                passage.remake_gradient(stage)
+            for route in self._routes:
+                route.remake_gradient(stage)
             members = context.fleet.usable(stage)
             holders = self._assigned(stage, members)
             if holders is None:
@@ -309,8 +309,8 @@ class SwarmStepCommit:
                 and not self._is_whole(stage, level, answer)
             ):
                 del result[member.name]
-                why = f"{member.name} told other numbers than the update of stage "
-                why += f"{stage} gives"
+                why = f"{member.name} sent other values than the update of stage "
+                why += f"{stage} has"
                 self._failed(
                     stage, member, "update", RefusedRequestError("answer", why)
                 )

@@ -84,7 +84,7 @@ class StepContext:
         lock: Lock of the ledger and the counts.
         run, generation, step: Identity of the run and its generation, and the number of
             the step.
-        state: Number of steps in the state for the calls.
+        state: Number of completed steps of the state with which calls compute.
         batch: Address of the process that gives micro-batches.
         sum_wire: Wire format of gradients during their reduction over a stage's peers.
         call_seconds: Deadline of a call.
@@ -198,8 +198,8 @@ class StepContext:
     def overflow(self, stage: int, member: PeerRecord, why: str) -> None:
         """Records a non-finite sum or state of finite gradients.
 
-        A second such peer ends the run, and also one that is the only peer with the
-        state of its stage.
+        The second such peer of a stage ends the run. So does the first if no other peer
+        has the state of its stage.
 
         Raises:
             WhaleError: The model is at fault, not the peer.
@@ -256,8 +256,8 @@ class StepContext:
         """Records a non-finite result; the peer gets a long pause.
 
         Raises:
-            WhaleError: Another peer made the same, so the model is at fault; or no
-                other could make it.
+            WhaleError: Another peer made a non-finite result too, so the model is at
+                fault; or no other peer can compute it.
         """
         with self.lock:
             key = self.step, phase, stage
@@ -348,7 +348,7 @@ class MicroBatchRoute:
     def wire_error(self) -> float:
         """Relative error that the wire format adds to tensors.
 
-        It is the root mean square over all borders, forward and backward.
+        It is the root mean square over all boundaries of stages, forward and backward.
         """
         borders = self._context.cut.stages - 1
         with self._lock:

@@ -1,8 +1,8 @@
 """A process of a swarm that serves one stage: joins, announces itself, leaves in order.
 
-It continues while the registry is unavailable, and joins again if that has forgotten
-it. A request to leave (SIGTERM, Ctrl-C) takes effect after the step, however long that
-takes, so that no other peer recomputes its results.
+It continues while the registry is unavailable, and joins again if the registry has
+forgotten it. A request to leave (SIGTERM, Ctrl-C) takes effect after the step, however
+long that takes, so that no other peer recomputes its results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The peers from a trainer's view: usable ones, and experience with each.
 
-The wiring decides which peer is next; this module keeps it in step with the registry,
-and knows the peers with the current step's state, failed links between peers, and peers
-that are paused.
+The wiring decides which peer is next, and this module tells it what the registry knows.
+It also has the peers with the state of the current step, failed links between peers,
+and paused peers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Fleet:
 
         Args:
             stage: Number of the stage.
-            task: Size of the call, in forwards.
+            task: Work of the call, relative to a forward call.
             avoid: Peers to choose only if there is no other.
         """
         with self._lock:
@@ -161,9 +161,9 @@ class Fleet:
         """Returns the peer at fault if one cannot reach another that answers the
         trainer.
 
-        It is the one with failed transfers to several others; if neither had failures
-        before, the reporter, because the other's process answers. The only peer of its
-        stage is spared if the other is not the only one.
+        If one of the two is the only peer of its stage, it is the other one. Otherwise
+        it is the one whose transfers failed with more partners. If both failed with
+        equally many, it is the reporter, because the other's process answers.
 
         Args:
             reporter: Peer that could not reach the other.
@@ -187,7 +187,9 @@ class Fleet:
             return blamed if counts[1] > counts[0] else reporter
 
     def is_first_delay(self, reporter: PeerRecord, blamed: PeerRecord) -> bool:
-        """Whether one peer's wait for another is too long for the first time."""
+        """Records that a peer waited too long for another; whether it is the first
+        time.
+        """
         pair = reporter.name, blamed.name
         with self._lock:
             known = pair in self._delays

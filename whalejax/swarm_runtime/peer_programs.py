@@ -1,9 +1,9 @@
 """The programs of one stage: stateless, compiled for one device, from the staged job.
 
-Forward maps parameters and inputs to exports. Backward takes the same and cotangents,
-and recomputes the forward pass, so another peer than forward's may run it. The update
-runs in rounds: between them stages broadcast numbers, such as parts of a norm over all
-gradients.
+Forward maps parameters and inputs to exports. Backward takes the same and cotangents.
+It recomputes the forward pass, so it may run on a peer that did not run that pass. The
+update runs in rounds: between them stages broadcast numbers, such as parts of a norm
+over all gradients.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class StageState:
     Attributes:
         step: Number of completed steps.
         leaves: Arrays on the device, in the order of ``StagedJob.leaf_numbers``.
-        late: Parameters before the last of these steps, with which the next one is
-            computed if updates are delayed; else empty.
+        late: Parameters before the update of the last completed step, with which the
+            next step is computed if updates are delayed; else empty.
     """
 
     step: int
@@ -92,8 +92,8 @@ class StagePrograms:
 
         Args:
             state: State of the peer.
-            step: The state's step, or, with delayed updates, the next one: both compute
-                with parameters that lack one update.
+            step: The state's step; with delayed updates, also the next one. Both then
+                compute with parameters that lack the update of the step before.
         """
         leaves = list(state.leaves)
         if step == state.step:

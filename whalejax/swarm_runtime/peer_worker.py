@@ -2,8 +2,8 @@
 
 Tensors are pulled from the peers that made them; results are stored until the step is
 over on all stages. Gradients of micro-batches stay separate until the trainer assigns
-them. Then each peer sums its own, and sums one part of every array of these sums in the
-order of the peers, so that all peers of a stage have the same sum.
+them. Then each peer sums its own, and reduces one part of every array over the peers,
+in their order. So all peers of a stage have the same sum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ REACH_SECONDS: Final = 10.0
 """Seconds in which another peer must answer a ping."""
 
 PATIENT_TRANSFERS: Final = 8
-"""Transfers of the same size, over the slowest link, for which one waits its turn."""
+"""Longest wait of a download for its turn, as a number of downloads of its size over a
+link of ``SLOWEST_BYTES_PER_SECOND``."""
 
 
 class Worker(SumHolder):
@@ -107,8 +108,9 @@ class Worker(SumHolder):
     def _coded(self, arrays: Sequence[np.ndarray], number: int) -> tuple[Part, float]:
         """Returns tensors as sent to others, and the coding error.
 
-        The error is the square sum of the loss relative to that of the values; only for
-        the first micro-batch of a step, since it takes as long as reading the tensors.
+        It is the sum of squared errors over the sum of squared values. It is computed
+        for the first micro-batch of a step only, as it takes as long as decoding; else
+        it is 0.
         """
         sent = tensor_codec.coded(arrays, self.wire)
         if self.wire == "f32" or number:
@@ -218,10 +220,10 @@ class Worker(SumHolder):
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[None]:
-        """Waits for a turn to download; a few tensors at a time, in the order of calls.
+        """Waits for a turn to download: few run at once, in the order of the calls.
 
-        All at once would share the link and arrive together, and the device would wait.
-        If no turn comes, another download may hang: go on.
+        If all ran at once, they would share the link and end together, while the device
+        waits. If no turn comes, another download may hang, so this one begins.
         """
         seconds = PATIENT_TRANSFERS * size / SLOWEST_BYTES_PER_SECOND
         taken = self._turns.acquire(timeout=seconds)

@@ -1,7 +1,7 @@
 """Leases of peers on their stages; a lease ends unless it is renewed.
 
-It opens no socket and reads no clock, like the wiring and the ledger; its server passes
-the time. Peers continue without it, and join again when it is back.
+The registry opens no socket and reads no clock: ``registry_server`` passes the time.
+Peers continue without it, and join again when it is back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from whalejax.agreement.facts import difference
 from whalejax.membership.lease import Lease
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.service import Address, RefusedRequestError
 
 
@@ -41,7 +42,7 @@ class PeerRecord:
         expires: End of its lease.
         generation, step: Run generation and step of its newest state; -1 without one.
         queue: Number of waiting and running calls.
-        done: Number of micro-batches computed since it joined.
+        done: Number of calls that have run on its device.
         seconds: Duration of its last call on the device.
         leaving: Whether it wants to leave.
         ready: Whether its programs are compiled.
@@ -72,6 +73,22 @@ def facts_of(cut: StagedJob, wire: str, sum_wire: str) -> dict[str, str]:
     """
     stages = str(cut.stages)
     return {**cut.facts(), "wire": wire, "sum wire": sum_wire, "stages": stages}
+
+
+def unreachable_error(who: str, address: Address, why: str) -> RefusedRequestError:
+    """Returns the refusal of a process that nobody reaches.
+
+    Args:
+        who: Kind and name of the process.
+        address: Address on which it claims to listen.
+        why: Reason, as a clause.
+    """
+    return RefusedRequestError(
+        "failed",
+        f"{who} says that it listens at {joined_address(*address)}, which cannot be "
+        f"reached from here ({why}). Give --host an address of that machine that "
+        "others reach, and open its port",
+    )
 
 
 class Registry:
@@ -131,12 +148,7 @@ class Registry:
                 f"{self.stages - 1}. Give --stage one of them, or leave it out",
             )
         if why := self._reach(address):
-            raise RefusedRequestError(
-                "failed",
-                f"peer {name} says that it listens at {address[0]}:{address[1]}, which "
-                f"cannot be reached from here ({why}). Give --host an address of that "
-                "machine that others reach, and open its port",
-            )
+            raise unreachable_error(f"peer {name}", address, why)
 
     def join(self, name: str, address: Address, stage: int, now: float) -> PeerRecord:
         """Adds an admitted peer, and chooses its stage.

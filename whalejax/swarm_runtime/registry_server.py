@@ -1,7 +1,8 @@
-"""The process with the registry and the primary trainer."""
+"""Serves the registry and the primary trainer of a swarm at one address."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import socket
 import threading
@@ -12,12 +13,18 @@ from typing import Any, Final
 from whalejax.distributed.launch_env import reached_host
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.ledger import Write
-from whalejax.swarm_runtime.registry import PeerRecord, Registry, facts_of
+from whalejax.swarm_runtime.registry import (
+    PeerRecord,
+    Registry,
+    facts_of,
+    unreachable_error,
+)
 from whalejax.swarm_runtime.staged_job import StagedJob
 from whalejax.swarm_runtime.swarm_process import open_listener
-from whalejax.swarm_runtime.trainer import Trainer, as_told
+from whalejax.swarm_runtime.trainer import Trainer
 from whalejax.swarm_runtime.trainers.trainer_state import Settings, Snapshot, Tell
 from whalejax.wire import swarm_messages as messages
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.keys import Key
 from whalejax.wire.service import (
     Address,
@@ -201,7 +208,7 @@ class RegistryServer:
         outward: Mapping[str, str],
     ) -> None:
         """Refuses a joining peer that cannot exchange messages with most others."""
-        where = f"{address[0]}:{address[1]}"
+        where = joined_address(*address)
         question = messages.Reach(peers=[(where, address)])
         addresses = [m.address for m in others]
         told = ask_all(self._caller, addresses, question, LINK_SECONDS)
@@ -221,7 +228,7 @@ class RegistryServer:
             return
         text = f"the {what} at {where}: {'; '.join(problems)}"
         if 2 * len(problems) <= len(there):
-            self._tell("note", why=f"{text}. What they exchange is computed elsewhere")
+            self._tell("note", why=f"{text}. Micro-batches avoid these links")
             return
         raise RefusedRequestError(
             "failed",
@@ -250,19 +257,14 @@ class RegistryServer:
         return messages.AnnouncementReceived(known=announce is not None, free=False)
 
     def _enlist(self, asked: messages.EnlistTrainer) -> messages.TrainerEnlisted:
-        name, (host, port) = asked.name, asked.address
+        name, address = asked.name, asked.address
         self.registry.check(f"trainer {name}", asked.facts)
-        if why := self._ping((host, port)):
-            raise RefusedRequestError(
-                "failed",
-                f"trainer {name} says that it listens at {host}:{port}, which cannot "
-                f"be reached from here ({why}). Give --host an address of that machine "
-                "that others reach, and open its port",
-            )
-        others = self._neighbours((host, port))
+        if why := self._ping(address):
+            raise unreachable_error(f"trainer {name}", address, why)
+        others = self._neighbours(address)
         if others:
-            self._check_links("trainer", (host, port), others, {})
-        self.trainer.sharing.enlist(name, (host, port))
+            self._check_links("trainer", address, others, {})
+        self.trainer.sharing.enlist(name, address)
         return messages.TrainerEnlisted(run=self.trainer.run_id)
 
     def _terms(self, asked: messages.AskTerms) -> messages.Terms:
@@ -298,7 +300,7 @@ class RegistryServer:
             sum_error=self._errors.get("sum_error"),
             wire_error=self._errors.get("wire_error"),
             left=0 if ledger is None else ledger.missing_gradients,
-            counts=as_told(trainer.counts),
+            counts=dataclasses.asdict(trainer.counts),
             trainers=trainer.sharing.status_rows(),
             peers=[show(m) for m in self.registry.members(now)],
         )
@@ -308,7 +310,7 @@ def _peer_status(member: PeerRecord, *, trainer: Trainer) -> dict[str, Any]:
     synced = trainer.fleet.has(member)
     return {
         "name": member.name,
-        "address": f"{member.address[0]}:{member.address[1]}",
+        "address": joined_address(*member.address),
         "stage": member.stage,
         "step": member.step,
         "queue": member.queue,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from whalejax.swarm.peer_choice import BACKWARD_TASK, FORWARD_TASK
-from whalejax.swarm.rebalancing import MoveCost, PeerLoad, Rebalancer, Rule
+from whalejax.swarm.rebalancing import MoveCost, PeerLoad, Rebalancer
 from whalejax.swarm_runtime.registry import PeerRecord
 
 
@@ -32,20 +32,14 @@ class StageMover:
         stages: int,
         *,
         period: float = PERIOD_SECONDS,
-        rule: Rule = Rule.OPTIMUM,
-        threshold: float = 0.02,
     ) -> None:
         """Starts without moves.
 
         Args:
             stages: Number of stages of the model.
             period: Seconds between checks.
-            rule: Rule that chooses the moving peer.
-            threshold: Gain that a move must bring, as a part of the previous speed.
         """
-        self._rebalancer = Rebalancer(
-            stages=stages, period=period, rule=rule, threshold=threshold
-        )
+        self._rebalancer = Rebalancer(stages=stages, period=period)
         self._going, self._next = "", 0.0
 
     def __call__(self, trainer: Trainer) -> None:

@@ -34,6 +34,7 @@ from whalejax.capture.batch import aval_of
 from whalejax.capture.loss_options import as_planned
 from whalejax.capture.precision import at_precision
 from whalejax.capture.program_units import avals_of, units_of
+from whalejax.elastic.replica_programs import most_micro_batches
 from whalejax.jaxpr.steps import Steps
 from whalejax.lowering.batch_layout import BatchLayout
 from whalejax.lowering.global_arrays import impl_of, raw_array, wrapped
@@ -134,7 +135,7 @@ class StagedJob:
         self.precision, self.delayed_updates = precision, delayed_updates
         first = job_plans.first_batch(job, batch)
         self.size = batch or job.batch_size or 0
-        self.count = micro_batches or _most_micro_batches(self.size)
+        self.count = micro_batches or most_micro_batches(self.size)
         model = job_plans.abstract_model(job)
         self.plan = job_plans.make_plan(
             job,
@@ -203,8 +204,8 @@ class StagedJob:
             )
         if self.plan.scales_loss:
             result.append(
-                "precision f16 scales losses by whether all gradients are finite, and "
-                "a swarm refuses those that are not. Take precision bf16 or f32"
+                "with precision f16 the loss scale depends on gradients that are not "
+                "finite, and a swarm refuses these. Take precision bf16 or f32"
             )
         for stage in range(self.stages):
             result += self._too_large(stage)
@@ -325,7 +326,9 @@ class StagedJob:
         return [raw_array(leaves[n]) for n in numbers]
 
     def late(self, stage: int) -> list[int]:
-        """Returns the numbers of the leaves of which a stage stores previous values."""
+        """Returns the numbers of the leaves whose previous values a stage stores,
+        too.
+        """
         if not self.delayed_updates:
             return []
         return [n for n in range(self.params) if self.owner(n) == stage]
@@ -560,10 +563,6 @@ class StagedUpdate:
     def rounds(self) -> int:
         """Number of rounds: the exchanges of scalars, and one more."""
         return 1 + max((level for level, _ in self.parting.reads), default=0)
-
-
-def _most_micro_batches(size: int) -> int:
-    return max(n for n in range(1, 17) if size % n == 0)
 
 
 def _division(plan: Plan, captured: Captured, stages: int) -> Division:

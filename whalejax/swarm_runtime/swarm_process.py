@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from whalejax.distributed.launch_env import ALL_ADDRESSES, joined_address
+from whalejax.distributed.launch_env import ALL_ADDRESSES
 from whalejax.elastic.environment import local_host
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm_runtime.registry import facts_of
 from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import Key
 from whalejax.wire.service import (

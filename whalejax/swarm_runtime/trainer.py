@@ -1,10 +1,9 @@
 """Runs the steps of a swarm: calls peers for each micro-batch's parts, commits steps,
 takes snapshots.
 
-It only adds up losses and metrics. Of other tensors, only micro-batches and snapshots
-pass through it.
-Joining peers download the state during steps, and snapshots are taken during steps;
-between two steps, leaving peers are let go.
+Of all tensors, only micro-batches, losses, metrics, values of the update's rounds and
+snapshots pass through the trainer. Joining peers download the state during steps, and
+snapshots are taken during steps. Leaving peers are let go between two steps.
 
 The module is long because one loop handles every loss of a peer, within and between
 steps.
@@ -13,7 +12,6 @@ steps.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections import Counter
@@ -28,7 +26,6 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Ledger, Write
 from whalejax.swarm_runtime.commit import SwarmStepCommit
 from whalejax.swarm_runtime.micro_batch_route import (
-    Counts,
     MicroBatchRoute,
     StageLost,
     StepContext,
@@ -59,12 +56,12 @@ class _ComputedStep:
 
     Attributes:
         context: State that the micro-batches of the step share.
-        passages: Routes of its micro-batches.
+        routes: Routes of its micro-batches.
         sums: Flat total, weight and metrics of the loss.
     """
 
     context: StepContext
-    passages: Sequence[MicroBatchRoute]
+    routes: Sequence[MicroBatchRoute]
     sums: tuple[np.ndarray, ...]
 
 
@@ -195,7 +192,7 @@ class Trainer(TrainerState):
                 self._rebalance(self)
 
     def _one(self) -> dict[str, Any] | None:
-        """Runs one step; with delayed updates, with the gradients of the next.
+        """Runs one step; with delayed updates, also computes the gradients of the next.
 
         Returns:
             Metrics; None if the step has its gradients and waits for the next step,
@@ -220,7 +217,7 @@ class Trainer(TrainerState):
         if commit.sum_error is not None:
             metrics["sum_error"] = commit.sum_error
         if self._wire != "f32":
-            metrics["wire_error"] = computed.passages[0].wire_error
+            metrics["wire_error"] = computed.routes[0].wire_error
         return {**metrics, "generation": self.generation, "seconds": self._seconds}
 
     @contextlib.contextmanager
@@ -250,12 +247,12 @@ class Trainer(TrainerState):
 
     def _compute_step(self, context: StepContext) -> _ComputedStep:
         count = self.cut.count
-        passages = [MicroBatchRoute(context, number) for number in range(count)]
+        routes = [MicroBatchRoute(context, number) for number in range(count)]
         self.ledger = context.ledger
         with self._lock:
             self.cut.micro_batch(context.step, 0)  # An error in the data ends the run.
-        self._travel(context, passages)
-        return _ComputedStep(context=context, passages=passages, sums=_summed(passages))
+        self._travel(context, routes)
+        return _ComputedStep(context=context, routes=routes, sums=_summed(routes))
 
     def _await_newcomers(self) -> None:
         begun = self.fleet.now()
@@ -265,7 +262,7 @@ class Trainer(TrainerState):
 
     def _committed(self, computed: _ComputedStep) -> SwarmStepCommit:
         with threads(self.cut.stages, computed.context.stop) as pool:
-            commit = SwarmStepCommit(computed.context, computed.passages, pool)
+            commit = SwarmStepCommit(computed.context, computed.routes, pool)
             commit.run(computed.sums)
         return commit
 
@@ -339,16 +336,14 @@ class Trainer(TrainerState):
             self.step += 1
             self._keeps = True
 
-    def _travel(
-        self, context: StepContext, passages: Sequence[MicroBatchRoute]
-    ) -> None:
+    def _travel(self, context: StepContext, routes: Sequence[MicroBatchRoute]) -> None:
         """Sends all micro-batches through the stages; raises the first error.
 
-        Secondary trainers run their own micro-batches.
+        Secondary trainers run the micro-batches that they lease.
         """
         peers = len(self.fleet.synced())
-        count = max(1, min(self.settings.in_flight or 2 * peers, len(passages)))
-        shares = self.sharing.open(context, passages, count)
+        count = max(1, min(self.settings.in_flight or 2 * peers, len(routes)))
+        shares = self.sharing.open(context, routes, count)
         errors: list[Exception] = []
 
         def lead() -> None:
@@ -356,7 +351,7 @@ class Trainer(TrainerState):
                 while not shares.is_over:
                     share = shares.wait_for(OWN, self.sharing.most, LOOK_SECONDS)
                     if share is not None:
-                        passages[share.number].run(share.attempts.start - 1)
+                        routes[share.number].run(share.attempts.start - 1)
                         self.sharing.led += shares.finish(share, lambda: None)
             except Exception as error:
                 errors.append(error)
@@ -380,10 +375,10 @@ class Trainer(TrainerState):
         _raise_first(errors)
         if context.stop.is_set():
             raise StopRequested
-        self._make_again(context, passages, count)
+        self._make_again(context, routes, count)
 
     def _make_again(
-        self, context: StepContext, passages: Sequence[MicroBatchRoute], count: int
+        self, context: StepContext, routes: Sequence[MicroBatchRoute], count: int
     ) -> None:
         stages = range(self.cut.stages)
         for stage in stages:
@@ -392,7 +387,7 @@ class Trainer(TrainerState):
             if all(context.ledger.is_complete(stage) for stage in stages):
                 return
         with threads(count, context.stop) as pool:
-            again = [pool.submit(passage.run) for passage in passages]
+            again = [pool.submit(route.run) for route in routes]
             errors = [one.exception() for one in again]
         _raise_first([error for error in errors if error is not None])
 
@@ -594,17 +589,12 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
         raise min(errors, key=lambda error: isinstance(error, StopRequested))
 
 
-def _summed(passages: Sequence[MicroBatchRoute]) -> tuple[np.ndarray, ...]:
+def _summed(routes: Sequence[MicroBatchRoute]) -> tuple[np.ndarray, ...]:
     """Returns total, weight and metrics of all micro-batches, summed in order."""
     total: list[np.ndarray] = []
-    for passage in passages:
+    for route in routes:
         if not total:
-            total = [np.array(x) for x in passage.sums]
+            total = [np.array(x) for x in route.sums]
         else:
-            total = [a + b for a, b in zip(total, passage.sums, strict=True)]
+            total = [a + b for a, b in zip(total, route.sums, strict=True)]
     return tuple(np.asarray(x) for x in total)
-
-
-def as_told(counts: Counts) -> dict[str, int]:
-    """Returns the counts by name."""
-    return dataclasses.asdict(counts)

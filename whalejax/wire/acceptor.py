@@ -28,14 +28,14 @@ from whalejax.wire.connection import (
     end_of,
 )
 from whalejax.wire.connection_loop import loop
-from whalejax.wire.keys import Key, peer_name, refused_words
+from whalejax.wire.keys import Key, certificate_refusal, peer_name
 from whalejax.wire.messages import CONTROL_BYTES
 
 
 MOST_STRANGERS: Final = 256
-"""Maximum number of connections with an unfinished handshake. Beyond it, the oldest one
-that is silent or has had time to speak is dropped; if there is none, others wait to be
-accepted."""
+"""Maximum number of connections with an unfinished handshake. If one more comes, the
+oldest one that is silent or has had time to speak is dropped; without such a one, the
+new connection waits to be accepted."""
 
 MOST_CHANNELS: Final = 4096
 """Maximum number of other connections."""
@@ -101,7 +101,7 @@ class _Stranger:
         except ssl.SSLWantWriteError:
             wants = selectors.EVENT_WRITE
         except (ssl.SSLError, OSError, ValueError) as error:
-            why = refused_words(error) if isinstance(error, ssl.SSLError) else ""
+            why = certificate_refusal(error) if isinstance(error, ssl.SSLError) else ""
             reason = getattr(error, "reason", None) or error
             why = why or f"it does not speak {PROTOCOL!r} ({reason})"
             self._acceptor.refuse(self, f"{self.peer}: {why}")
@@ -135,7 +135,7 @@ class _Stranger:
                 socket.socket.send(self.link, _SPOKEN)
             self._acceptor.refuse(self, f"{self.peer} said nothing")
         elif now > self.came_at + HANDSHAKE_SECONDS:
-            self._acceptor.refuse(self, f"{self.peer} ended no handshake")
+            self._acceptor.refuse(self, f"{self.peer} finished no handshake")
 
 
 class Acceptor:
@@ -229,13 +229,15 @@ class Acceptor:
                 self._stays_closed_until = time.monotonic() + _PAUSE_SECONDS
                 break
             if oldest is not None:
-                did = "ended no handshake" if oldest.speaks else "said nothing"
+                did = "finished no handshake" if oldest.speaks else "said nothing"
                 self.refuse(oldest, f"{oldest.peer} {did}, and others came")
             self._take(link)
         self._watch()
 
     def tick(self, now: float) -> None:
-        """Drops connections that are silent for long or no longer accepted."""
+        """Drops connections that are silent for long or whose certificate was
+        revoked.
+        """
         self._watch()
         revoked = frozenset() if self._key is None else self._key.revoked()
         for channel in [*self._channels]:
@@ -271,7 +273,7 @@ class Acceptor:
                 )
         except OSError as error:  # It has ended.
             plain.close()
-            self._count(f"a connection ended before it was one ({error.strerror})")
+            self._count(f"a connection ended before its handshake ({error.strerror})")
             return
         stranger = _Stranger(self, link)
         self._strangers[stranger] = None

@@ -27,8 +27,9 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.meshes.errors import visible
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection_loop import loop
-from whalejax.wire.keys import Key, peer_name, refused_words
+from whalejax.wire.keys import Key, certificate_refusal, peer_name
 from whalejax.wire.messages import (
     CONTROL_BYTES,
     M,
@@ -228,7 +229,7 @@ class Channel:
             return 0
         except _LOST as error:
             raise ConnectionClosedError(
-                f"{self.peer} is gone ({_words(error)})"
+                f"{self.peer} is gone ({_error_text(error)})"
             ) from None
 
     def _wait_to_write(self, end: float, gives_up: Callable[[], bool]) -> None:
@@ -352,7 +353,7 @@ class Channel:
                 return
             except _LOST as error:
                 raise ConnectionClosedError(
-                    f"{self.peer} is gone ({_words(error)})"
+                    f"{self.peer} is gone ({_error_text(error)})"
                 ) from None
             if not count:
                 raise ConnectionClosedError(f"{self.peer} has ended the connection")
@@ -480,7 +481,7 @@ def dial(
         OtherProtocol: It sends something else.
     """
     end = time.monotonic() + seconds
-    where = f"{address[0]}:{address[1]}"
+    where = joined_address(*address)
     try:
         plain = socket.create_connection(address, timeout=max(seconds, 0.01))
     except TimeoutError:
@@ -554,16 +555,16 @@ def _dialled_wrong(error: Exception, where: str) -> WireError:
     if isinstance(error, WrongKey | OtherProtocol):
         return error
     if isinstance(error, ssl.SSLError):
-        if why := refused_words(error):
+        if why := certificate_refusal(error):
             return WrongKey(f"{where}: {why}")
         if not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
             return OtherProtocol(
                 f"{where} is no process of a run of this version: it does not speak "
-                f"{PROTOCOL!r} over TLS 1.3 ({_words(error)})"
+                f"{PROTOCOL!r} over TLS 1.3 ({_error_text(error)})"
             )
     if isinstance(error, WireError) and not isinstance(error, ConnectionClosedError):
         return OtherProtocol(f"{where} is no process of a run of this version: {error}")
-    return ConnectionClosedError(f"{where}: {_words(error)}")
+    return ConnectionClosedError(f"{where}: {_error_text(error)}")
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
@@ -582,13 +583,13 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 def at_once(link: socket.socket) -> None:
     """Makes a socket send the parts of a frame without delay.
 
-    Otherwise the last parts wait until the other side acknowledges the first, and that
-    is delayed, so that each message may take 40 ms longer.
+    Otherwise the last parts wait for the acknowledgement of the first one, which the
+    other side may delay by 40 ms.
     """
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, ssl.SSLError):
         return str(error.reason or error)
     return str(getattr(error, "strerror", None) or error)
@@ -599,4 +600,4 @@ def end_of(link: socket.socket) -> str:
         name = link.getpeername()
     except OSError:
         return "a process that is gone"
-    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local process"
+    return joined_address(*name[:2]) if isinstance(name, tuple) else "a local process"

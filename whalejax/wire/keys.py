@@ -1,10 +1,10 @@
 """Keys by which processes of a run authenticate: certificates of its authority.
 
 A key file holds the private key and the certificate of a process, and the certificate
-of the run's authority. One file may be copied to all processes; to tell them apart,
-each gets its own key, which can be revoked. The authority's private key stays beside
-the first file, where the run was created. Certificates are made by the ``openssl``
-command; their use needs only Python.
+of the run's authority. One file may be copied to all processes. A process that has a
+key of its own has its own name, by which the key can be revoked. The authority's
+private key stays beside the first file, where the run was created. Certificates are
+made by the ``openssl`` command; their use needs only Python.
 
 Whoever can read a key can join the run and change its result, so a file that others can
 read is refused, as ssh refuses such a private key.
@@ -170,7 +170,7 @@ def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
             "letters, digits, dots, dashes and underscores"
         )
     if to.exists():
-        raise WhaleError(f"{to} is there already. Name another file")
+        raise WhaleError(f"{to} exists already. Name another file")
     data = _read(_sibling_path(path, AUTHORITY), "the authority of the run")
     with _draft_folder(to) as folder:
         for kind in ("key", "pem"):
@@ -231,7 +231,7 @@ def load_key(path: Path) -> Key:
 # Refusal of others.
 
 
-def refused_words(error: ssl.SSLError) -> str:
+def certificate_refusal(error: ssl.SSLError) -> str:
     """Returns the reason of a failed handshake if it is a certificate; else an empty
     text.
 

@@ -155,8 +155,8 @@ class Messages(Generic[M]):
             begin, place = place, place + math.prod(shape) * dtype.itemsize
             if place > len(view):
                 raise MalformedError(
-                    f"a message has {len(view)} bytes of arrays, and less than its "
-                    f"arrays have ({dtype} of shape {shape})"
+                    f"a message has {len(view)} bytes of arrays, fewer than its "
+                    f"arrays need ({dtype} of shape {shape})"
                 )
             flat = np.frombuffer(view[begin:place], np.uint8).view(dtype)
             return flat.reshape(shape)
@@ -166,11 +166,11 @@ class Messages(Generic[M]):
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             why = visible(str(error))[:_LONGEST_ERROR]
             raise MalformedError(
-                f"a message is none that may come here: {why}"
+                f"a message is not one of those accepted here: {why}"
             ) from None
         if place != len(view):
             raise MalformedError(
-                f"a message has {len(view) - place} bytes behind its arrays"
+                f"a message has {len(view) - place} bytes after its arrays"
             )
         return cast(M, message)
 
@@ -207,7 +207,7 @@ def encode(
 
 
 def too_large(text_bytes: int, array_bytes: int, most_bytes: int) -> str:
-    """Describes why a message is too large; empty if it is accepted.
+    """Returns the sizes of a message that is too large; empty if it is accepted.
 
     Args:
         text_bytes: Bytes of its values.

@@ -40,6 +40,8 @@ Members: TypeAlias = Annotated[
 
 
 class Register(Message):
+    """Request to take part; repeated after a reconnection."""
+
     run: Text
     name: Text
     machine: Text
@@ -56,18 +58,24 @@ class Register(Message):
 
 
 class ReductionOffer(Message, tag="adding_up"):
+    """Question for the run's gradient reduction; a proposal unless ``by`` is empty."""
+
     run: Text
     by: Way
     why: Text
 
 
 class Refusal(Message):
+    """Report of a process that has not joined and cannot run."""
+
     machine: Text
     pid: Whole
     why: Text
 
 
 class Beat(Message):
+    """Heartbeat, with the step of the member's state and its progress in a phase."""
+
     phase: Text
     step: Whole
     done: Whole
@@ -84,16 +92,22 @@ class Report(Message):
 
 
 class Ready(Report):
-    pass
+    """Report that the member has compiled and could take part."""
 
 
 class Prepared(Report):
+    """Report that the member has stopped; ``held`` are subtrees that it has summed."""
+
     generation: Whole
     step: Whole
     held: list[Node]
 
 
 class Committed(Report):
+    """Report of a finished step; ``seconds`` are those of one micro-batch. Only the
+    first member sends ``parts``, the micro-batches of each member.
+    """
+
     generation: Whole
     step: Whole
     loss: float
@@ -102,20 +116,28 @@ class Committed(Report):
 
 
 class Suspect(Report):
+    """Report that the member cannot reach another one."""
+
     generation: Whole
     name: Text
     why: Text
 
 
 class Leaving(Report):
+    """Report that the member was asked to end."""
+
     why: Text
 
 
 class MemberLeft(Report, tag="left"):
+    """Report that the user's loop ended before the last step."""
+
     step: Whole
 
 
 class CheckpointWritten(Report, tag="written"):
+    """Question whether a written checkpoint may get its name; see ``Keep``."""
+
     step: Whole
 
 
@@ -134,20 +156,28 @@ class NotSaved(Report):
 
 
 class Failed(Report):
+    """Report of the error by which the member ends."""
+
     why: Text
 
 
 class Unfit(Report):
+    """Report that there is no plan for a number of members."""
+
     count: Whole
     why: Text
 
 
 class CompiledAhead(Report):
+    """Report that programs for another number of members are compiled."""
+
     count: Whole
     seconds: Seconds
 
 
 class NotCopied(Report):
+    """Report that copies of shards have failed."""
+
     step: Whole
     why: Text
 
@@ -158,10 +188,14 @@ class TablesPlaced(Report):
 
 
 class Note(Report):
+    """Note for the user."""
+
     why: Text
 
 
 class Recovered(Report):
+    """Report of the state with which the run goes on, and its source."""
+
     step: Whole
     source: Text
 
@@ -195,6 +229,8 @@ OfMember: TypeAlias = (
 
 
 class ReductionDecision(Message, tag="added_up"):
+    """The run's gradient reduction, or an empty ``by`` before it is decided."""
+
     by: Way
     why: Text
     processes: Count
@@ -212,16 +248,26 @@ class RegistrationRefused(Message, tag="refused"):
 
 
 class ReportReceived(Message, tag="heard"):
+    """Acknowledgement of all reports up to a number."""
+
     goodput: Seconds
     number: Whole
 
 
 class Prepare(Message):
+    """Request to stop for a generation after a step; -1 for at once."""
+
     generation: Whole
     after: Whole
 
 
 class Begin(Message):
+    """Begin of a generation with the state of a step.
+
+    ``sources`` gives the holder of that state for each member without it. ``first`` and
+    ``later`` are the micro-batches of each member in the first step and in later ones.
+    """
+
     generation: Whole
     members: Members
     step: Whole
@@ -231,22 +277,28 @@ class Begin(Message):
 
 
 class Stop(Message):
+    """End of the run before its last step; ``saves`` asks for a last checkpoint."""
+
     why: Text
     saves: bool
     well: bool
 
 
 class RunEnded(Message, tag="over"):
+    """End of a member's part in the run; ``well`` if it is no failure."""
+
     why: Text
     well: bool
 
 
 class Keep(Message):
+    """Permission for a written checkpoint to get its name."""
+
     step: Whole
 
 
 class RunDone(Message, tag="done"):
-    pass
+    """End of the run after its last step."""
 
 
 ToMember: TypeAlias = (
@@ -267,6 +319,8 @@ ToMember: TypeAlias = (
 
 
 class Enlist(Message):
+    """Request of an agent to join or rejoin, with the processes that it has."""
+
     agent: AgentName
     host: Text
     machine: Text
@@ -292,6 +346,8 @@ class NotLaunched(Message):
 
 
 class Exited(Message):
+    """Report of a process's end; ``said`` is the end of its log."""
+
     name: Text
     status: Status | None
     said: Text
@@ -316,6 +372,8 @@ class ResizeDone(Message, tag="resized"):
 
 
 class Enlisted(Message):
+    """Acceptance of an agent, with the program of its processes."""
+
     command: Annotated[list[Text], Meta(min_length=1)]
     environment: Facts
     beat_seconds: Seconds
@@ -327,6 +385,8 @@ class Start(Message):
 
 
 class Release(Message):
+    """Permission for a started process to run, as its start is in the journal."""
+
     name: MemberName
 
 
@@ -335,6 +395,8 @@ class Kill(Message):
 
 
 class EventNoted(Message, tag="noted"):
+    """Acknowledgement that a process's end is in the journal."""
+
     name: MemberName
 
 
@@ -356,6 +418,8 @@ class PeerHello(Message, tag="hello"):
 
 
 class GradientPart(Message, tag="part"):
+    """Sums of subtrees of micro-batches, in the slice that the receiver reduces."""
+
     generation: Whole
     step: Whole
     nodes: list[Node]
@@ -363,12 +427,16 @@ class GradientPart(Message, tag="part"):
 
 
 class Total(Message):
+    """The reduced slice of the sender."""
+
     generation: Whole
     step: Whole
     arrays: Arrays = ()
 
 
 class State(Message):
+    """Piece ``place`` of ``count`` of a state; ``text`` of the last has the hash."""
+
     place: Whole
     count: Whole
     text: Text

@@ -1,7 +1,7 @@
 """Questions and answers over connections, with a deadline on each.
 
-A connection carries one question at a time; a caller keeps idle ones and dials another
-if all are in use. An answer is a message, or a refusal with its reason.
+A connection carries one question at a time. A caller keeps idle connections, and dials
+another if all are in use. An answer is a message, or a refusal with its reason.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import (
     FRAME_SECONDS,
     SLOWEST_BYTES_PER_SECOND,
@@ -51,7 +52,7 @@ Handlers = Mapping[type[Question[Any]], Callable[[Any], Message]]
 
 
 class UnansweredError(WhaleError):
-    """A question got no answer; see the attributes of both kinds of it."""
+    """A question got no answer; the subclasses set the attributes."""
 
     code, why, blame = "", "", ""
     late = hopeless = False
@@ -98,7 +99,7 @@ class Declined(Message, tag="refused"):
 
 
 class Service:
-    """Answers questions; connections with open ones have a thread each."""
+    """Answers questions; each connection with an unanswered question has a thread."""
 
     def __init__(
         self,
@@ -158,9 +159,9 @@ class Service:
         try:
             return self._handlers[type(question)](question)
         except RefusedRequestError as error:
-            return _words(error.code, error.why, error.blame)
+            return _declined(error.code, error.why, error.blame)
         except Exception as error:  # The asking side is told about any error.
-            return _words("failed", f"{type(error).__name__}: {error}", "")
+            return _declined("failed", f"{type(error).__name__}: {error}", "")
 
 
 def _send(channel: Channel, answer: Message) -> None:
@@ -171,10 +172,10 @@ def _send(channel: Channel, answer: Message) -> None:
     except (ConnectionClosedError, WireTimeoutError):
         raise
     except WireError as error:
-        channel.send(_words("failed", str(error), ""))
+        channel.send(_declined("failed", str(error), ""))
 
 
-def _words(code: str, why: str, blame: str) -> Declined:
+def _declined(code: str, why: str, blame: str) -> Declined:
     return Declined(code=code, why=why[:_LONGEST_REASON], blame=blame)
 
 
@@ -245,7 +246,7 @@ class Caller:
                 )
             except MalformedError as error:
                 self._put_back(address, channel)
-                where = f"{address[0]}:{address[1]}"
+                where = joined_address(*address)
                 why = f"{where} answered {question.kind!r} wrongly: {error}"
                 raise RefusedRequestError("answer", why) from None
             except WireError as error:
@@ -274,7 +275,7 @@ class Caller:
         with self._lock:
             if self._closed:
                 raise UnreachableProcessError(
-                    f"{address[0]}:{address[1]}: this process ends", late=False
+                    f"{joined_address(*address)}: this process ends", late=False
                 )
             idle = self._idle.get(address)
             if idle:
@@ -297,7 +298,7 @@ class Caller:
         late = isinstance(error, WireTimeoutError)
         why = f"no answer in {seconds:.1f} s" if late else str(error)
         return UnreachableProcessError(
-            f"{address[0]}:{address[1]} ({what}): {why}",
+            f"{joined_address(*address)} ({what}): {why}",
             late=late,
             hopeless=isinstance(error, WrongKey | OtherProtocol),
         )

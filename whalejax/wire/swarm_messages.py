@@ -43,9 +43,10 @@ ServingPeers: TypeAlias = Annotated[
 MadeBy: TypeAlias = Annotated[
     list[tuple[Text, Whole, Text, Whole, Whole, Size]], Meta(max_length=2 * MOST_PEERS)
 ]
-"""Phase, stage, name, incarnation, attempt and loss of the results of peers."""
+"""Phase, stage, name, incarnation, attempt and coding error of the results of peers."""
 Leads: TypeAlias = Annotated[list[tuple[Whole, Whole, Whole, Whole]], _NUMBERS]
-"""Generation, step, number and times of micro-batches."""
+"""Generation, step and number of micro-batches, and how often each was leased
+before."""
 
 
 # Answers.
@@ -56,6 +57,10 @@ class Pong(Message):
 
 
 class Receipt(Message):
+    """Answer to a call: seconds on the device, and coding error. ``arrays`` are the
+    sums of the loss, after the last stage's backward call.
+    """
+
     seconds: Seconds
     lost: Size
     arrays: Arrays = ()
@@ -66,6 +71,10 @@ class Tensors(Message):
 
 
 class Summed(Message):
+    """Micro-batches and attempts in a peer's part of a sum, with the squares of the
+    coding error and of the sum.
+    """
+
     numbers: Wholes
     attempts: Wholes
     lost: Size
@@ -83,6 +92,8 @@ class GradientSlices(Message):
 
 
 class StageValues(Message, tag="told"):
+    """Values that a stage broadcasts after a round, or the digest of its state."""
+
     numbers: Wholes
     digest: Text
     arrays: Arrays = ()
@@ -113,6 +124,8 @@ class PeerWelcome(Message, tag="welcome"):
 
 
 class AnnouncementReceived(Message, tag="heard"):
+    """``known`` is false if the peer must join again; ``free`` lets it leave."""
+
     known: bool
     free: bool
 
@@ -122,6 +135,10 @@ class TrainerEnlisted(Message, tag="enlisted"):
 
 
 class GivenShare(Message):
+    """Lease of a micro-batch, or ``number`` -1, with the peers that serve. ``times``
+    counts earlier leases. If not ``known``, the trainer must enlist again.
+    """
+
     known: bool = True
     run: Text = ""
     generation: Whole = -1
@@ -236,6 +253,8 @@ class Sum(At, Question[Summed]):
 
 
 class Gradients(At, Question[GradientSlices]):
+    """Asks for a part of each array of a peer's sum over micro-batches."""
+
     numbers: Wholes
     attempts: Wholes
     part: Whole
@@ -246,10 +265,16 @@ class Gradients(At, Question[GradientSlices]):
 
 
 class SumPart(At, Question[Tensors]):
+    """Asks for a peer's part of each array of the stage's sum."""
+
     round: Whole
 
 
 class UpdateStage(At, Question[StageValues], tag="update"):
+    """Asks for round ``level`` of the update. ``arrays`` are the sums of the loss in
+    round 0, then the values that ``heard`` names.
+    """
+
     stage: Whole
     round: Whole
     level: Whole
@@ -262,6 +287,8 @@ class UpdateStage(At, Question[StageValues], tag="update"):
 
 
 class Sync(At, Question[StageValues]):
+    """Asks a peer to have the state of a step; its own one only if ``keeps``."""
+
     stage: Whole
     keeps: bool
     sources: Holders
@@ -305,6 +332,8 @@ class EnlistTrainer(Question[TrainerEnlisted], tag="enlist"):
 
 
 class Take(Question[GivenShare]):
+    """Asks for a micro-batch; ``leads`` are those that the trainer has."""
+
     name: Text
     leads: Leads
     counts: Counts
@@ -312,6 +341,8 @@ class Take(Question[GivenShare]):
 
 
 class Led(At, Question[MicroBatchAccepted]):
+    """Reports a micro-batch that a trainer has led, or why it returns it."""
+
     name: Text
     number: Whole
     times: Whole

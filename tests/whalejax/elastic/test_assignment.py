@@ -115,9 +115,9 @@ def test_shares_are_the_best_there_are(seconds: list[float], count: int) -> None
 
 
 def test_wrong_parts_are_refused() -> None:
-    with pytest.raises(WhaleError, match=r"lack \[3\], hold \[0\] twice"):
+    with pytest.raises(WhaleError, match=r"lack \[3\] and hold \[0\] twice"):
         check_tiles([(0, 1), (0, 2), (2, 3)], 4)
-    with pytest.raises(WhaleError, match=r"\(1, 3\)\] are no parts"):
+    with pytest.raises(WhaleError, match=r"are no subtrees in \[\(1, 3\)\]"):
         check_tiles([(0, 1), (1, 3), (3, 4)], 4)
     with pytest.raises(WhaleError, match="lacks micro-batch 1 of 2"):
         total({(0, 1): 1}, 2, lambda x, y: x + y)

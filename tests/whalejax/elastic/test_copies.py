@@ -104,7 +104,7 @@ def test_copies_that_were_changed_or_are_not_whole_are_not_used(
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(BadCopies, match="is not as it was written"):
+    with pytest.raises(BadCopies, match="was changed since it was written"):
         read_copies(opens(folder), one, states)
     path.write_bytes(b"short")
     with pytest.raises(BadCopies, match="copies of step 0 cannot be read"):
@@ -112,7 +112,7 @@ def test_copies_that_were_changed_or_are_not_whole_are_not_used(
     path.rename(folder / "0-3-0of2")  # One of two processes did not write its own.
     assert whole_sets(names_in(folder)) == []
     folder.chmod(0o755)
-    with pytest.raises(BadCopies, match="is not this user's alone"):
+    with pytest.raises(BadCopies, match="belongs to another user, or others can"):
         Copies(folder)
 
 
@@ -258,7 +258,7 @@ def test_machines_are_asked_for_copies_alone(
 
     with pytest.raises(RefusedRequestError, match="one array of bytes"):
         put(fields, np.zeros(1))
-    with pytest.raises(RefusedRequestError, match="what comes before 5"):
+    with pytest.raises(RefusedRequestError, match="bytes before 5"):
         late = {**fields, "place": 5}
         (tmp_path / "b" / ".1-1-0of1.put").write_bytes(b"x")
         put(late, BYTE)

@@ -493,7 +493,7 @@ def test_members_that_fail_as_they_fetch_cost_who_has_the_state_nothing() -> Non
         """Its error is told, its connections end, and its process some time later."""
         member.running, member.phase = -1, FINISHED
         generation = world.membership.generation
-        member.say("failed", why="the state that was sent is not as it was sent")
+        member.say("failed", why="the state that was sent was changed on the way")
         said = {"generation": generation, "name": member.name, "why": "ended"}
         world.members[holder].say("suspect", **said)
         world.later(5.0, lambda: world.exit(member, 1))
@@ -557,7 +557,7 @@ def test_a_supervisor_whose_turns_are_long_loses_who_is_silent(turn: float) -> N
 def test_an_agent_is_lost_by_a_supervisor_whose_turns_are_long() -> None:
     there = Driven(SupervisorSettings(least=1, most=1))
     fleet = AgentFleet[str](
-        there, there.take, lambda link, said: None, lambda link: None, {}
+        there, there.take, lambda link, said: None, lambda link: None
     )
     there.started(0.0, "m1", 0, 7, agent="a")
     fleet.expect(0.0)

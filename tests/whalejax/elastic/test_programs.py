@@ -125,7 +125,7 @@ def test_a_copy_and_a_state_of_another_compile_nothing_after_the_warm_up() -> No
 def test_another_state_is_refused(programs: ReplicaPrograms) -> None:
     (piece,) = programs.pieces(programs.init_state())
     piece.arrays[0][3] ^= 1
-    with pytest.raises(WhaleError, match="is not as it was sent"):
+    with pytest.raises(WhaleError, match="was changed on the way"):
         programs.assembled(lambda: piece, "m1")
 
 

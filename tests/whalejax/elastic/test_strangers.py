@@ -158,7 +158,7 @@ def test_who_ends_no_handshake_goes_only_for_another(
         until(lambda: acceptor._refused)
         refused = acceptor.take_refused(10.0)
         assert refused is not None and refused.count == 1
-        assert refused.why.endswith(" ended no handshake, and others came")
+        assert refused.why.endswith(" finished no handshake, and others came")
         channel.close()
         for link in speaking:
             link.close()

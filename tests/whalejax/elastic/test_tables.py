@@ -226,7 +226,7 @@ def test_any_placement_reads_copies_to_the_bit(tmp_path: Path, before: int) -> N
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(BadCopies, match="of word is not as it was written"):
+    with pytest.raises(BadCopies, match="of word was changed since"):
         read_copies(opened, copied, CopiedTableStates(given))
 
 

@@ -164,7 +164,7 @@ def test_jobs_are_paused_resumed_and_cancelled_once(
     assert service.answer(JobChange(name="one", what="resume")) == RequestDone()
     assert service.answer(JobChange(name="one", what="cancel")) == RequestDone()
     why = refused(service.answer(JobChange(name="one", what="cancel")))
-    assert "was cancelled, and ends behind a step" in why
+    assert "was cancelled, and ends after a step" in why
     service.turn(0.0)
     assert jobs(service).jobs[0].status == "cancelled"
 
@@ -391,7 +391,7 @@ def test_another_version_is_named_on_both_sides(tmp_path: Path) -> None:
         ):
             link.connect(path)
             link.sendall(encoded(ShowJobs()).replace(b"show", b"shoo"))
-            assert b"sent no message of ours" in link.recv(4096)
+            assert b"sent no valid message" in link.recv(4096)
     finally:
         listening.close()
 

@@ -105,7 +105,7 @@ def test_addresses_that_cannot_be_used(
     for words, message in (
         (["--at", free, "--key", str(key)], f"no scheduler listens at {free}"),
         (["--at", "nowhere", "--key", str(key)], "--at is 'nowhere'; expected HOST"),
-        (["--key", str(key)], "without --at, and is of it only"),
+        (["--key", str(key)], "without --at, to which it belongs"),
     ):
         assert main(["jobs", "show", "--once", *words]) == 2
         assert message in capsys.readouterr().err

@@ -225,8 +225,8 @@ def test_a_peer_that_does_not_reach_its_mates_is_dropped_and_they_are_not(
     # Whoever is asked first, so that the order of the wiring does not matter.
     for _ in range(number):
         context.fleet.choose(1, 1.0)
-    passage = MicroBatchRoute(context, 0)
-    passage.run()
+    route = MicroBatchRoute(context, 0)
+    route.run()
     names = {m.name for m in context.fleet.usable()}
     assert all(one["dropped"] == one["peer"] == "p1.1" for one in told)
     assert names == {"p0.0", "p0.1", "p1.0", "p2.0", "p2.1"} | (
@@ -334,9 +334,9 @@ def added(*given: Any, **more: Any) -> Message:
 
 def summing(context: StepContext) -> SwarmStepCommit:
     """A commit whose micro-batch has its way behind it."""
-    passage = MicroBatchRoute(context, 0)
-    passage.run()
-    return SwarmStepCommit(context, [passage], ThreadPoolExecutor(1))
+    route = MicroBatchRoute(context, 0)
+    route.run()
+    return SwarmStepCommit(context, [route], ThreadPoolExecutor(1))
 
 
 def test_peers_that_are_lost_while_lost_parts_are_made_again_end_nothing() -> None:
@@ -366,7 +366,7 @@ def test_peers_that_are_lost_while_lost_parts_are_made_again_end_nothing() -> No
 def test_what_is_made_again_meanwhile_is_assigned_by_the_ledger_alone() -> None:
     context = context_of(1)
     commit = summing(context)
-    commit._passages[0].backward.clear()
+    commit._routes[0].backward.clear()
     holders = commit._assigned(0, context.fleet.usable(0))
     assert holders == [("p0.0", ("host", 1), [0], [1])]
 

@@ -59,7 +59,8 @@ def test_serving_shows_steps_and_saves(
         ),
         ("serve mlp --stages 3 --call-timeout nan", ["--call-timeout is nan"]),
         ("serve nothing --stages 3", ["no reference model is named 'nothing'"]),
-        ("join nowhere mlp", ["HOST:PORT is 'nowhere'; expected a host and a port"]),
+        ("join nowhere mlp", ["HOST:PORT is 'nowhere'; expected HOST:PORT, such as"]),
+        ("show fd00::2:8476", ["an IPv6 address without brackets"]),
         (
             "join h:1 mlp --stage -1 --patience 0",
             ["--stage is -1; expected 0 to 4095", "--patience is 0; expected 0.1"],

@@ -1,4 +1,4 @@
-"""The ledger: nothing twice, nothing missing, through losses and a trainer's death."""
+"""The ledger: nothing twice, nothing missing, through losses."""
 
 from __future__ import annotations
 
@@ -159,35 +159,13 @@ def test_a_commit_needs_a_seal_and_all_digests() -> None:
         ledger.commit({0: "d0"})
 
 
-def test_a_trainer_that_died_goes_on_from_its_journal() -> None:
-    journal = Journal()
-    ledger = filled(journal=journal)
-    ledger.lost_with("b", 1)
-    call = ledger.begin(0, 1, BACKWARD, "a", 1)
-    ledger.record_answer(call)
-    under_way = ledger.begin(1, 1, BACKWARD, "a", 1)
-    again = Ledger.rebuilt(journal.read(), journal.write)
-    assert again is not None
-    # 0 and 2 are through both stages; 1 is through one only.
-    assert {task.number for task in again.to_do()} == {1, 3}
-    assert again.record_answer(under_way) is Verdict.LATE
-    assert again.begin(1, 1, BACKWARD, "a", 1).attempt > under_way.attempt
-    twice = Ledger.rebuilt(journal.read())
-    assert twice is not None and {task.number for task in twice.to_do()} == {1, 3}
-
-
-def test_a_sealed_and_a_committed_step_stay_so() -> None:
+def test_a_journal_has_the_digests_of_committed_steps() -> None:
     journal = Journal()
     ledger = filled(journal=journal)
     ledger.seal()
-    sealed = Ledger.rebuilt(journal.read())
-    assert sealed is not None and sealed.is_sealed and sealed.round == 1
     ledger.commit({0: "d0", 1: "d1"})
     Ledger(step=8, stages=2, micro_batches=4, write=journal.write)
     assert committed(journal.read()) == {7: {0: "d0", 1: "d1"}}
-    newest = Ledger.rebuilt(journal.read())
-    assert newest is not None and newest.step == 8 and len(newest.to_do()) == 16
-    assert Ledger.rebuilt([]) is None
 
 
 def test_a_record_that_cannot_be_written_changes_nothing() -> None:
@@ -232,7 +210,7 @@ def test_attempts_of_other_trainers_have_other_numbers() -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(("begin", "done", "give up", "lose", "restart", "take in")),
+        st.sampled_from(("begin", "done", "give up", "lose", "take in")),
         st.integers(0, 1),
         st.integers(0, 3),
         st.sampled_from("abc"),
@@ -275,12 +253,6 @@ def test_any_order_of_events_ends_in_a_partition(
         elif event == "lose":
             ledger.lost_with(peer, 1)
             held = {place: by for place, by in held.items() if by != peer}
-        elif event == "restart":
-            again = Ledger.rebuilt(journal.read(), journal.write)
-            assert again is not None
-            ledger = again
-            whole = [n for n in range(4) if all((s, n) in held for s in range(2))]
-            held = {place: by for place, by in held.items() if place[1] in whole}
     for task in ledger.to_do():
         if task.phase is BACKWARD:
             assert (task.stage, task.number) not in held

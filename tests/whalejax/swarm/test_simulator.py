@@ -372,7 +372,7 @@ def test_every_wrong_line_of_a_trace_is_named(tmp_path: Path) -> None:
     assert "line 4: peer is empty" in text
     assert "line 5: speed is '0'; expected a number above 0" in text
     path.write_text("when,event\n")
-    with pytest.raises(WhaleError, match="has no time, peer and the unknown when"):
+    with pytest.raises(WhaleError, match="lacks time, peer and has the unknown when"):
         read_csv(path)
     with pytest.raises(WhaleError, match="cannot be read"):
         read_csv(tmp_path / "none.csv")

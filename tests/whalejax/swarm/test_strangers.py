@@ -81,6 +81,12 @@ def test_the_registry_refuses(
     assert registry.members(0.0) == []
 
 
+def test_an_ipv6_address_is_named_in_brackets() -> None:
+    registry = Registry({}, stages=1, reach=lambda address: "no answer")
+    with pytest.raises(RefusedRequestError, match=r"listens at \[fd00::2\]:8476, "):
+        registry.admit("p", ("fd00::2", 8476), 0, {})
+
+
 def test_leases_end_and_are_renewed() -> None:
     registry = Registry({}, stages=2, lease_seconds=5.0)
     first = registry.join("p", ("h", 1), -1, 0.0)

@@ -312,4 +312,4 @@ def test_what_stands_still_at_a_trainer_that_answers_is_taken_from_it(
             release.set()
         why = [told["why"] for kind, told in found.told if kind == "gave back"]
         assert why
-        assert all("not through after 12 s" in one for one in why)
+        assert all("not finished after 12 s" in one for one in why)

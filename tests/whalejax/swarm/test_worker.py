@@ -108,7 +108,7 @@ def test_inputs_of_a_generation_that_is_over_are_not_kept() -> None:
     sync(worker)
     call = {"state": 0, "stage": 0, "number": 0, "attempt": 1, "sources": []}
     assert worker.stage is not None
-    with pytest.raises(RefusedRequestError, match="has gone on while it computed"):
+    with pytest.raises(RefusedRequestError, match="has moved on while it computed"):
         worker._call_inputs(worker.stage, Forward(**AT, **call, batch=("h", 1)))
     assert not worker._inputs
 

@@ -451,6 +451,8 @@ def test_an_address_that_answers_nothing_is_given_up() -> None:
         dial(listening.getsockname(), KEY, seconds=0.05)
     with pytest.raises(ConnectionClosedError):
         dial(("127.0.0.1", 1), KEY)
+    with pytest.raises(ConnectionClosedError, match=r"^\[::1\]:1"):
+        dial(("::1", 1), KEY)
 
 
 def test_of_a_stranger_nothing_is_read_as_a_message() -> None:

@@ -100,7 +100,7 @@ def test_a_process_has_a_key_of_its_own(tmp_path: Path) -> None:
     own, first = load_key(tmp_path / "own"), load_key(tmp_path / "key")
     assert (own.name, own.run) == ("node-1.x", first.run)
     assert (tmp_path / "own").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(WhaleError, match="is there already. Name another file"):
+    with pytest.raises(WhaleError, match="exists already. Name another file"):
         issue_key(tmp_path / "key", "b", tmp_path / "own")
     for name in ("", "a b", "a/b", "x" * 61, "a\n"):
         with pytest.raises(WhaleError, match="expected at most 60 letters, digits"):

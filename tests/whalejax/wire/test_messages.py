@@ -69,8 +69,8 @@ def described(*arrays: Any) -> bytes:
 @pytest.mark.parametrize(
     ("told", "size", "said"),
     [
-        ([["float32", [3]]], 8, "less than its arrays"),
-        ([["float32", [1]]], 8, "4 bytes behind its arrays"),
+        ([["float32", [3]]], 8, "fewer than its arrays"),
+        ([["float32", [1]]], 8, "4 bytes after its arrays"),
         ([["object", [1]]], 8, "dtype 'object'"),
         ([["float32", [-1]]], 8, "has shape"),
         ([["float32", [True]]], 4, "has shape"),
@@ -104,7 +104,7 @@ def test_wrong_arrays_are_refused(told: Any, size: int, said: str) -> None:
     ids=str,
 )
 def test_other_values_are_refused(value: object, said: str) -> None:
-    with pytest.raises(WireError, match=f"none that may come here: .*{said}"):
+    with pytest.raises(WireError, match=f"not one of those accepted here: .*{said}"):
         TAKES.decode(msgspec.msgpack.encode(value))
 
 

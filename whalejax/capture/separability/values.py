@@ -189,7 +189,7 @@ def same_ratio(values: Sequence[Value]) -> float | None:
 
 
 def is_one(ratio: float | None) -> bool:
-    """Returns whether a ratio is 1, or None for zero."""
+    """Returns whether a ratio is 1, or None, which is the ratio of zeros."""
     return ratio is None or math.isclose(ratio, 1.0, rel_tol=1e-5)
 
 

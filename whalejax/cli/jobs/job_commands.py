@@ -279,8 +279,8 @@ def change(
     answer = ask(_place(command), JobChange(name=name, what=what))
     assert isinstance(answer, RequestDone)
     said = {
-        "cancel": "is cancelled, and ends behind a step",
-        "pause": "is paused behind a step, with a checkpoint",
+        "cancel": "is cancelled, and ends after a step",
+        "pause": "is paused after a step, with a checkpoint",
         "resume": "goes on as soon as there are devices",
     }
     print(f"{name} {said[what]}")

@@ -1,8 +1,9 @@
 """The process that runs members of an elastic run on its machine: ``whalejax agent``.
 
 It starts and kills processes on the supervisor's request, and reports their ends. When
-it ends, or the supervisor is unreachable for too long, the processes end. It has one
-thread, because the system kills its processes with the thread that started them.
+the agent ends, or the supervisor is unreachable for too long, the processes end. The
+agent has one thread, because the system kills the processes with the thread that
+started them.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class AgentOptions:
 
 
 def _check(name: str, host: str | None) -> str | None:
-    """Returns the numeric address; refuses invalid names and addresses."""
+    """Refuses an invalid name or address; returns the numeric address, or None."""
     with Problems("whalejax agent") as problems:
         if not _NAME.fullmatch(name):
             problems.add(
@@ -174,7 +175,7 @@ class Agent:
                 self._leaving, self._beat_at = True, 0.0
                 names = self._processes.names
                 what = f"asked to end: {len(names)} of its processes leave after a step"
-                yield ev.SayEffect(f"{what}; once more to end them at once")
+                yield ev.SayEffect(f"{what}; ask once more to end them at once")
                 yield from map(ev.TerminateEffect, names)
             case ev.Tick():
                 if self._channel is None and now >= self._again_at:
@@ -281,7 +282,7 @@ class Agent:
                     f"{why}"
                 )
             case wire.Start(name=name) if name in self._started or self._leaving:
-                why = "it was asked to end" if self._leaving else f"{name} is there"
+                why = "it was asked to end" if self._leaving else f"{name} runs already"
                 self._say(wire.NotLaunched(name=name, why=why))
             case wire.Start():
                 self._requests.append(said)

@@ -19,7 +19,8 @@ from whalejax.wire.messages import Message
 
 
 RETURN_SECONDS: Final = 2.0
-"""Seconds in which an agent without connections must return, or it is lost."""
+"""Seconds in which an agent must return when neither it nor one of its members is
+connected; after that it is lost."""
 
 _SOON_SECONDS: Final = 0.2
 
@@ -65,8 +66,7 @@ class AgentFleet(Generic[Link]):
     """All agents of a run.
 
     Attributes:
-        program: ``command``, the program that agents start, and ``environment``,
-            variables for it.
+        program: Program that agents start: its ``command`` and ``environment``.
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class AgentFleet(Generic[Link]):
         take: Callable[[float, ev.Event], None],
         send: Callable[[Link, Message], None],
         close: Callable[[Link], None],
-        program: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts without agents.
 
@@ -84,9 +83,9 @@ class AgentFleet(Generic[Link]):
             take: Function that receives the agents' events with their times.
             send: Function that sends a message over a connection.
             close: Function that ends a connection; the other side reconnects.
-            program: Value of the attribute.
         """
-        self._run, self._take, self.program = run, take, program or {}
+        self._run, self._take = run, take
+        self.program: Mapping[str, Any] = {}
         self._send, self._close = send, close
         self._agents: dict[str, AgentRecord[Link]] = {}
         self._linked: dict[Link, AgentRecord[Link]] = {}
@@ -107,7 +106,7 @@ class AgentFleet(Generic[Link]):
         if known is not None and known.link is not None:
             if known.token != message.token:
                 return (
-                    f"an agent of the name {name} is there already, at {known.host}. "
+                    f"an agent named {name} runs already, at {known.host}. "
                     "Give this one another --name, or end that one"
                 )
         # While the run ends, agents that it knows may still reconnect.
@@ -116,7 +115,7 @@ class AgentFleet(Generic[Link]):
         return ""
 
     def enlist(self, now: float, link: Link, message: wire.Enlist) -> None:
-        """Accepts an agent, for the first time or again.
+        """Accepts an agent that joins or reconnects.
 
         Args:
             now: Current time.
@@ -241,7 +240,7 @@ class AgentFleet(Generic[Link]):
             self._take(now, ev.NotStarted(slot, f"agent {record.name} is gone"))
 
     def expect(self, now: float) -> None:
-        """Gives the agents of an earlier supervisor time to reconnect."""
+        """Gives the agents of this run's earlier supervisor time to reconnect."""
         back_at = now + self._run.settings.rejoin_seconds
         for member in self._run.members.values():
             if member.is_there and member.agent:

@@ -28,13 +28,13 @@ from whalejax.wire.keys import make_key
 
 
 AGENTS: Final = "agents.json"
-"""File with the commands of agents that run: their process ids and start times."""
+"""File with the process ids and start times of the commands that run agents."""
 
 _LEFT_SECONDS: Final = 5.0
 _END_SECONDS: Final = 30.0
 _MOST_OUTPUT: Final = 10_000
 _MOST_REFUSALS: Final = 3
-"""Number of refusals of a command in a row after which it is not started again."""
+"""Number of successive refusals of a command after which it is not started again."""
 
 
 def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[str]:
@@ -49,11 +49,12 @@ def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[
 class HostAgents:
     """One agent on each host while a block runs; one that fails is restarted.
 
-    The commands that run are in a file of the run's folder: if this process is killed,
-    the next one takes them over, or ends them if they are agents of another supervisor.
+    A file of the run's folder lists the commands that run. If this process is killed,
+    the next one takes them over, or ends them if they are for another supervisor
+    address.
 
     Attributes:
-        refused: Reasons of hosts whose command is not started again, by host.
+        refused: Reasons why a host's command is not started again, by host.
     """
 
     def __init__(
@@ -72,16 +73,16 @@ class HostAgents:
         """Stores the hosts; starts no agent yet.
 
         Args:
-            shells: Command that runs another on a host, by the host's name, which is
-                appended to it. Agents have the names of the hosts.
+            shells: Remote shells by host. The host's name and a command are appended to
+                each. Agents have the names of their hosts.
             supervisor: Host and port where the supervisor listens.
             logs: Folder of ``--logs``, with the same path on all hosts.
             processes: Largest number of processes on each host.
             hosts: Hosts that get an agent when the block begins; default: all.
-            is_queued: Whether the command waits in a queue for a host of any name: an
-                agent that was asked to leave is then started again, on another one.
-            refusal: Function that returns the reason of a refusal that the output of a
-                command contains, or an empty text; default: nothing is a refusal.
+            is_queued: Whether the command waits in a queue for any host. Then an agent
+                that was asked to leave is started again, possibly on another host.
+            refusal: Function that finds the reason of a refusal in the output of a
+                command, or returns an empty text; default: nothing is a refusal.
             environments: Environment variables of commands, by host.
             releases: Commands that free what a killed command leaves, by host.
         """
@@ -144,7 +145,7 @@ class HostAgents:
         """Writes the commands that run to a file, for a process that takes over."""
         told = {"supervisor": self._supervisor, "agents": self._commands.identities()}
         path = self._logs / FOLDER / AGENTS
-        with contextlib.suppress(OSError):  # Of a full disk: nothing can take over.
+        with contextlib.suppress(OSError):  # Then nothing can be taken over.
             part = path.with_name(f"{AGENTS}.part")
             part.write_text(json.dumps(told))
             part.replace(path)
@@ -211,7 +212,7 @@ class HostAgents:
                 yield from self._on_end(now, host, status)
 
     def _on_end(self, now: float, host: str, status: int | None) -> Iterator[ev.Effect]:
-        failed = status != 0  # That of an earlier process's command is not known.
+        failed = status != 0  # None: the status of a command that was taken over.
         refused = self._refusal_since(host) if failed else ""
         self._refusals[host] = self._refusals.get(host, 0) + 1 if refused else 0
         was_asked = host in self._asked

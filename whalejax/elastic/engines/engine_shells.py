@@ -1,6 +1,6 @@
-"""Commands that run another one on a node that Slurm or Ray gives.
+"""Commands that run another command on a node that Slurm or Ray allocates.
 
-A host's name and a command for ``sh`` follow the words, as after those of ssh.
+As with ssh, a host's name and a command for ``sh`` are appended to them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def slurm_options(text: str) -> list[str]:
     """Parses the options of ``srun``.
 
     Raises:
-        WhaleError: There is no ``srun`` here, a quotation does not end, or the options
+        WhaleError: There is no ``srun`` here, a quotation is not closed, or the options
             name the allocations.
     """
     try:
@@ -49,7 +49,7 @@ def slurm_shell(options: Sequence[str]) -> list[str]:
 
 def slurm_allocation(name: str) -> tuple[dict[str, str], list[str]]:
     """Returns the environment of ``srun`` for an allocation of a unique name, and the
-    words that end it.
+    command that ends it.
 
     Slurm keeps an allocation whose ``srun`` was killed.
 
@@ -62,7 +62,7 @@ def slurm_allocation(name: str) -> tuple[dict[str, str], list[str]]:
 def leave_allocation() -> None:
     """Removes Slurm's variables from this process's environment.
 
-    Inside an allocation ``srun`` would start steps of it, not allocations.
+    With them, ``srun`` would start steps of the present allocation, not allocations.
     """
     for variable in [n for n in os.environ if n.startswith(("SLURM_", "SRUN_"))]:
         if variable != "SLURM_CONF":

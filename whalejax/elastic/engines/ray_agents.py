@@ -1,8 +1,8 @@
 """Agents as actors of a Ray cluster: one on each node, including later nodes.
 
-Ray is an extra, ``whalejax[ray]``. It unpickles all data of its cluster: anyone who
-reaches the cluster runs any code on its nodes. Only text goes over it here; members'
-messages use the run's wire.
+Ray is an extra, ``whalejax[ray]``. It unpickles all data of its cluster, so anyone who
+reaches the cluster can run any code on its nodes. Here only commands go over Ray;
+members exchange messages over the run's own connections.
 """
 
 from __future__ import annotations

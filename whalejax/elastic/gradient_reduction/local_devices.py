@@ -1,8 +1,8 @@
 """The devices of this process, detected without starting JAX's backend in it.
 
-Processes that use the platform's collectives must join before their backend starts, and
-whether they do depends on their devices. So another process detects them, unless there
-are obviously only CPUs.
+Processes that use the platform's collectives must join before their backend starts, but
+whether they use them depends on their devices. So another process detects the devices,
+unless there are clearly only CPUs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def own_devices() -> Cluster:
 
 def _unseen(why: str) -> WhaleError:
     return WhaleError(
-        f"the devices of this process cannot be looked at: {why}. Give mesh='replicas' "
+        f"the devices of this process cannot be detected: {why}. Give mesh='replicas' "
         "or mesh='auto', which do not depend on them"
     )
 

@@ -1,7 +1,7 @@
-"""All processes of a run use one gradient reduction, which its supervisor stores.
+"""Makes all processes of a run use one gradient reduction, which its supervisor stores.
 
-Each asks the supervisor before it joins: the first choice by a process counts, is
-written into the journal, and applies to later processes.
+Each process asks the supervisor before it joins. The first choice of a process is
+written into the journal, and holds for all.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _ANSWERS: Final = Messages[ReductionDecision | RegistrationRefused](
 _CALLER: Final = "the devices of this process were started before wh.train_elastic"
 _PRICING: Final = (
     "the devices of this process were started by the job's first batch, which was made "
-    "for the price and holds arrays of JAX's"
+    "to compute the cost and holds JAX arrays"
 )
 
 
 class Arbiter:
-    """The supervisor, as the store of the decision."""
+    """Client of the supervisor, which stores the decision."""
 
     def __init__(self, address: str, key_file: str) -> None:
         """Stores the supervisor's address; connects to nothing yet.
@@ -134,12 +134,12 @@ def agreed(
             does not fit.
         mtbf: Mean seconds between failures.
         too_late: Function that returns whether this process has started its devices, so
-            that it cannot join others by collectives; called again after the cost was
-            computed.
+            that it cannot join others by collectives. It is called before and after the
+            cost is computed, which may start them.
 
     Raises:
-        WhaleError: No supervisor answers, or the run's reduction differs from the one
-            that this process wants, or can use.
+        WhaleError: No supervisor answers, or the run's reduction is not the one that
+            this process asked for, or is one that it cannot use.
     """
     started = _CALLER if too_late() else _PRICING
     known = arbiter.ask()
@@ -160,13 +160,12 @@ def agreed(
         result = arbiter.decide(offer)
     if asked is not None and asked.by != result.by:
         raise WhaleError(
-            f"this run adds gradients up by {result.by} ({result.why}), and this "
-            "process "
-            f"was started with {asked.why}. Give all processes the same mesh"
+            f"this run reduces gradients by {result.by} ({result.why}), and this "
+            f"process was started with {asked.why}. Give all processes the same mesh"
         )
     if result.by == COLLECTIVES and too_late():
         raise WhaleError(
-            f"this run adds gradients up by collectives ({result.why}), and {started}, "
+            f"this run reduces gradients by collectives ({result.why}), and {started}, "
             "so that it cannot join the others. Call wh.train_elastic before anything "
             "asks for devices or arrays, make batches of NumPy's arrays, or give all "
             "mesh='replicas'"

@@ -36,8 +36,7 @@ of five (``recovery.cold_seconds`` of ``scripts/elastic.json``). With long compi
 it is more."""
 
 RECOVERY_SECONDS: Final = 0.5
-"""Seconds that replicas lose when one is lost or joins: mean of five in the
-same file.
+"""Seconds without a step when a replica fails or joins: mean of five in the same file.
 """
 
 WIRE_BYTES_PER_SECOND: Final = 5.5e8
@@ -52,8 +51,8 @@ MESSAGE_SECONDS: Final = 1e-3
 """Seconds of one round of nearly empty messages, on the same machine."""
 
 AGREED_SECONDS: Final = 2.5e-3
-"""Seconds of the agreement before each step of processes with collectives: two of them,
-on the same machine."""
+"""Seconds in which processes with collectives agree before each step whether to stop:
+measured with two processes on the same machine."""
 
 HOST_LINK_BYTES_PER_SECOND: Final = 15.75e9
 """Default rate between a device and its host: 16 lanes of PCI Express 3."""
@@ -116,9 +115,7 @@ class ReductionProcesses:
         return Cluster.of(dataclasses.replace(cluster, levels=(*inner, outer)))
 
     def _joined_by_hosts(self) -> Cluster:
-        """Returns devices that reach each other through their hosts, as far as is
-        known.
-        """
+        """Returns the devices as if they reach each other only through their hosts."""
         kind = self.each.kinds[0]
         here = math.ceil(self.count / self.hosts) * self.each.num_devices
         link = kind.host_link_bytes_per_second or HOST_LINK_BYTES_PER_SECOND
@@ -158,8 +155,10 @@ class ReductionCosts:
 def choose(
     replica: Plan | None, processes: ReductionProcesses, mtbf: float
 ) -> GradientReduction:
-    """Chooses the cheaper backend; messages on CPUs, collectives if a replica does not
-    fit.
+    """Chooses the backend of a run.
+
+    It is collectives if a replica does not fit, otherwise messages on CPUs or for one
+    process, and otherwise the cheaper backend.
 
     Args:
         replica: Plan of one process alone; None if the model does not fit.
@@ -170,12 +169,12 @@ def choose(
     if replica is None:
         return GradientReduction(
             by=COLLECTIVES,
-            why=f"the model has no room on the devices of one process ({one}), so that "
-            "it is spread over all",
+            why=f"the model does not fit on the devices of one process ({one}), so it "
+            "is sharded over all",
         )
     if processes.count == 1:
         return GradientReduction(
-            by=MESSAGES, why="there is one process, and nothing to add up"
+            by=MESSAGES, why="there is one process, and nothing to reduce"
         )
     priced = price(replica, processes, mtbf)
     where = f" on {processes.hosts} hosts" if processes.hosts > 1 else ""
@@ -187,12 +186,11 @@ def choose(
         f"{mtbf:,.0f} s"
     )
     if processes.platform == "cpu":
-        # Whatever the cost: both backends use the hosts' sockets, so no faster link is
-        # unused.
+        # Independent of the cost: both backends use the hosts' sockets.
         return GradientReduction(
             by=MESSAGES,
-            why="on CPUs it always is, so that the loss of one process does not stop "
-            f"the others; mesh='auto' takes collectives ({times})",
+            why="they always are on CPUs, so that the loss of one process does not "
+            f"stop the others; mesh='auto' uses collectives ({times})",
         )
     cheaper = priced.with_failures[0] <= priced.with_failures[1]
     return GradientReduction(by=MESSAGES if cheaper else COLLECTIVES, why=times)

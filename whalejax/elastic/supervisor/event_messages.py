@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from whalejax.distributed.standard_streams import say_in_background
-from whalejax.journals.status import loss_words
+from whalejax.journals.status import loss_text
 from whalejax.membership.elastic_run import process_count_text
 from whalejax.membership.exit_status import Ending
 
@@ -17,10 +17,10 @@ _PROGRESS: Final = frozenset(
 """Events that a quiet run does not print."""
 
 
-def adding_up_words(by: str, why: str) -> str:
+def reduction_text(by: str, why: str) -> str:
     """Describes how gradients are reduced.
 
-    >>> adding_up_words("messages", "there is one process")
+    >>> reduction_text("messages", "there is one process")
     'gradients are reduced by messages: there is one process'
     """
     return f"gradients are reduced by {by}: {why}"
@@ -43,10 +43,10 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
             verb = "goes on from" if fields["step"] else "begins with"
             return f"the run {verb} {fields['source']}"
         case "adding_up":
-            return adding_up_words(fields["by"], fields["why"])
+            return reduction_text(fields["by"], fields["why"])
         case "lost":
             what = "failed" if fields.get("how") == Ending.FAILED else "is lost"
-            return f"{fields['name']} {what}: {loss_words(fields)}"
+            return f"{fields['name']} {what}: {loss_text(fields)}"
         case "refused" | "leaving" | "note":
             return f"{fields['name']}: {fields['why']}"
         case "left":
@@ -65,7 +65,7 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
         case "slot_held":
             return (
                 f"process {fields['pid']} ({fields['name']}) keeps its GPUs: "
-                f"{fields['why']}. None takes its place before it has"
+                f"{fields['why']}. Its slot stays empty until it ends"
             )
         case "saved":
             return f"checkpoint {fields['path']}"

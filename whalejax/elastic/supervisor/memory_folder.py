@@ -1,6 +1,7 @@
 """Folder in the machine's memory for the copies of a run's shards.
 
-They outlive the processes, so the supervisor and agents remove them. It imports no JAX.
+The copies outlive the processes, so the supervisor and agents remove them. This module
+imports no JAX.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def memory_folder(key: Path, run: str) -> Path:
 
     Args:
         key: Key file of the run; its path is unique to the run's folder.
-        run: Identity of the run, which earlier runs with the same key do not have.
+        run: Name of the run, unique among all runs with this key.
     """
     return MEMORY / f"{_prefix(key)}{run}"
 

@@ -1,4 +1,4 @@
-"""Files of a supervisor for others, in the folders of a run."""
+"""Files that a supervisor writes for other processes, in the folders of a run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_pointer(path: Path, said: Mapping[str, str]) -> None:
             draft.unlink(missing_ok=True)
         tell_user(
             f"{path} cannot be written ({error.strerror}); the run goes on, and "
-            "whalejax status does not find it by that"
+            "whalejax status does not find it by this file"
         )
 
 

@@ -1,8 +1,9 @@
 """The process outside the workers that manages a run.
 
-It is a policy of ``LocalRun``: it passes messages on to ``react``, writes the journal
-of its effects before they are carried out, and sends those that are messages. If it is
-killed, its members continue; restarted in the same folder, it adopts them.
+``Supervisor`` is a policy of ``LocalRun``. It passes messages on to ``react``, writes
+events to the journal before their effects are carried out, and sends the effects that
+are messages. If it is killed, its members continue. A supervisor that is restarted in
+the same folder adopts them.
 
 The module is long because one class handles every possible event: separate handlers
 would share all of its state.
@@ -20,12 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-from whalejax.distributed.launch_env import (
-    KEY_FILE,
-    is_loopback,
-    joined_address,
-    reached_host,
-)
+from whalejax.distributed.launch_env import KEY_FILE, is_loopback, reached_host
 from whalejax.elastic.agents.agent_fleet import AgentFleet, program
 from whalejax.elastic.environment import AT_ONCE, RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
@@ -61,6 +57,7 @@ from whalejax.processes.local_run import TICK_SECONDS, LocalRun
 from whalejax.state.folder_lock import FolderLock
 from whalejax.wire import run_messages as wire
 from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import Channel, ConnectionClosedError, listen
 from whalejax.wire.connection_loop import Waker
 from whalejax.wire.keys import load_key, make_key
@@ -186,7 +183,7 @@ class Supervisor:
         if self._run.places:
             self._open_fleet()
         elif self._run.command and not self._run.quiet:
-            tell_user(self._gpus.words())
+            tell_user(self._gpus.division_text())
         if before is not None:
             self._take_back(run)
         else:
@@ -225,15 +222,16 @@ class Supervisor:
         host, port = self._run.host, self._run.port
         if before is not None:  # Its members reconnect to that address.
             host, port = before.get("host", host), before.get("port", port)
+        where = joined_address(host, port)
         try:
             self._listening = listen(host, port)
         except OSError as error:
             raise WhaleError(
-                f"the supervisor cannot listen at {host}:{port} "
+                f"the supervisor cannot listen at {where} "
                 f"({error.strerror or error}). Stop what holds the port; members of "
                 "this run look for their supervisor there"
                 if before is not None
-                else f"the supervisor cannot listen at {host}:{port} "
+                else f"the supervisor cannot listen at {where} "
                 f"({error.strerror or error}). Give another --port, or leave it out"
             ) from error
         self._waker = Waker()
@@ -340,7 +338,7 @@ class Supervisor:
             beat()
 
     def _write_kept(self) -> None:
-        """Writes events that a full disk delayed; reports the problem and its end."""
+        """Writes events that a full disk has delayed; tells the user of its state."""
         was_full, self._is_full = self._is_full, not self._is_written()
         problem = self._journal.problem or self._commits.problem
         if self._is_full and not was_full:
@@ -504,7 +502,7 @@ class Supervisor:
         return None
 
     def _assign_name(self, message: wire.Register) -> tuple[str, int | None]:
-        """Returns a member's name, and its slot if it was started here."""
+        """Returns a member's name, and its slot; None if it was not started here."""
         members = self._state.members
         if message.name:
             known = members.get(message.name)

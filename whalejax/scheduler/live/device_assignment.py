@@ -52,8 +52,8 @@ _ENDS: Final[Mapping[Ending, str]] = {
 }
 """Ends of a run that also end its job.
 
-After others the run starts again: it was asked to end, or lost its hosts and no
-scheduler gave it others.
+After other ends the run starts again: it was asked to end, or it lost its hosts while
+no scheduler could give it others.
 """
 
 

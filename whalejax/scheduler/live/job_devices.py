@@ -121,7 +121,7 @@ def job_devices(
     Raises:
         JobError: A kind is neither CPU nor GPU, the nodes do not match the hosts, there
             are more GPUs than this machine has, or nodes of a kind that an engine gives
-            have unlike numbers of devices.
+            have different numbers of devices.
     """
     nodes = cluster.nodes
     if hosts and len(hosts) != len(nodes):

@@ -33,8 +33,8 @@ class JobHosts:
     """Hosts whose devices are divided among jobs.
 
     Attributes:
-        shells: Command that runs another on a host, by the host's name, in the order of
-            the cluster's nodes; the name and the command follow it.
+        shells: Remote shells by host, in the order of the cluster's nodes. The host's
+            name and a command are appended to each.
         room: Largest number of devices on one host.
         address: Address of this machine at which agents reach supervisors.
         engine: Engine that gives the hosts, each to one job; None for named hosts.
@@ -59,7 +59,7 @@ def named_hosts(
     Args:
         cluster: Cluster with a node for each host.
         names: Names of the hosts.
-        shell: Command that runs another on a host; the host's name follows it.
+        shell: Remote shell, to which a host's name and a command are appended.
         address: Address of this machine at which the hosts reach it.
     """
     shells = {name: [*shell] for name in names}
@@ -76,8 +76,8 @@ def slurm_hosts(cluster: Cluster, options: str, address: str = "") -> JobHosts:
         address: Address of this machine at which the hosts reach it; default: its name.
 
     Raises:
-        WhaleError: There is no ``srun`` here, or a quotation in the options does not
-            end.
+        WhaleError: There is no ``srun`` here, or a quotation in the options is not
+            closed.
     """
     words = slurm_options(options)
 

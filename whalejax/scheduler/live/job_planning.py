@@ -26,7 +26,7 @@ from whalejax.scheduler.live.requests import Add
 
 _MOST_SECONDS: Final = 900.0
 _ALONE_SECONDS: Final = 20.0
-"""Seconds after which the next job is planned beside one that is not done."""
+"""Seconds of planning a job after which the next one is planned in parallel."""
 
 _MOST_AT_ONCE: Final = 4
 _RESULTS: Final = ({"refused"}, {"batch", "options"})
@@ -125,7 +125,7 @@ class Planning:
         return None
 
     def _begin(self, request: Add) -> PlannedJob | None:
-        """Begins to plan a job; returns its refusal if that fails."""
+        """Begins to plan a job; returns None, or its refusal if that fails."""
         cluster, units = self._cluster.to_json(), self._units
         told = {**request.fields, "cluster": cluster, "units": units}
         most = min(request.devices[1], self._cluster.num_devices)

@@ -81,7 +81,7 @@ class JobRun:
         home: Folder of the job.
         reader: Reader of its journal.
         refusal: Reason why its supervisor last refused a resize or could not start.
-        wanted_hosts: Hosts on which it needs an agent, with the Unix time since which.
+        wanted_hosts: Hosts on which it needs an agent, with the Unix time since when.
     """
 
     def __init__(

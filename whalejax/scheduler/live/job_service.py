@@ -130,7 +130,7 @@ class JobService:
             text = f"{self._settings.folder / SOCKET}, which its user alone can open"
             opened(f"whalejax: jobs on {self._cluster.describe()}; listening at {text}")
             if self._remote is not None:
-                opened(f"whalejax: listening at {self._remote.words} as well")
+                opened(f"whalejax: listening at {self._remote.address_text} as well")
             if self._hosts is not None:
                 where = f"hosts that {self._hosts.engine} gives"
                 if self._hosts.engine is None:
@@ -505,7 +505,7 @@ class JobService:
                 f"{request.what}"
             )
         if job.cancelled:
-            raise JobError(f"job {job.name!r} was cancelled, and ends behind a step")
+            raise JobError(f"job {job.name!r} was cancelled, and ends after a step")
         match request.what:
             case "resume":
                 if not job.paused:

@@ -18,7 +18,6 @@ from typing import Final
 
 import msgspec
 
-from whalejax.distributed.launch_env import joined_address
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.elastic.engines.engine_shells import (
     leave_allocation,
@@ -36,6 +35,7 @@ from whalejax.scheduler.live.job_run import (
     write_refusals,
 )
 from whalejax.state.folder_lock import FolderLock, is_held
+from whalejax.wire.addresses import joined_address
 
 
 IS_HELD: Final = 75
@@ -102,7 +102,8 @@ def _settings(told: JobLaunch) -> SupervisorSettings:
 
 
 def _outlives_supervisor(home: Path) -> bool:
-    """Waits for a supervisor whose own such process was killed, if there is one.
+    """Waits for the end of a supervisor that runs on without such a process, if one
+    does.
 
     Returns whether the supervisor has ended its run.
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, get_args
 
-from whalejax.distributed.launch_env import joined_address, split_address
+from whalejax.distributed.launch_env import split_address
 from whalejax.meshes.errors import WhaleError
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live import local_socket
@@ -26,6 +26,7 @@ from whalejax.scheduler.live.requests import (
     RequestRefused,
 )
 from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.connection import (
     Channel,
     OtherProtocol,
@@ -90,7 +91,8 @@ class RemoteSocket:
                 f"({error.strerror or error}). Give an address of this machine with a "
                 "free port"
             ) from error
-        self.words = f"{joined_address(host, port)}, to commands with the key {path}"
+        where = joined_address(host, port)
+        self.address_text = f"{where}, to commands with the key {path}"
         self._acceptor = Acceptor(
             listening, load_key(path), self._notice, most_bytes=MOST_BYTES
         )
@@ -138,8 +140,8 @@ def ask(place: SchedulerAddress, request: Request, *, patience: float = 0.0) -> 
     if place.address is None:
         if place.key is not None:
             raise JobError(
-                f"--key is {place.key} without --at, and is of it only. Leave it out, "
-                "or give the address of jobs serve --listen"
+                f"--key is {place.key} without --at, to which it belongs. Leave it "
+                "out, or give the address of jobs serve --listen"
             )
         return local_socket.ask(place.folder, request, patience=patience)
     address = split_address(place.address, "--at")

@@ -197,4 +197,4 @@ def _decoded(line: bytes, decoder: msgspec.json.Decoder[T], who: str) -> T:
     try:
         return decoder.decode(text)
     except msgspec.DecodeError as error:
-        raise JobError(f"{who} sent no message of ours ({error})") from error
+        raise JobError(f"{who} sent no valid message ({error})") from error

@@ -283,7 +283,7 @@ class RunReader:
         """Returns those of the run's hosts that have had no agent for a while.
 
         Args:
-            hosts: Hosts that should have an agent, with the Unix time since which.
+            hosts: Hosts that should have an agent, with the Unix time since when.
             at: Unix time.
         """
         if not self.away_since:
@@ -295,10 +295,6 @@ class RunReader:
             if host not in self.agents
             and at - max(since, self.away_since.get(host, first)) > _AWAY_SECONDS
         ]
-
-    def pids(self) -> dict[str, int]:
-        """Returns the process ids of members, by name."""
-        return {name: one.pid for name, one in self._processes.items()}
 
     def steps_per_second(self, batch: int = 0) -> dict[Place, float]:
         """Returns the measured speed by device kind and number of members.

@@ -17,8 +17,8 @@ class SwarmSimulation:
 
     Attributes:
         seconds: Simulated seconds.
-        micro_batches: Micro-batches of committed steps and of the current step, each
-            counted once; without those of steps that a run rolled back.
+        micro_batches: Micro-batches of committed steps, and finished ones of the
+            current step; without steps that were rolled back.
         step_seconds: Duration of each committed step with its waits for new peers.
         busy_seconds: Computing time of each peer.
         present_seconds: Time of each peer from joining to its end.

@@ -29,7 +29,7 @@ class SimulatedCall:
     Attributes:
         attempt: Attempt in the ledger.
         trainer: Trainer that sent it.
-        task: Size of the call, in forwards.
+        task: Work of the call, relative to a forward pass.
         sent: Time of sending.
         alone: Whether it is a recomputation that starts no further calls.
     """
@@ -74,8 +74,8 @@ class SimulatedPeer:
         is_ready: Whether the programs of its stage are compiled.
         task: Number of the current compilation or download; 0 without one.
         coming: Current download, or None.
-        late: Time at which it first began to download the state; negative unless it was
-            too late before.
+        late: Start of the first of its downloads that ended too late; negative without
+            one.
         is_given_up: Whether the swarm no longer waits for it.
         pause_seconds: Seconds without calls after a failure.
         paused_until: End of that pause.

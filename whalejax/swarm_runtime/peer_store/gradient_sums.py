@@ -1,10 +1,10 @@
-"""Sums gradients on a peer: its own, and its part of the stage's sums."""
+"""Sums gradients on a peer: its own, and then its part of its stage's sum."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import numpy as np
 
 from whalejax.swarm.ledger import check_partition
@@ -62,8 +62,8 @@ class SumHolder(StageHolder):
         )
 
     def _coded_sum(self, arrays: Part, what: str) -> tuple[Part, float]:
-        """Returns gradients as sent to other peers, and the square sum of the coding
-        error.
+        """Returns gradients as sent to other peers, and the sum of the squared coding
+        errors.
 
         Raises:
             RefusedRequestError: They are too large for the format.
@@ -127,7 +127,8 @@ class SumHolder(StageHolder):
         name: str,
     ) -> Part:
         avals = [
-            _ArraySpec((_size(a.shape, part, parts),), a.dtype) for a in stage.gradients
+            jax.ShapeDtypeStruct((_size(a.shape, part, parts),), a.dtype)
+            for a in stage.gradients
         ]
         return tensor_codec.decoded(sent, avals, self.sum_wire, name)
 
@@ -203,11 +204,6 @@ class GradientSum:
             self.arrays = [np.array(x) for x in slices]
         self.numbers += numbers
         self.attempts += attempts
-
-
-class _ArraySpec:
-    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
-        self.shape, self.dtype = shape, dtype
 
 
 def _size(shape: Sequence[int], part: int, parts: int) -> int:

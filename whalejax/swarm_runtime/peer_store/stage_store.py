@@ -27,7 +27,7 @@ from whalejax.wire.swarm_messages import At, StageCall, StageValues
 
 
 Hook = Callable[[str, int], None]
-"""Function that receives each reached point of the protocol, with the step."""
+"""Function called at points of the protocol, with the point's name and the step."""
 
 Part = list[np.ndarray]
 
@@ -43,7 +43,7 @@ class StageHolder:
         stage: Stage of the peer; None during a change.
         run: Name of the run, from the registry.
         generation: Newest known generation of that run; -1 before the first.
-        done: Number of computed micro-batches, forward or backward.
+        done: Number of calls that have run on the device, also failed ones.
         waiting: Number of calls that wait for the device or run on it.
         seconds: Duration of the last call on the device.
         sent_bytes: Bytes of tensors sent to peers of other stages.
@@ -102,7 +102,7 @@ class StageHolder:
 
     @property
     def step(self) -> int:
-        """Steps of the newest state; -1 without one."""
+        """Number of completed steps of the newest state; -1 without one."""
         with self._lock:
             return max(self._states, default=-1)
 
@@ -207,7 +207,7 @@ class StageHolder:
             ):
                 raise RefusedRequestError(
                     "stale",
-                    f"{self.name} has gone on while it computed for step "
+                    f"{self.name} has moved on while it computed for step "
                     f"{asked.step} of generation "
                     f"{asked.generation}, stage {stage.number}",
                 )
@@ -247,5 +247,5 @@ def at(asked: At) -> dict[str, Any]:
 
 
 def state_of(asked: At) -> int:
-    """Returns the number of steps in the state for a question; calls name it."""
+    """Returns the number of completed steps of the state that a question needs."""
     return asked.state if isinstance(asked, StageCall) else asked.step

@@ -1,7 +1,7 @@
 """Leases the micro-batches of one step to trainers.
 
-If a trainer fails or returns a micro-batch, the micro-batch is leased again under the
-next number; results under older numbers are refused.
+If a trainer fails or returns a micro-batch, the micro-batch is leased again, with later
+attempt numbers; results with earlier attempt numbers are refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A secondary trainer of a run: leads micro-batches leased by the primary one.
 
-It loads the batches that it leads and gives them to the peers, has its own wiring for
-each stage, and reports to the primary trainer which peers have the results. Only the
-primary trainer ends steps and writes checkpoints.
+It loads the micro-batches that it leads and gives them to the peers. It chooses peers
+by its own measurements, and reports to the primary trainer which peers have the
+results. Only the primary trainer ends steps and writes checkpoints.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SecondaryTrainer(SwarmProcess):
             call_seconds: Deadline of a call.
             patience_seconds: Longest wait in seconds for a registry that stopped
                 answering.
-            tell: Function that reports events as text.
+            tell: Function that reports events.
 
         Raises:
             WhaleError: The address cannot be listened on.
@@ -247,10 +247,10 @@ class SecondaryTrainer(SwarmProcess):
         )
 
     def _lead(self, context: StepContext, share: MicroBatchLease) -> None:
-        passage, why = MicroBatchRoute(context, share.number), ""
+        route, why = MicroBatchRoute(context, share.number), ""
         try:
             self._micro_batch(context.step, share.number)
-            passage.run(share.attempts.start - 1)
+            route.run(share.attempts.start - 1)
         except StopRequested:
             why = "it is of a step that is over"
         except StageLost as gone:
@@ -262,9 +262,9 @@ class SecondaryTrainer(SwarmProcess):
             name=self.name,
             number=share.number,
             times=share.times,
-            made=[] if why else passage.results,
+            made=[] if why else route.results,
             why=why,
-            arrays=() if why else passage.sums,
+            arrays=() if why else route.sums,
         )
         try:
             self._caller.ask(self._registry, question, seconds=self._call_seconds)

@@ -1,8 +1,8 @@
 """Secondary trainers of a run, and the micro-batches that they lead.
 
-They request micro-batches and report which peers have the results of each. A trainer
-that is silent for too long or answers no ping is removed; others lead its
-micro-batches.
+Secondary trainers request micro-batches and report which peers have the results of
+each. A trainer that is silent for too long or answers no ping is removed; others lead
+its micro-batches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from whalejax.swarm_runtime.trainers.micro_batch_queue import (
     MicroBatchLease,
     MicroBatchQueue,
 )
+from whalejax.wire.addresses import joined_address
 from whalejax.wire.service import Address, Caller, RefusedRequestError, UnansweredError
 from whalejax.wire.swarm_messages import GivenShare, Led, MicroBatchAccepted, Ping, Take
 
@@ -32,7 +33,8 @@ SILENT_SECONDS: Final = 2.0
 
 PING_SECONDS: Final = 5.0
 LONGEST_CALLS: Final = 4
-"""Call deadlines that a micro-batch may take; with more stages, one for each stage."""
+"""Longest time of a leased micro-batch, as a number of call deadlines; if there are
+more stages, one deadline for each."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,13 +60,13 @@ class _Step:
 
     Attributes:
         context: Context of the step.
-        passages: Routes of its micro-batches, by number.
+        routes: Routes of its micro-batches, by number.
         shares: Queue that leases the micro-batches.
         in_flight: Most micro-batches at once, of all trainers together.
     """
 
     context: StepContext
-    passages: Sequence[MicroBatchRoute]
+    routes: Sequence[MicroBatchRoute]
     shares: MicroBatchQueue
     in_flight: int
 
@@ -122,7 +124,7 @@ class TrainerPool:
             status_rows = [
                 {
                     "name": name,
-                    "address": f"{one.address[0]}:{one.address[1]}",
+                    "address": joined_address(*one.address),
                     "state": "leaving" if one.leaving else "leading",
                     "leads": held(name),
                     "led": one.led,
@@ -160,7 +162,7 @@ class TrainerPool:
             seconds = max(LONGEST_CALLS, context.cut.stages) * context.call_seconds
             for share in step.shares.overdue(seconds):
                 if step.shares.give_back(share):
-                    why = f"it is not through after {seconds:.0f} s"
+                    why = f"it has not finished after {seconds:.0f} s"
                     more = {"number": share.number, "why": why}
                     self._tell("gave back", trainer=share.trainer, **more)
 
@@ -175,19 +177,19 @@ class TrainerPool:
     # Micro-batches.
 
     def open(
-        self, context: StepContext, passages: Sequence[MicroBatchRoute], in_flight: int
+        self, context: StepContext, routes: Sequence[MicroBatchRoute], in_flight: int
     ) -> MicroBatchQueue:
         """Begins to lease the micro-batches of a step.
 
         Args:
             context: Context of the step.
-            passages: Routes of its micro-batches, by number.
+            routes: Routes of its micro-batches, by number.
             in_flight: Most micro-batches at once, of all trainers together.
         """
-        shares = MicroBatchQueue(len(passages), context.stop)
+        shares = MicroBatchQueue(len(routes), context.stop)
         with self._lock:
             self._step = _Step(
-                context=context, passages=passages, shares=shares, in_flight=in_flight
+                context=context, routes=routes, shares=shares, in_flight=in_flight
             )
         return shares
 
@@ -205,7 +207,7 @@ class TrainerPool:
             )
         if step is None:
             return 1
-        return max(1, -(-min(step.in_flight, len(step.passages)) // trainers))
+        return max(1, -(-min(step.in_flight, len(step.routes)) // trainers))
 
     def give(self, asked: Take) -> GivenShare:
         """Answers a trainer that requests a micro-batch."""
@@ -268,7 +270,7 @@ class TrainerPool:
                 raise stale
             self._tell("gave back", trainer=name, number=number, why=asked.why)
             return MicroBatchAccepted()
-        route = step.passages[number] if number < len(step.passages) else None
+        route = step.routes[number] if number < len(step.routes) else None
         if route is None:
             raise stale
 

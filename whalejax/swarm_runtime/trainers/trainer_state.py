@@ -53,10 +53,10 @@ class Settings:
         snapshot_every: Steps between snapshots, to which a run rolls back if all peers
             of a stage are lost.
         state_seconds: Deadline of a state download.
-        newcomer_seconds: Longest wait in seconds of a computed step for peers that
-            download its state, before gradients are summed (with delayed updates,
-            before it is computed). 0 waits as long as their links should take, if
-            ``pays_to_wait`` allows.
+        newcomer_seconds: Longest wait in seconds of a step for joining peers that
+            download its state: before its gradients are summed, or, with delayed
+            updates, before it is computed. If 0, it follows from the measured rate of
+            downloads, and a step waits only if ``pays_to_wait``.
         spare_seconds: Seconds after which a stage without peers gets one from a stage
             that has several.
     """
@@ -227,8 +227,8 @@ class TrainerState:
     def _bring(self, *, late: bool = True) -> None:
         """Starts state downloads of joining peers, and of those that are behind.
 
-        They run during the steps: a peer with the state before the sum works in that
-        step, or takes part in its sum.
+        They run during the steps. A peer that has the state before the sum computes
+        micro-batches of that step, or takes part in its sum.
 
         Args:
             late: Whether to include peers whose earlier downloads were too late, at the
@@ -372,8 +372,10 @@ class TrainerState:
             self.fleet.pause(member)
         if is_first or (late and was_given_up):
             took = self.fleet.now() - begun
-            why = f"it took {took:.1f} s, longer than a step, and than one waits for "
-            why += "it; it is tried again. Give it a faster link, or longer steps"
+            why = (
+                f"its download took {took:.1f} s, longer than a step and the wait for "
+                "it; it is tried again. Give it a faster link, or longer steps"
+            )
             self.tell("not synced", peer=member.name, why=why)
 
     def _take_in(self, member: PeerRecord, digest: str, at: tuple[int, int]) -> bool:
@@ -405,10 +407,10 @@ class TrainerState:
         keeps: bool,
         at: tuple[int, int],
     ) -> tuple[str | None, str]:
-        """Asks a peer to be at the step; returns the digest of its state, or the
-        reason.
+        """Asks a peer to have the state of the step.
 
-        No peer is at fault if the sources already have a later state.
+        Returns its digest and an empty text, or None and the reason of a failure. No
+        peer is at fault if the sources already have a later state.
         """
         question = Sync(
             run=self.run_id,
@@ -497,7 +499,7 @@ class TrainerState:
             self.tell("not_saved", step=self.step, why=why)
 
     def snapshot(self, pull: SnapshotDownload) -> Snapshot | None:
-        """Takes a snapshot of all stages at the next step's start.
+        """Takes a snapshot of the present state of all stages.
 
         Returns:
             The snapshot; None if no peer gave a stage's state, or after a cancellation.

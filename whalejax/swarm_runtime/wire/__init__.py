@@ -1,1 +1,1 @@
-"""Messages of a swarm, and tensors between peers."""
+"""Encoding of tensors and states that processes of a swarm exchange."""

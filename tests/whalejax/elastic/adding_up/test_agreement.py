@@ -132,7 +132,7 @@ def test_a_batch_that_starts_the_devices_is_named(
         assert found.by == MESSAGES and "by the job's first batch" in found.why
     started.clear()
     with live(tmp_path / "b") as there:
-        with pytest.raises(WhaleError, match="no room.*by the job's first batch"):
+        with pytest.raises(WhaleError, match="does not fit.*by the job's first batch"):
             agreed(arbiter(there), None, no_room_either, **options)
 
 
@@ -194,7 +194,7 @@ def test_who_wants_it_otherwise_is_told(
         assert agreed(arbiter(there), ASKED, no_room, **options) == ASKED
         other = GradientReduction(by=MESSAGES, why="mesh='replicas' was given")
         said = (
-            r"adds gradients up by collectives \(mesh='auto' was given\), and this "
+            r"reduces gradients by collectives \(mesh='auto' was given\), and this "
             "process was started with mesh='replicas' was given"
         )
         with pytest.raises(WhaleError, match=said):
@@ -268,7 +268,7 @@ def test_replicas_are_chosen_on_cpus_and_written_down(
         assert run.wait() == 0, run.told()
         assert audit(run, 4) == pytest.approx(expected_losses(4), rel=1e-6)
         (event,) = run.events("adding_up")
-    assert event["by"] == MESSAGES and "on CPUs it always is" in event["why"]
+    assert event["by"] == MESSAGES and "they always are on CPUs" in event["why"]
     assert "2 processes of 1 CPU" in event["why"]
     assert chosen(tmp_path, capsys).why == event["why"]
     said = (tmp_path / "supervisor.log").read_text()

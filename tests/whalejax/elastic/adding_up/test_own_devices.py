@@ -62,7 +62,7 @@ def test_devices_that_cannot_be_seen(
     monkeypatch.setattr(local_devices, "_LOOK", (sys.executable, "-c", program))
     if "sleep" in program:
         monkeypatch.setattr(local_devices, "_LOOK_SECONDS", 0.5)
-    match = f"(?s)cannot be looked at: .*{said}.*mesh='auto'"
+    match = f"(?s)cannot be detected: .*{said}.*mesh='auto'"
     with pytest.raises(WhaleError, match=match):
         local_devices.own_devices()
 

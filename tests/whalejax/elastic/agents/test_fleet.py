@@ -43,8 +43,8 @@ class Ran:
             self.membership.take,
             self._send,
             self.closed.append,
-            {"command": ["", "train.py"], "environment": {}},
         )
+        self.fleet.program = {"command": ["", "train.py"], "environment": {}}
         self.events: list[dict[str, Any]] = []
         self.names = itertools.count(1)
         self.membership.begin(0.0)
@@ -176,7 +176,7 @@ def test_what_is_refused() -> None:
     ran = Ran()
     came(ran, 0.0, "a")
     other = ran.fleet.refusal(enlist("a", token="another"))
-    assert "an agent of the name a is there already, at host-a" in other
+    assert "an agent named a runs already, at host-a" in other
     assert not ran.fleet.refusal(enlist("a"))
     old = ran.fleet.refusal(enlist("b", version="0.0"))
     assert "agent b is of whalejax 0.0, and this supervisor of" in old
@@ -217,7 +217,7 @@ def test_too_few_members_name_agents_that_are_there_and_missing() -> None:
             ran.membership.failures.due.clear()
         ran.tick(at * 0.6)
     (end,) = ran.said("ending")
-    assert "agents that are there: a (1 process); missing: b" in end["why"]
+    assert "agents present: a (1 process); missing: b" in end["why"]
 
 
 def test_each_agent_hears_the_end_of_the_run_also_one_that_was_away() -> None:
