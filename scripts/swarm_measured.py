@@ -82,8 +82,8 @@ import whalejax as wh
 from whalejax.distributed.cgroup_quota import Quota
 from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.quantize import BLOCK
-from whalejax.swarm.rebalancing import Rule
 from whalejax.swarm.simulator import Setting, StageCost, simulate
+from whalejax.swarm.stage_assignment import Rule
 from whalejax.swarm_runtime.registry import PeerRecord
 from whalejax.swarm_runtime.registry_server import RegistryServer
 from whalejax.swarm_runtime.staged_job import StagedJob

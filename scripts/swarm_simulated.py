@@ -31,13 +31,13 @@ from typing import Any, Final
 from whalejax.meshes import cluster
 from whalejax.planner.plan_entries import wire_bytes
 from whalejax.swarm.churn import Churn, PeerLink, draw
-from whalejax.swarm.rebalancing import Rule
 from whalejax.swarm.simulator import (
     Setting,
     StageCost,
     SwarmSimulation,
     simulate,
 )
+from whalejax.swarm.stage_assignment import Rule
 
 
 LINK: Final = PeerLink(

@@ -29,13 +29,13 @@ from whalejax.planner.plan_entries import (
 )
 from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
-from whalejax.swarm.rebalancing import best_counts
 from whalejax.swarm.simulator import (
     DEADLINE_FACTOR,
     Setting,
     StageCost,
     simulate,
 )
+from whalejax.swarm.stage_assignment import best_counts
 
 
 LATENCY_SECONDS: Final = 0.02  # one-way, between homes on one continent

@@ -26,17 +26,6 @@ from whalejax.swarm.deadlines import (
     SPARE_SECONDS,
 )
 from whalejax.swarm.ledger import Ledger, Phase, check_partition
-from whalejax.swarm.rebalancing import (
-    MoveCost,
-    PeerLoad,
-    Rebalancer,
-    Rule,
-    best_stages,
-    newcomer_stage,
-    optimum_move,
-    pays_to_wait,
-    pipeline_speed,
-)
 from whalejax.swarm.simulation.results import SwarmSimulation
 from whalejax.swarm.simulation.setting import (
     Setting,
@@ -50,6 +39,17 @@ from whalejax.swarm.simulation.simulated_calls import (
     SimulatedCalls,
     SimulatedDownload,
     SimulatedPeer,
+)
+from whalejax.swarm.stage_assignment import (
+    MoveCost,
+    PeerLoad,
+    Rebalancer,
+    Rule,
+    best_stages,
+    newcomer_stage,
+    optimum_move,
+    pays_to_wait,
+    pipeline_speed,
 )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from whalejax.agreement.facts import difference
 from whalejax.membership.lease import Lease
 from whalejax.swarm.deadlines import LEASE_SECONDS
-from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
+from whalejax.swarm.stage_assignment import PeerLoad, newcomer_stage
 from whalejax.wire.addresses import joined_address
 from whalejax.wire.service import Address, RefusedRequestError
 

@@ -1,8 +1,8 @@
 """Moves peers between stages during a run, at most one at a time.
 
-``rebalancing`` decides, from the trainer's measurements. The peer leaves its stage,
-where others recompute its results of the step. It compiles the programs of the other
-stage while steps continue, and downloads that state as any joining peer does.
+``stage_assignment`` decides, from the trainer's measurements. The peer leaves its
+stage, where others recompute its results of the step. It compiles the programs of the
+other stage while steps continue, and downloads that state as any joining peer does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from whalejax.swarm.peer_choice import BACKWARD_TASK, FORWARD_TASK
-from whalejax.swarm.rebalancing import MoveCost, PeerLoad, Rebalancer
+from whalejax.swarm.stage_assignment import MoveCost, PeerLoad, Rebalancer
 from whalejax.swarm_runtime.registry import PeerRecord
 
 

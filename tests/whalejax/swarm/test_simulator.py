@@ -21,13 +21,13 @@ from whalejax.swarm.churn import (
     read_csv,
     to_csv,
 )
-from whalejax.swarm.rebalancing import Rule
 from whalejax.swarm.simulator import (
     Setting,
     StageCost,
     peer_speed,
     simulate,
 )
+from whalejax.swarm.stage_assignment import Rule
 
 
 FIRST: Final = StageCost(forward_seconds=1.0, backward_seconds=3.0)

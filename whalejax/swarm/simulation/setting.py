@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from whalejax.meshes.errors import Problems
 from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.deadlines import LEASE_SECONDS
-from whalejax.swarm.rebalancing import Rule
+from whalejax.swarm.stage_assignment import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from whalejax.state.state_bytes import digest_of, packed
 from whalejax.swarm.deadlines import NEWCOMER_SECONDS, SPARE_SECONDS
-from whalejax.swarm.rebalancing import pays_to_wait
+from whalejax.swarm.stage_assignment import pays_to_wait
 from whalejax.swarm_runtime.micro_batch_route import Counts
 from whalejax.swarm_runtime.peer_fleet import Fleet
 from whalejax.swarm_runtime.registry import PeerRecord, Registry

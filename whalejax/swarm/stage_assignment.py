@@ -1,4 +1,4 @@
-"""Chooses peers that change stage: the paper's rule, best counts, a move's gain.
+"""Decides which peer serves which stage: at the start, when one joins, and by moves.
 
 A pipeline is as fast as its slowest stage; the speed of a stage is the sum of its
 peers' speeds. By SWARM's rule (section 3.2), the stage with least load gives its peer

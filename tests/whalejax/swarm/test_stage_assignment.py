@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.rebalancing import (
+from whalejax.swarm.stage_assignment import (
     MoveCost,
     PeerLoad,
     PeerMove,
