@@ -1,7 +1,7 @@
-"""The cluster that users name: its data, and its forms as text and in files.
+"""The cluster that users name, and the functions that make or save one.
 
-``cluster_text``, ``cluster_toml``, ``paddle_json`` and ``detect`` have the forms: text,
-files, and the running devices.
+``cluster_text`` reads it from a short text, ``cluster_toml`` and ``paddle_json`` from
+files, and ``detect`` from the running devices.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from whalejax.meshes.topology import Node as Node
 )
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Cluster(ClusterData):
-    """Devices and their links, in the order of meshes.
+    """Devices in the order in which meshes use them, and their links.
 
     Attributes:
         nodes: Nodes in order; devices are numbered node by node.
         levels: Levels of links, innermost first; the product of their sizes is the
             number of devices.
         compiler: Behaviour of the platform's compiler.
-        links: ``[from][to]``, bytes per second between each two devices, if they are
-            known individually; empty if the levels describe all.
+        links: ``[from][to]``, bytes per second of each pair of devices; empty if the
+            levels describe all links.
 
     Raises:
         WhaleError: Sizes whose product is not the number of devices, kinds of several
@@ -119,8 +119,8 @@ class Cluster(ClusterData):
 
         Args:
             calibrate: Whether to measure them (at most 20 s, once; the result is
-                cached). False takes the catalogue's numbers, and for CPUs those of its
-                reference.
+                cached). False takes the catalogue's numbers; for CPUs, those of its
+                kind ``cpu``.
 
         Raises:
             WhaleError: A device is neither in the catalogue nor measured.
@@ -147,7 +147,7 @@ def cluster(text: str) -> Cluster:
     ``h100:8`` is one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU
     torus, and ``v100-32:8+p100-16:8`` several kinds. ``mixed.toml`` is a file, and
     ``paddle.json`` a file of PaddlePaddle's. ``local`` means the devices of this
-    process. ``a100`` without its memory is ``a100-80``, the variant with most.
+    process. ``a100`` means ``a100-80``, its variant with the most memory.
 
     Raises:
         WhaleError: The text is none of these; the message shows the grammar.

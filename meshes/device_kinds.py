@@ -56,9 +56,7 @@ VOLTA = 7
 """Last generation of GPUs without an attention kernel."""
 
 MOST_MEMORY_BYTES = 2**50
-"""Most memory of one device, or of its share of a host; the largest hosts have a
-thirtieth.
-"""
+"""Largest accepted memory of one device, or of its share of a host."""
 
 MOST_NUMBER = 1e24
 """Largest rate, time or price: products of larger ones would overflow."""
@@ -89,21 +87,21 @@ class DeviceKind:
         curve: Platform of ``fitted_constants`` whose constants determine its speed, for
             kinds of the catalogue and those based on them; ``efficiency`` in a file
             replaces it.
-        matmul_half_size: Effective size at which half of that is reached; 0, the
-            default, means no penalty for small shapes, for lack of a fit.
+        matmul_half_size: Effective size at which products reach half of ``efficiency``;
+            0 means that small shapes are as fast as large ones.
         matmul_points: Measured products; they replace peak and efficiency.
         memory_points: Measured bandwidths by bytes moved, for devices whose caches
             matter; empty means ``achieved_bytes_per_second`` at every size.
-        transcendentals_per_second: Rate of exp, tanh and the like; None if memory hides
-            them.
-        fresh_bytes_per_second: Rate of first writes to newly allocated host memory,
-            with one page fault after another; None if a device keeps its own memory.
+        transcendentals_per_second: Rate of exp, tanh and the like; None if they take no
+            time beyond that of their memory traffic.
+        fresh_bytes_per_second: Bytes over the extra time of the first writes to newly
+            allocated memory, which cause page faults; None without extra time.
         turned_bytes_per_second: Rate of transposes in memory, as convolutions need them
             on CPUs; None if they take no longer than reads and writes.
         convolution_share: Rate of convolutions, forward and backward, over that of
             products of the same sizes; None if they are equal.
-        cores: Number of cores that compute the tiles of a product in turn (a GPU's
-            streaming multiprocessors); 0 if tiles do not matter.
+        cores: Number of cores that share the tiles of a product (a GPU's streaming
+            multiprocessors); 0 if tiles do not matter.
         generation: Generation of the design, such as ``"ampere"``: its measured kinds
             determine the speed of the others.
         watts: Power of the board; see ``ratings.POWER``.
@@ -227,8 +225,7 @@ class DeviceKind:
         return (name, False) in self._matmul or (name, True) in self._matmul
 
     def multiplies_in(self, dtype: str, *, exact: bool = False) -> str:
-        """Returns the type in which a product runs, if the kind has no units for its
-        own.
+        """Returns the type in which a product runs: its own, or one with units for it.
 
         JAX's default precision takes TensorFloat-32 for float32 if available. GPUs
         without units for bfloat16 (compute capabilities below 8) or float16 convert to
@@ -308,10 +305,10 @@ class DeviceKind:
         )
 
     def _least_and_roof(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
-        """Returns FLOP/s by the least time of a product, and its bytes or FLOPs.
+        """Returns FLOP/s: the least time, plus the longer of memory and compute time.
 
-        A measured short product gives the least time, but no rate; a narrow one gives
-        the speed of memory. Rates come from the other products.
+        Rates come from measured products that are neither short nor narrow. The time of
+        a short one is mostly the least time; that of a narrow one is memory traffic.
         """
         flops = 2.0 * m * k * n * batch
         size = ITEM_BYTES.get(dtype, 4)

@@ -1,7 +1,7 @@
-"""Limits on a search whose ranks of ``data`` combine by Adasum.
+"""Limits on a search whose ranks of ``data`` combine by Adasum; costs and notes.
 
-Each rank keeps its own gradient. So there must be several ranks, each must hold
-unsharded gradients, and all must take equal shares of the batch.
+Adasum combines the gradients of several ranks. Each rank computes its own, which is not
+sharded over ``data``. All ranks take equal shares of the batch.
 """
 
 from __future__ import annotations
@@ -264,10 +264,11 @@ class CombiningCosts:
 
 
 def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
-    """Returns the bytes that ranks average once a step, without gradients.
+    """Returns the bytes that ranks average once a step, apart from gradients.
 
     These are the loss and its other results, such as metrics and running statistics.
-    Values of each sample and results that are unchanged inputs do not count.
+    Results with a value per sample do not count, nor do results that are unchanged
+    inputs.
     """
     batch = {role.index for role in dims.batch}
     made = {t for op in graph.ops for t in op.results}

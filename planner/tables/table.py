@@ -119,11 +119,11 @@ class Table:
         lookups_per_sample: Mean number of rows that a sample reads; 1 by default.
         pooled: Whether the rows of a sample are summed before they are exchanged.
             Otherwise every row that is looked up is exchanged.
-        vectors: Vectors exchanged per sample, if ``pooled`` does not determine them, as
-            with several lookups; None follows ``pooled``.
+        vectors: Vectors exchanged per sample. None means 1 if ``pooled``, else
+            ``lookups_per_sample``; give it for a table with several lookups.
         splits_columns: Whether columns may be stored separately. False if the
             optimizer's state belongs to a full row, as in row-wise Adagrad.
-        counts: Number of lookups of each row in a sample of the data, or None.
+        counts: Number of lookups of each row in a part of the data; None if unknown.
     """
 
     name: str
@@ -181,8 +181,8 @@ class Table:
         """Returns the expected number of distinct rows among some lookups.
 
         Args:
-            lookups: Lookups of all samples of a batch. Without counts, ids are assumed
-                uniform, which gives the most distinct rows.
+            lookups: Number of lookups of all samples of a batch. Without counts, ids
+                are assumed uniform, which gives the most distinct rows.
 
         >>> round(Table(name="a", rows=10, width=4).distinct_rows(10), 2)
         6.51
@@ -195,13 +195,13 @@ class Table:
         return float(np.sum(-np.expm1(-lookups * share)))
 
     def hottest_rows(self, count: int) -> np.ndarray | None:
-        """Returns the rows that were looked up most, sorted; the first ones if unknown.
+        """Returns the most frequent rows, in ascending order.
 
         Args:
             count: Number of rows; of equally frequent ones the first are taken.
 
         Returns:
-            ``int64[count]``; None if these are the first rows.
+            ``int64[count]``. None stands for the first rows, also without counts.
 
         >>> Table(name="a", rows=4, width=4, counts=[1, 5, 2, 5]).hottest_rows(2)
         array([1, 3])
@@ -213,7 +213,9 @@ class Table:
         return None if np.array_equal(found, np.arange(count)) else found
 
     def share_of(self, rows: np.ndarray | None, count: int) -> float:
-        """Returns the part of the lookups in some rows; in proportion if unknown.
+        """Returns the fraction of lookups that read some rows.
+
+        Without counts, this is the fraction of rows.
 
         Args:
             rows: The rows, or None for the first ones.
@@ -226,7 +228,14 @@ class Table:
         return float(own.sum() / counts.sum())
 
     def range_imbalance(self, parts: int) -> float:
-        """Returns the busiest row range's lookups over the mean; inf if unknown."""
+        """Returns the lookups of the busiest of several row ranges, over their mean.
+
+        Args:
+            parts: Number of row ranges; see ``range_edges``.
+
+        Returns:
+            Ratio of at least 1; infinity without counts.
+        """
         if self.counts is None or not np.sum(self.counts):
             return float("inf")
         edges = range_edges(self.rows, parts)
@@ -236,7 +245,7 @@ class Table:
 
 
 def range_edges(rows: int, parts: int) -> tuple[int, ...]:
-    """Returns the edges of row ranges; the first ranges are longer by one row.
+    """Returns the edges of nearly equal row ranges; the first take the remainder.
 
     >>> range_edges(10, 3)
     (0, 4, 7, 10)

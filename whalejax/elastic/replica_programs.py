@@ -164,8 +164,9 @@ class ReplicaPrograms:
             micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
-            planned: Replica that was planned from the first batch itself, or None. It
-                is planned again if it was for another platform than this process's.
+            planned: Replica that was planned with the values of the first batch, not
+                only its shapes; None to plan here. If it is for another platform than
+                this process's, this plans again.
             noise_scale: Whether to measure the gradient-noise scale.
         """
         self.job, self._seed = job, seed
@@ -284,8 +285,8 @@ class ReplicaPrograms:
         Args:
             path: Path of the new checkpoint.
             state: State to write, which is not donated.
-            before_it_appears: Function called before the checkpoint gets its name;
-                raises if it must not.
+            before_it_appears: Function called before the checkpoint gets its name. It
+                raises if the checkpoint must not appear.
         """
         whole = to_save(state, self.step.abstract_state(), trains=True)
         save(
@@ -330,12 +331,12 @@ class ReplicaPrograms:
         held: dict[Node, Buffers],
         look: Callable[[], None],
     ) -> None:
-        """Runs micro-batches, and sums the gradients of each subtree.
+        """Runs micro-batches, and sums their gradients by subtree of the sum.
 
         Args:
             state: State of the run, which is not donated.
             batch: Global batch of the step.
-            nodes: Subtrees of micro-batches.
+            nodes: Subtrees to compute.
             held: Sums by node, extended in place, so that no result is lost when
                 ``look`` raises.
             look: Called before every micro-batch.
@@ -372,9 +373,9 @@ class ReplicaPrograms:
         return state, metrics
 
     def warm_up(self) -> None:
-        """Compiles the programs for steps, checkpoints and states of other members.
+        """Compiles the programs for steps, and those that copy a state.
 
-        The state for this is discarded.
+        It runs them on an initial state, which is then discarded.
         """
         # A member may have to save or fetch a state at any time in the run.
         state = self.copy_state(self.init_state())

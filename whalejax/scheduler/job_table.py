@@ -1,4 +1,4 @@
-"""Table of a job: its throughput for each number of devices."""
+"""Table of a job: its throughput for each kind and number of devices."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class ScheduledJob:
         resize_seconds: Time without progress when its devices change.
         start_seconds: Time without progress when it starts, or changes to another kind
             of device; ``resize_seconds`` if None.
-        join_seconds: Time until added devices take part; until then it runs without.
+        join_seconds: Time until added devices take part; until then it runs without
+            them, at the old speed.
         asked: Place that its user would have requested.
     """
 
@@ -108,7 +109,7 @@ class ScheduledJob:
         return 0.0 if option is None else option.progress
 
     def change_seconds(self, before: Place, after: Place) -> tuple[float, float]:
-        """Returns a change's cost: seconds at the old speed, then without progress."""
+        """Returns a change's seconds at the old speed, then those without progress."""
         if before == after or not after[1]:
             return 0.0, 0.0
         if not before[1] or before[0] != after[0]:
@@ -212,7 +213,8 @@ def speed_ratios(
     """Returns a function from a kind of device to its mean ratio of measured to
     predicted throughput.
 
-    If a kind was not measured, the ratio is the mean over all kinds; 1 if none was.
+    For a kind without measurements, it is the mean over all measured places; 1 if there
+    are none.
 
     Args:
         options: Predicted options by place.

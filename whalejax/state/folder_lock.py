@@ -2,7 +2,8 @@
 
 Two runs that save into one folder would remove each other's checkpoints. The lock is a
 system lock on a file that names its owner, so it is released when that process ends for
-any reason. The module does not need JAX, so commands can check it fast.
+any reason. On a file system without locks, the file itself is the lock, unless its
+owner has ended. The module does not need JAX, so commands can check a lock fast.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class FolderLock:
         self._opened = -1
 
     def _acquire(self) -> int:
-        """Returns the locked file; the file of a dead process is used again."""
+        """Returns the descriptor of the locked file; reuses a dead process's file."""
         path, left = self.folder / LOCK, _TRIES
         while True:
             left -= 1
@@ -129,7 +130,7 @@ class FolderLock:
                 os.close(opened)
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     if left and not _lives_here(holder):
-                        time.sleep(_AGAIN_SECONDS)  # It may be in ``is_free``.
+                        time.sleep(_AGAIN_SECONDS)  # ``is_free`` locks briefly.
                         continue
                     raise self._locked_error(holder) from error
                 if error.errno not in _UNSUPPORTED:
@@ -185,7 +186,10 @@ def is_free(folder: Path) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a run that has not ended has locked a folder; does not lock it."""
+    """Whether a run that has not ended has locked a folder; does not lock it.
+
+    A run on another machine counts as not ended, as its process cannot be seen here.
+    """
     try:
         opened = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

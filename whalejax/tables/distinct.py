@@ -2,7 +2,7 @@
 
 A rank asks every owner for the distinct rows that its samples read there, and finds its
 vectors among the received rows. Backward it first sums its gradients by row. The
-exchange has a fixed room for rows. A batch with more distinct rows runs another
+exchange has a fixed capacity in rows. A batch with more distinct rows runs another
 program, which exchanges vectors by sample. Sums are made in one fixed order.
 """
 
@@ -26,10 +26,11 @@ from whalejax.tables.layout import BufferKey, DistinctTable, TableLayout
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequests:
-    """Positions of the looked-up rows of one buffer among those that a rank asks for.
+    """Position of each id's row of one buffer among the rows that a rank asks for.
 
     Attributes:
-        owner: Rank that has the row, ``int32[ids]``; the number of ranks for none.
+        owner: Rank that has the row, ``int32[ids]``; the number of ranks if an id has
+            no row.
         place: Index of the row among those that are asked of that rank.
         order: The ids sorted by owner and row.
         segment: Index of the distinct row of each id in that order.
@@ -65,7 +66,9 @@ def request_rows(
 
 
 def most_distinct(layout: TableLayout, names: Sequence[str], ids: Sequence[Any]) -> Any:
-    """Returns the most distinct rows that a rank needs of another, over their room.
+    """Returns the largest number of distinct rows between two ranks, over the capacity.
+
+    Above 1, a rank needs more rows from another than the exchange has room for.
 
     Args:
         layout: Buffers and the room for requests.
@@ -123,7 +126,7 @@ def asked_rows(
 def rows_of_ids(
     layout: TableLayout, requests: Mapping[BufferKey, RowRequests], received: Any
 ) -> dict[BufferKey, Any]:
-    """Returns the row of each id, ``[ids, columns]``, zeros for none; by buffer.
+    """Returns by buffer the row of each id, ``[ids, columns]``; zeros if it has none.
 
     Args:
         layout: Buffers and the room for requests.
@@ -173,7 +176,9 @@ def sums_of_rows(
 def asked_gradients(
     layout: TableLayout, asked: Mapping[BufferKey, Any], received: Any
 ) -> dict[BufferKey, tuple[Any, Any]]:
-    """Returns rows of each buffer (its number of rows for none), and their gradients.
+    """Returns by buffer the indices of requested rows, and their gradients.
+
+    Unused requests have the buffer's number of rows as index.
 
     Args:
         layout: Buffers and the room for requests.
@@ -192,7 +197,7 @@ def asked_gradients(
 def lookups_of(
     layout: TableLayout, key: BufferKey, names: Sequence[str]
 ) -> list[tuple[int, DistinctTable]]:
-    """Returns (index of a lookup, its columns of a buffer) pairs for requests."""
+    """Returns (index of a lookup, columns of its table in a buffer) pairs."""
     return [
         (number, table)
         for number, name in enumerate(names)

@@ -1,8 +1,9 @@
 """Copies tables to the devices and back, one at a time.
 
-Buffers are created in the devices' memory, and every shard of a table is written into
-them, so that host memory holds at most one complete table at a time. All processes
-with devices of the mesh call the same methods in the same order.
+Buffers are created in the memory of their placement, and tables are written into them
+and read from them one by one. So host memory needs room for only one complete table,
+except in ``collect``, which returns all. All processes with devices of the mesh call
+the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -176,9 +177,9 @@ class TableStore:
         return dataclasses.replace(arrays, replicated_states=every)
 
     def _places(self, buffer: Any, turn: _Turn) -> Iterator[tuple[int, int, Any]]:
-        """Yields (first row in the shards, number of rows, rows of the buffer).
+        """Divides shards into parts that are small enough to be copied at once.
 
-        Each is a part of the shards that is small enough to be copied at once.
+        Yields (first row in the shards, number of rows, rows of the buffer).
         """
         ranks, end = self.layout.ranks, buffer.shape[0] // self.layout.ranks
         most = max(each.shard.num_rows for each in turn.values())
@@ -222,7 +223,9 @@ class TableStore:
         return buffer
 
     def makes_on_devices(self, name: str) -> bool:
-        """Returns whether ``create`` can make a table: devices have all of its rows.
+        """Returns whether ``create`` can make a table: all its shards are on devices.
+
+        A replicated table has no shards.
 
         Args:
             name: Path of the table.
@@ -275,9 +278,10 @@ class TableStore:
     def _destinations(
         self, buffer: Any, turn: _Turn, sources: Sequence[range], size: int
     ) -> np.ndarray:
-        """Returns the row of each rank's buffer for rows that all devices send to all.
+        """Returns where each rank stores the rows that every device sends to all.
 
-        ``sources`` are the table rows that each device sends, padded to ``size``.
+        ``sources`` are the table rows that each device sends, padded to ``size``. A row
+        that a rank does not store gets an index beyond its buffer.
         """
         ranks, end = self.layout.ranks, buffer.shape[0] // self.layout.ranks
         places = np.full((ranks, len(sources), size), end, np.int32)
@@ -363,7 +367,7 @@ class TableStore:
     ) -> Iterator[tuple[str, Rows, slice, np.ndarray]]:
         """Yields (table, rows, columns, values) of this process's part of all tables.
 
-        Each value is given by exactly one process. Nothing is exchanged.
+        Exactly one process yields each value. Nothing is exchanged.
 
         Args:
             arrays: All tables.
@@ -423,9 +427,9 @@ def _writer(sharding: NamedSharding, on_host: bool) -> Callable[[Any], Any]:
 def _mover(sharding: NamedSharding, size: int) -> Callable[[Any], Any]:
     """Returns the program that copies rows of a table by ranges into a buffer.
 
-    Its arguments: buffer, table, first row of each device's part of the table, rows of
-    the buffer for the rows of all devices, first column of each rank's shard. ``size``
-    is the number of rows that each device copies.
+    It is a function of (buffer, table, first row to copy in each device's part of the
+    table, rows of the buffer for the copied rows, first column of each rank's shard).
+    ``size`` is the number of rows that each device copies.
     """
     axes = sharding.spec
 

@@ -4,11 +4,11 @@ The results of an iteration may depend only on its own sample. It may carry valu
 no iteration changes, running sums, the iteration's index, and random keys made from the
 loss's own.
 
-Functions may have a derivative of their own, whose rule may couple samples too.
-A loss that is a sum over samples has a gradient that is a sum too, if derivatives are
-JAX's. A user's rule may do anything, such as normalise its inputs over the batch. So
-the rule itself is traced, for a part and for the whole, and its results must be those
-that a mean over samples requires.
+A function with a custom derivative rule may couple samples in that rule too. With JAX's
+own rules, the gradient of a sum over samples is a sum. A user's rule may do anything,
+such as normalise cotangents over the batch. So ``check_derivative`` traces the rule
+itself, for a part and for the whole of the batch. Its results must be those that a mean
+over samples requires.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def check_derivative(
         found: Facts about its results.
 
     Returns:
-        Facts about its results; a zero result may have a gradient that is not zero.
+        Facts about its results. One that is zero is described like any other, as its
+        gradient may not be zero.
 
     Raises:
         CoupledError: The rule couples samples.
@@ -150,7 +151,7 @@ FORWARD: Final = (
 
 
 def _check_alike(value: Value, ruled: Value) -> None:
-    """Refuses a rule's results that combine samples unlike the function's."""
+    """Refuses results of a rule that depend on samples unlike the function's own."""
     if fact_of(value, Sorted) and fact_of(ruled, Sorted):
         value, ruled = value.fact.base, ruled.fact.base
     if value.coupled or ruled.ratio is None:
@@ -204,7 +205,7 @@ CARRIES: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class SampleLoop:
-    """A scan whose iterations are the samples, or groups of them, one by one.
+    """A scan with one iteration for each sample, or for each group of samples.
 
     Attributes:
         follower: Follower of the body.
@@ -349,7 +350,10 @@ class SampleLoop:
 
 
 def _of_outside(value: Value, reason: Reason) -> Value:
-    """Returns an outer value; one of an outer loop belongs to another sample."""
+    """Returns a value from outside the loop, as its iterations see it.
+
+    A value of an outer loop's iteration belongs to another sample, so it is coupled.
+    """
     around = value.within or isinstance(value.fact, LoopPlace | RunningSum)
     if not around:
         return value

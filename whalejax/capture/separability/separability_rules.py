@@ -1,8 +1,8 @@
 """Rules for products and lookups, and the table of all rules by primitive.
 
-Products are of matrices, of groups of rows by expert, and convolutions. In lookups and
-scattered writes, an index that is computed from a sample's own data stays with that
-sample. An index among all samples does not, unless it is the sample's own.
+Products are of matrices, of groups of rows by expert, and convolutions. A lookup or a
+scattered write couples no samples if a sample's index is computed from its own data. An
+index that selects among samples couples them, unless it is the sample's own position.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def _dot_general(equation: PairedEquation) -> list[Value]:
 
 
 def _ragged_dot(equation: PairedEquation) -> list[Value]:
-    """Follows rows by group with fixed groups; ``fact_rules`` handles others."""
+    """Follows a product of rows by group whose groups depend on no sample.
+
+    ``fact_rules`` handles other groups.
+    """
     left, right, sizes = equation.values[:3]
     every = (*left.dims, *right.dims, *sizes.dims)
     if _grows(*every) or sizes.kind is not Dependence.FIXED or not is_one(sizes.ratio):
@@ -175,7 +178,10 @@ def columns_of(indices: Value, count: int) -> list[Value] | None:
 
 
 def _index_dims(indices: Value, columns: Sequence[Value] | None) -> list[Dim]:
-    """Returns dimensions of index arrays; a sample's own position needs none."""
+    """Returns dimensions of index arrays, without that of the index itself.
+
+    Positions of samples are described as copies, which align with any dimension.
+    """
     if columns is None:
         return list(indices.dims[:-1])
     dims = []
@@ -249,7 +255,7 @@ def _gather(equation: PairedEquation) -> list[Value]:
 
 
 def _filler(equation: PairedEquation) -> Value:
-    """Returns a lookup's fill value; without a ratio if the program gives none."""
+    """Returns a lookup's fill value; without a ratio if it is 0, NaN or not used."""
     value = equation.params.get("fill_value")
     filled = equation.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     if not filled or (value is None and _compat.is_inexact(equation.result_dtype)):
@@ -310,7 +316,7 @@ def _scatter(equation: PairedEquation) -> list[Value]:
 
 
 def _check_applied(equation: PairedEquation) -> None:
-    """Refuses a function applied in place to a sum over samples."""
+    """Refuses functions with constants, or of a sum over samples, applied in place."""
     combiner = equation.params.get("update_jaxpr")
     operand = equation.values[0]
     if equation.name != "scatter" or combiner is None:
@@ -349,7 +355,7 @@ def _scatter_value(
 
 
 def _check_combined(equation: PairedEquation, operand: Value, updates: Value) -> None:
-    """Refuses products, maxima and minima that a mean over samples excludes."""
+    """Refuses products, maxima and minima of sums over samples, unless linear."""
     sums = sum(v.kind is Dependence.SUM for v in (operand, updates))
     product = equation.name in ("scatter-mul", "scatter_mul")
     if sums > product:
@@ -388,7 +394,7 @@ def apply_rule(equation: PairedEquation) -> list[Value]:
     """Returns facts about an equation's results.
 
     Raises:
-        CoupledError: The equation couples samples, or reads some and has no rule.
+        CoupledError: The equation couples samples, or reads samples and has no rule.
     """
     _check_switches(equation)
     rule = RULES.get(equation.name)

@@ -3,7 +3,7 @@
 Every member sums one slice of the buffers (reduce-scatter) and sends it to the others
 (all-gather). Small buffers are summed in full by each, in one round instead of two. The
 order of the sum is that of ``assignment.total``, so the result is bitwise equal for any
-members.
+number of members.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from whalejax.wire.run_messages import GradientPart, Total
 
 
 SMALL_BYTES: Final = 1 << 16
-"""Largest size of buffers that every member sums in full: a second round would cost
-more.
+"""Largest total size of buffers that every member sums in full: a second round would
+cost more.
 """
 
 BLOCK_ELEMENTS: Final = 1 << 24
@@ -101,7 +101,7 @@ def rounds_of(size: int) -> int:
 
 
 class _Block:
-    """Exchange of a part of all buffers."""
+    """Exchange of one block: the same range of elements of every buffer."""
 
     def __init__(
         self,
