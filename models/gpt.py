@@ -6,7 +6,7 @@ bytes. It runs on one device unchanged; two lines annotate it:
 - in ``GPT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding, blocks
   and last norm makes them data-parallel;
 - in ``loss_fn``: ``with when(..., wh.split()):`` around head and cross-entropy splits
-  them, along the dimension that costs least.
+  them, along the dimension with the lowest cost.
 
 ``GPTConfig(annotated=False)`` leaves both out and the planner decides everything.
 """
@@ -43,7 +43,7 @@ class GPTConfig:
     """Sizes and switches of a GPT; the defaults are the quick start's.
 
     Attributes:
-        vocab: Different tokens; 256 for bytes.
+        vocab: Size of the vocabulary; 256 for bytes.
         sequence: Longest sequence, in tokens.
         embed: Width of the residual stream.
         heads: Attention heads; divides ``embed``.
@@ -103,7 +103,7 @@ SIZES: Final[Mapping[str, GPTConfig]] = {
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each after a norm and added to its input."""
+    """Pre-norm attention and feed-forward layers, each with a residual connection."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         dtype = None if config.dtype is None else jnp.dtype(config.dtype)
@@ -230,7 +230,7 @@ class GPT(nnx.Module):
 
 
 def _dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Returns dropout; without a rate it has no RNG state to store."""
+    """Returns the dropout layer; at rate 0 it stores no RNG state."""
     return nnx.Dropout(
         config.dropout_rate, rngs=rngs if config.dropout_rate > 0 else None
     )

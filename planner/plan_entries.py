@@ -41,8 +41,8 @@ def slow_link(cluster: Cluster) -> float | None:
 
 
 LATENCIES: Final = 4
-"""Latencies of a call: the question, the peer's request to another peer, and both
-answers.
+"""One-way latencies of a call: the request, the peer's own request to another peer for
+the input, and both replies.
 """
 
 
@@ -69,8 +69,8 @@ class SwarmStage:
         forward_seconds: Seconds of a forward pass; 0 in the last stage, where one call
             does both passes.
         backward_seconds: Seconds of a backward pass, with the recomputed forward pass.
-        forward_bytes: Bytes on the wire that the peer moves for a forward pass.
-        backward_bytes: Bytes for a backward pass.
+        forward_bytes: Received and sent bytes of a forward pass.
+        backward_bytes: Received and sent bytes of a backward pass.
         state_bytes: Bytes of parameters and optimizer state that a new peer downloads.
         gradient_bytes: Bytes of gradients that the stage's peers reduce in each step.
         memory_bytes: Predicted memory of a peer's device: two states during an update,
@@ -148,11 +148,11 @@ class Swarm:
 
 
 def sum_bytes(gradient_bytes: int, peers: int, wire: str = "f32") -> int:
-    """Returns the bytes that a peer receives and sends in a gradient reduction.
+    """Returns the bytes that a peer sends in a gradient reduction; it receives as many.
 
-    Each peer sums its own micro-batches' gradients and sends every other peer that
-    peer's part. It then sums all of its own part and sends that to the others: a
-    reduce-scatter and an all-gather.
+    The reduction is a reduce-scatter and an all-gather. Each peer sums the gradients of
+    its own micro-batches, and sends each other peer that peer's part. Then it adds what
+    it received for its own part, and sends the result to the others.
 
     Args:
         gradient_bytes: Bytes of a stage's gradients of one micro-batch, in float32.
@@ -183,7 +183,7 @@ def sum_seconds(stage: SwarmStage, swarm: Swarm) -> float:
 
 
 def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> float:
-    """Predicts a step without churn: the fill, the slowest stage's work, its reduction.
+    """Predicts a step without churn: fill, slowest stage's work, slowest reduction.
 
     Args:
         swarm: Plan of the swarm; its ``step_seconds`` is not read.
@@ -208,7 +208,7 @@ def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> flo
 
 @dataclass(frozen=True, slots=True)
 class TablesData:
-    """The placement of tables with everything derived from it, as a JSON object.
+    """Placement of tables and what is derived from it, as a JSON object.
 
     Attributes:
         document: Entries of ``whalejax.tables.table_plan_record.TablesRecord``, and the
@@ -223,7 +223,7 @@ class TablesData:
 
     @classmethod
     def from_json(cls, data: Any) -> TablesData:
-        """Returns the data of a file, which later readers check.
+        """Returns the data of a file; its readers check the contents.
 
         Raises:
             DataError: The data are no such object.
@@ -288,8 +288,8 @@ class LeafPlan:
         gradient_spec: Layout in which its gradient is accumulated.
         optimizer_spec: Layout of the optimizer's copies of it.
         hosted: Whether it is in host memory and copied to the device layer by layer.
-        gathers: Number of gathers in a micro-batch, if its stored shards are finer than
-            those of the computation.
+        gathers: Number of gathers in a micro-batch; 0 if it is computed with as it is
+            stored.
         summed: Mesh axes over which its gradient is summed.
         note: Reason why it stays unsharded in part, or empty.
         trained: Whether it has a gradient and an optimizer. Others are stored and read
@@ -331,8 +331,8 @@ class BatchLeaf:
 class RoleInfo:
     """A logical dimension: name, size, other names, and why it stays unsharded.
 
-    If windows slide along it, ``size`` is that of the highest resolution, and
-    ``common`` divides the size at every resolution; else ``common`` is 0.
+    If windows slide along it, it has several resolutions: ``size`` is its largest size,
+    and ``common`` divides all of its sizes. Otherwise ``common`` is 0.
     """
 
     name: str
@@ -344,7 +344,7 @@ class RoleInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionTable:
-    """Compute table of one TaskGraph: mesh axis to the names of its roles.
+    """Roles that each mesh axis shards in the computation of one TaskGraph.
 
     Attributes:
         task_graph: Name of the TaskGraph.
@@ -392,7 +392,7 @@ class Candidate:
 
     @property
     def memory_bytes(self) -> int:
-        """Predicted peak of the fullest device."""
+        """Predicted peak memory of the device that needs most."""
         return self.memory.total_bytes
 
 
@@ -417,15 +417,16 @@ class Candidates(tuple[Candidate, ...]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualStagePrediction:
-    """Prediction for one micro-batch on one part of a pipeline.
+    """Prediction for one micro-batch on one virtual stage of a pipeline.
 
     Attributes:
-        forward_seconds, backward_seconds: Seconds of the part; if stages run one loop,
-            the backward pass first recomputes the forward pass.
+        forward_seconds, backward_seconds: Seconds of each pass. If stages run in
+            lockstep, the backward pass includes the recomputed forward pass.
         weight_seconds: Seconds of the parameters' gradient, if that is a separate
             action; 0 if it is part of the backward pass.
-        handed_bytes: Bytes that other parts send to each device, for stage programs.
-        returned_bytes: Bytes of cotangents that it sends back to those parts.
+        handed_bytes: Bytes of activations that each of its devices receives from other
+            virtual stages, for stage programs.
+        returned_bytes: Bytes of their cotangents that each of its devices sends back.
         copied_bytes: Bytes of parameters on other stages that each of its devices
             receives once per step; their gradients go back.
     """
@@ -509,8 +510,8 @@ class ModelWork:
         trained: Number of trained elements.
         active: Number of elements that compute a token; fewer than all if only some
             experts compute it.
-        chosen: Number of these that a token's choice of experts uses; fewer if experts
-            compute every token and only some results are used.
+        chosen: Number of active elements whose results a token uses; fewer than
+            ``active`` if all experts compute every token and only some are chosen.
         samples: Number of samples of a global batch.
         tokens: Number of tokens of a global batch; 0 if its leaves have no tokens.
         step_flops: FLOPs of the matrix products of a step over the global batch,

@@ -1,10 +1,11 @@
-"""Finds atoms of dimensions such that every reshape is the identity.
+"""Factors dimensions into atoms, so that a reshape keeps the list of atoms.
 
-A reshape only regroups: written as lists of *atoms*, major first, its operand and its
-result are the same list. The first pass of the dimension analysis finds the coarsest
-such atoms. It pushes cut points through reshapes and ties until nothing changes. A
-reshape that no common refinement explains is a *barrier*: its dimensions must be
-unsharded there.
+A reshape only regroups its dimensions. If each is written as a product of *atoms*,
+major first, then operand and result are the same list of atoms. The first pass of the
+dimension analysis finds the coarsest such atoms. A cut point is the product of a
+dimension's minor atoms; this pass copies cut points over reshapes, and between equal
+dimensions, until nothing changes. If a reshape's two sides have no common atoms, it is
+a *barrier*: its dimensions must be unsharded there.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Regrouping:
     Attributes:
         op: Index of the reshape.
         operand, result: Tensor ids.
-        ins, outs: Dimensions of the operand and of the result with the same elements,
-            without size-1 dimensions.
+        ins, outs: Dimensions of the operand and of the result whose sizes have the same
+            product, without size-1 dimensions.
     """
 
     op: int
@@ -65,7 +66,7 @@ class Union:
 def groups(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields pairs of runs of dimensions above 1 with equal products."""
+    """Yields the shortest runs of dimensions with equal products, skipping size 1."""
     left = [d for d, size in enumerate(before) if size != 1]
     right = [d for d, size in enumerate(after) if size != 1]
     i = j = 0
@@ -95,7 +96,7 @@ class Atoms:
     Attributes:
         graph: Graph that was refined.
         regroupings: Regroupings of all reshapes.
-        barriers: Regroupings that no refinement explains.
+        barriers: Regroupings whose two sides have no common atoms.
         sizes: For each dimension, the sizes of its atoms, major first.
         first: For each dimension, the number of its first atom.
         owners: For each atom, its tensor.
@@ -145,7 +146,7 @@ class Atoms:
                     )
 
     def _tie_lengths(self) -> None:
-        """Joins dimensions that factors or reshapes equate, even in conflicts."""
+        """Joins dimensions that factors or reshapes say are equal."""
         for op in self.graph.ops:
             slots = slots_of(op)
             for factor in op.factors:

@@ -1,9 +1,8 @@
-"""Simulates pipeline schedules: computes when each row of a table ends.
+"""Simulates pipeline schedules: computes when each row of a schedule ends.
 
-The module is separate from the tables because it does not depend on the kind of
-schedule: only on rows, their dependencies, and whether stages synchronise after a turn.
-``time_schedule`` gives a plan's schedule in seconds: the predictions of the plan's
-stages give the duration of each row.
+The simulation does not depend on the kind of schedule, which ``schedules`` makes. It
+reads only rows, their dependencies, and whether stages synchronise after a turn.
+``time_schedule`` does it for a plan, with the predicted seconds of its stages.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from whalejax.planner.plan_errors import PlanError
 
 
 STEADY_AFTER = 3
-"""Micro-batches per stage after which each further one takes the same time."""
+"""Micro-batches per stage after which each further one adds the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +121,9 @@ class _TickRows:
 
     Attributes:
         together: Whether all stages synchronise before these rows.
-        stages, places, actions: Fields of the rows, one array each.
-        reads, waits: Slots that rows read, and indices of those rows.
-        writes, leaves: Slots that rows write, and indices of those rows.
+        stages, places, actions: Stage, virtual stage and action of each row.
+        reads, waits: Slots that rows read, and indices of the rows that read.
+        writes, leaves: Slots that rows write, and indices of the rows that write.
     """
 
     together: bool
@@ -139,12 +138,12 @@ class _TickRows:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A schedule as steps over arrays, for many sets of times at once.
+    """A schedule as array operations, which evaluate many sets of times at once.
 
     Attributes:
         table: Schedule; without rows, if it was compiled from its columns.
         beats: Rows of the schedule, grouped by tick.
-        slots: Number of slots for results that are not read yet.
+        slots: Number of slots that store results until they are read.
     """
 
     table: Schedule
@@ -248,7 +247,10 @@ def _window(
     needs: np.ndarray,
     needed: np.ndarray,
 ) -> int:
-    """Returns after how many micro-batches every virtual stage has read the first."""
+    """Returns the number of micro-batches whose results need slots of their own.
+
+    When a later micro-batch writes to a slot, its earlier result has been read.
+    """
     shape = len(table.actions) * table.num_places, table.num_micro_batches
     made, read = np.zeros(math.prod(shape)), np.full(math.prod(shape), -1)
     made[keys], read[needs] = ticks, needed
@@ -335,8 +337,8 @@ def table_of(plan: PlanData) -> Schedule:
 def time_schedule(plan: PlanData) -> TimedSchedule:
     """Returns the rows of a plan's schedule in seconds.
 
-    If stages run one loop, each of its turns does the forwards of all stages, then
-    their backwards, then the transfers; a stage without work waits.
+    If stages run in lockstep, each turn does the forwards of all stages, then their
+    backwards, then the transfers. A stage without work waits.
 
     Args:
         plan: Plan with stages.
@@ -376,8 +378,8 @@ def paced_beside(plan: PlanData) -> list[TimedSchedule]:
         plan: Plan with stages; for one pipeline, the list has one item.
 
     Returns:
-        Timed schedule of each pipeline, in node order. Micro-batches have their numbers
-        in the step; a pipeline without micro-batches has no rows.
+        Timed schedule of each pipeline, in node order. Micro-batches are numbered over
+        all pipelines. A pipeline without micro-batches has no rows.
 
     Raises:
         PlanError: The plan has no stages.
@@ -418,7 +420,7 @@ def _seconds(pace: VirtualStagePrediction, action: Action) -> float:
 def _in_turns(
     table: Schedule, pace: VirtualStagePrediction, handed_seconds: float
 ) -> Iterator[Timed]:
-    """Yields every row of stages in lockstep, whose turns take equally long."""
+    """Yields every row of stages in lockstep, which all take equally long."""
     turns: dict[int, list[ScheduleRow]] = {}
     for row in table.rows:
         turns.setdefault(table.turn(row), []).append(row)

@@ -51,7 +51,7 @@ class SquareCube(SquareCubeDisplay):
     rows: tuple[StageOverLink, ...]
 
     def utilization(self, bytes_per_second: float, *, overlap: bool = True) -> float:
-        """Returns the utilisation of the stage that waits most, over a table's link.
+        """Returns the lowest utilisation of any stage over one link of the table.
 
         Args:
             bytes_per_second: Bandwidth of the link.
@@ -62,7 +62,7 @@ class SquareCube(SquareCubeDisplay):
         """
         utilization = [r for r in self.rows if r.bytes_per_second == bytes_per_second]
         if not utilization:
-            known = ", ".join(str(r.bytes_per_second) for r in self.rows)
+            known = ", ".join(dict.fromkeys(str(r.bytes_per_second) for r in self.rows))
             raise WhaleError(
                 f"square_cube: there is no link of {bytes_per_second} bytes per second "
                 f"in the table; it has {known}"
@@ -109,9 +109,10 @@ def square_cube(
 ) -> SquareCube:
     """Computes the compute and transfer times of a plan's stages.
 
-    A peer receives its input twice, for the forward and for the backward pass, which
-    may run on another peer, and a gradient. It sends a result and a gradient.
-    Micro-batches that enter the first stage are not counted.
+    For each micro-batch, a stage receives its input for the forward pass, and again for
+    the backward pass, which may run on another peer. It also receives the gradient of
+    its result. It sends its result and the gradient of its input. The batch that enters
+    the first stage is not counted.
 
     Args:
         plan: A pipeline plan with stage programs.
@@ -120,8 +121,8 @@ def square_cube(
         wire: ``"f32"``, ``"bf16"`` or ``"int8"``.
 
     Returns:
-        Table; its last column is the width, relative to the plan's, at which the link
-        keeps devices busy.
+        Table; its last column is the least width at which the link keeps devices busy,
+        as a multiple of the plan's width.
 
     Raises:
         WhaleError: The plan, a bandwidth or the format is unsuitable.
@@ -205,7 +206,7 @@ def border_bytes(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns the bytes that a stage's peer receives and sends in both passes.
 
-    The last stage has one call for both, counted as the backward.
+    The last stage does both passes in one call, which counts as backward.
 
     Args:
         plan: Plan with stages.

@@ -145,14 +145,14 @@ def _of_parameters(graph: Graph) -> Iterator[str]:
     if blocks:
         yield (
             f"{len(blocks)} of {len(trained)} trained parameters are taken in blocks "
-            f"that do not divide them into layers: {', '.join(blocks[:3])}. Adasum is "
-            "of each layer: take single layers, or equal blocks of all of them; or "
-            "leave combine out"
+            f"that do not divide them into layers: {', '.join(blocks[:3])}. Adasum "
+            "combines each layer by itself: take single layers, or equal blocks that "
+            "are all layers together; or leave combine out"
         )
     odd = [f"{t.path} ({t.dtype})" for t in trained if t.dtype.startswith("complex")]
     if odd:
         yield (
-            f"{len(odd)} of {len(trained)} trained parameters are complex numbers, of "
+            f"{len(odd)} of {len(trained)} trained parameters are complex numbers, for "
             f"which Adasum is not defined: {', '.join(odd[:3])}. Leave combine out"
         )
 
@@ -289,8 +289,8 @@ _FORMS = {
     "adasum": "gradients over {ranks} ranks of data",
     "adasum_nodes": "gradients over {groups} groups of {node} ranks of data, which are "
     "averaged first",
-    "adasum_updates": "updates over {ranks} ranks of data: each makes its own from the "
-    "optimizer state that all share, which then becomes the mean of theirs",
+    "adasum_updates": "updates over {ranks} ranks of data: each rank computes its "
+    "update from one shared optimizer state, which becomes the mean of the ranks' own",
 }
 
 
@@ -304,15 +304,15 @@ def combine_notes(plan: PlanData) -> list[str]:
     form = _FORMS[plan.combine].format(ranks=ranks, groups=groups, node=node)
     notes = [
         f"Adasum of {form}; statistics over the batch are those of each rank's own "
-        "samples, and the order of ranks is part of the result"
+        "samples, and the order of ranks affects the result"
     ]
     if groups & (groups - 1):
         padded = 2 ** (groups - 1).bit_length()
         notes.append(
-            f"{groups} is no power of two: Adasum pairs them as if {padded - groups} "
-            f"more made {padded} whose gradients are zero, which change nothing "
-            "(Adasum(0, b) = b); one without a partner counts as much as the pairs "
-            "that it meets later"
+            f"{groups} is no power of two: Adasum pairs them as {padded}, of which "
+            f"{padded - groups} have gradients of zero, which change nothing "
+            "(Adasum(0, b) = b); one without a partner counts as much as each pair "
+            "that it is combined with later"
         )
     if plan.combine == "adasum_updates":
         notes.append(

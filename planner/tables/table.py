@@ -157,10 +157,15 @@ class Table:
                 f"table has {self.rows:,} rows; expected one count a row. Are these "
                 "the counts of another table?"
             )
-        if counts.dtype.kind not in "iuf" or (counts < 0).any():
+        if counts.dtype.kind not in "iuf":
             raise PlanError(
-                f"the counts of table {self.name!r} are {counts.dtype}, least "
-                f"{counts.min()}; expected numbers, 0 or more"
+                f"the counts of table {self.name!r} are {counts.dtype}; expected "
+                "numbers, 0 or more"
+            )
+        if not np.isfinite(counts).all() or (counts < 0).any():
+            raise PlanError(
+                f"the counts of table {self.name!r} are {counts.min()} to "
+                f"{counts.max()}; expected finite numbers, 0 or more"
             )
         object.__setattr__(self, "counts", counts)
 

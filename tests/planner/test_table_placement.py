@@ -244,6 +244,21 @@ def test_contradictory_pins_are_refused() -> None:
         place_tables(tables, RANKS, batch_size=6, pins={"x": 0})
 
 
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (["a", "b"], "are <U1; expected numbers"),
+        ([None, 1], "are object; expected numbers"),
+        ([float("nan"), 1.0], "are nan to nan; expected finite numbers"),
+        ([float("inf"), 1.0], "are 1.0 to inf; expected finite numbers"),
+        ([-1, 2], "are -1 to 2; expected finite numbers, 0 or more"),
+    ],
+)
+def test_counts_that_are_no_numbers_are_refused(counts: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=f"counts of table 'a' {message}"):
+        Table(name="a", rows=2, width=4, counts=counts)
+
+
 def test_counts_of_another_table_are_refused() -> None:
     with pytest.raises(PlanError, match=r"'a' have shape \(4,\), and .* 5 rows"):
         Table(name="a", rows=5, width=2, counts=[1, 2, 3, 4])

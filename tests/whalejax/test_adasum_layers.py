@@ -243,6 +243,6 @@ def test_blocks_that_do_not_divide_the_layers_are_refused() -> None:
         wh.plan(loss_of(net), model, batch_of(), cluster="cpu:8", combine="adasum")
     assert (
         "1 of 2 trained parameters are taken in blocks that do not divide them into "
-        "layers: w [6, 8, 8]. Adasum is of each layer: take single layers, or equal "
-        "blocks of all of them; or leave combine out"
+        "layers: w [6, 8, 8]. Adasum combines each layer by itself: take single "
+        "layers, or equal blocks that are all layers together; or leave combine out"
     ) in str(caught.value)

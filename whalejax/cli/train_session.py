@@ -269,9 +269,9 @@ class _Session:
         return batches_from(self.job, size, step=done, samples=samples)
 
     def train(self) -> tuple[tuple[float, ...], float | None, Path | None]:
-        """Trains; returns losses, measured step time and the checkpoint of the start.
+        """Trains; returns losses, measured step time and the checkpoint it began from.
 
-        The final state is released.
+        The final state is not kept.
         """
         options, job = self.options, self.job
         batch = self.batch_at(0)
@@ -337,7 +337,7 @@ class _Session:
             )
 
     def _restore_or_init(self, step: TrainStep) -> tuple[TrainState, Path | None]:
-        """Returns the first state and its checkpoint, if any; prints which it is."""
+        """Returns the first state and its checkpoint, if any; prints its source."""
         options = self.options
         folder = options.save if options.resume else None
         or_init = restore_newest(

@@ -7,7 +7,10 @@ from typing import Final
 
 
 _DECAY: Final = 0.95
-"""Weight of the earlier steps in the running means."""
+"""Weight of the earlier steps in the running means.
+
+The means start at 0, which cancels in their ratio.
+"""
 
 
 class NoiseScale:
@@ -16,8 +19,8 @@ class NoiseScale:
     The noise scale is the batch at which the noise of the mean gradient is as large as
     the gradient itself: the trace of the gradients' covariance over the squared norm of
     the true gradient (McCandlish et al., "An Empirical Model of Large-Batch Training",
-    2018, appendix A.1). Below it, larger batches need fewer steps in proportion; above
-    it, they gain little.
+    2018, appendix A.1). For batches far below it, twice the batch halves the number of
+    steps; for batches far above it, a larger one saves few.
 
     Both terms are estimated without bias from the squared norms of the gradients of
     micro-batches and of the full batch, and averaged over steps.
@@ -63,7 +66,7 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """Noise scale in samples; None while it may be 0 or infinite."""
+        """Noise scale in samples; None unless both running means are positive."""
         if self.noise <= 0 or self.signal <= 0:
             return None
         return self.noise / self.signal

@@ -1,7 +1,7 @@
 """Reports errors in a process's arguments to the supervisor, before the process joins.
 
-Every process gets the same arguments and would fail in the same way after each restart.
-So the supervisor ends the run at once instead.
+Every process gets the same arguments, and would fail in the same way after a restart.
+So the supervisor ends the run at such a report.
 """
 
 from __future__ import annotations

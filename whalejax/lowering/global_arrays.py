@@ -1,6 +1,7 @@
 """Arrays on the devices of one stage, or of all, in one process or several.
 
-An array on devices of other processes only is None here, or has no shards.
+If an array is only on devices of other processes, it is None in this process, or an
+array without shards.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class StageBroadcast:
         return told
 
     def _build(self) -> Callable[..., list[Any]]:
-        """Returns a program that gathers a row of each stage, and selects one."""
+        """Returns a program that gathers one row per stage, and selects the owner's."""
         stages, avals = self._stages, self._avals
         raw = [jax.eval_shape(unwrapped, a) for a in avals]
         by_stage = NamedSharding(self.mesh, PartitionSpec(STAGE))
@@ -205,7 +206,7 @@ class StageMetrics:
 
 
 def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
-    """Runs a program of several processes; on CPUs, with no other program in flight.
+    """Runs a program; if it spans processes on CPUs, with no other one in flight.
 
     On CPUs a program blocks threads while it waits for other processes. A second
     program could need these threads, and both would wait for ever. So on CPUs this
@@ -228,8 +229,7 @@ def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
 def settle() -> None:
     """Waits for all work of this process, if several processes run on CPUs.
 
-    A program of all processes that starts while another runs can take the threads that
-    the other needs; ``run_alone`` explains the deadlock.
+    Otherwise the next program could deadlock with it; see ``run_alone``.
     """
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         jax.block_until_ready(jax.live_arrays())
@@ -333,7 +333,7 @@ def impl_of(aval: Any) -> Any:
 
 
 def rows_of(spec: Any) -> Any:
-    """Returns the spec of an array that is reshaped to at least one dimension."""
+    """Returns a spec; for a scalar, that of the scalar reshaped to one dimension."""
     return spec if len(spec) else PartitionSpec(None)
 
 

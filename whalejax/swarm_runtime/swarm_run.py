@@ -1,6 +1,7 @@
-"""A run of a swarm from its folder: key, journal, checkpoints, and registry.
+"""A swarm's run, as ``whalejax swarm serve`` leads it.
 
-It implements ``whalejax swarm serve``.
+It continues from the folder's checkpoints and journal, and has the registry and the
+key.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from whalejax.wire.run_messages import Report
 
 KEY: Final = "swarm.key"
 RETRY_SECONDS: Final = (1.0, 5.0, 20.0)
-"""Seconds until the last checkpoint is written again after a failure."""
+"""Delays before each new attempt to write the last checkpoint after a failure."""
 
 LEDGER: Final = "ledger.jsonl"
 _FOLDER: Final = "swarm"
@@ -38,7 +39,7 @@ _FOLDER: Final = "swarm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmRunPaths:
-    """Folder and address of a run.
+    """Folder, address, wire formats and periods of a run.
 
     Attributes:
         save: Folder of checkpoints and of the journal; None for none.
@@ -86,9 +87,9 @@ class SwarmRun:
 
         Args:
             cut: Staged job.
-            place: Folder and address of the run.
+            place: Folder, address, wire formats and periods of the run.
             settings: Settings of the run.
-            tell: Function that reports events.
+            tell: Function that receives each event's kind and fields.
             peers: Number of peers in threads of this process.
             listening: Socket that already listens on the registry's address.
 
@@ -161,7 +162,7 @@ class SwarmRun:
                     self.serving.address,
                     wire=self._place.wire,
                     sum_wire=self._place.sum_wire,
-                    # The waiting peer then answers before its own deadline.
+                    # So a peer that waits for another answers before its own deadline.
                     pull_seconds=self._settings.call_seconds / 3,
                 )
                 self.peers.append(peer)
@@ -173,7 +174,7 @@ class SwarmRun:
             self.close()
 
     def _write_last(self) -> None:
-        """Tries again if the last checkpoint could not be written."""
+        """Writes the last checkpoint again while that fails, after each delay."""
         for seconds in RETRY_SECONDS:
             self._saver.wait()
             last = self.snapshot()

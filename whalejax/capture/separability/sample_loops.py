@@ -61,8 +61,8 @@ class TraceFollower(Protocol):
 
 
 RULE: Final = (
-    "has a derivative rule of its own that combines samples, or is not linear in what "
-    "it is given"
+    "has a derivative rule of its own that combines samples, or is not linear in its "
+    "cotangents"
 )
 
 
@@ -145,8 +145,8 @@ def _traced_rule(equation: Any, inputs: Sequence[int], outputs: Sequence[int]) -
 
 
 FORWARD: Final = (
-    "has a derivative rule of its own whose results are of other samples than without "
-    "derivatives"
+    "has a derivative rule of its own whose results depend on other samples than the "
+    "function's"
 )
 
 

@@ -3,7 +3,7 @@
 These are activations and their gradients between stages, and gradients of weights
 during their reduction over the peers of a stage.
 
-The coded form is stored and sent, so that all readers of a tensor, at any time, have
+The sender stores the coded form too, so that all who read a tensor, at any time, get
 the same values.
 """
 
@@ -40,7 +40,7 @@ def _coded(array: np.ndarray, wire: str) -> np.ndarray:
     if not _is_wide(array.dtype):
         return array
     if wire in _SHORT:
-        with np.errstate(over="ignore"):  # checked by callers that can lose values so
+        with np.errstate(over="ignore"):  # callers check for overflow
             return array.astype(_SHORT[wire])
     if wire == "int8":
         return np.frombuffer(quantize.pack(quantize.quantize(array)), np.uint8)
@@ -125,5 +125,5 @@ def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:
 
 
 def _is_wide(dtype: np.dtype[Any]) -> bool:
-    """Whether the dtype is a float of more than 16 bits, which coding narrows."""
+    """Whether the dtype is a float of more than 16 bits; only those are coded."""
     return dtype.kind == "f" and dtype.itemsize > 2
