@@ -581,7 +581,7 @@ class PlanQuestion:
             mixed=len({node.kind.name for node in self.cluster.nodes}) > 1,
             runnable=request.runnable,
             allow_idle=idle,
-            whole=wanted.num_micro_batches == 1 and request.num_micro_batches is None,
+            whole=wanted.num_micro_batches == 1,
         )
         search, wanted = decider(
             programs, wanted, runnable=request.runnable, uneven=uneven, allow_idle=idle
