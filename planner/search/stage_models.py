@@ -363,7 +363,13 @@ class DivisibleProgram:
 
 
 class TooFewParts(PlanError):
-    """The model cannot be cut into so many parts."""
+    """The model cannot be cut into so many parts.
+
+    Attributes:
+        cut: Message on the parts alone, without other ways to divide the model.
+    """
+
+    cut: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -580,8 +586,10 @@ def _too_few(table: Schedule, parts: int) -> TooFewParts:
     chunks = table.num_chunks
     each = f" with {chunks} parts each" if chunks > 1 else ""
     most = "1 part that reads" if parts == 1 else f"{parts} parts that read"
-    return TooFewParts(
+    error = TooFewParts(
         f"stage is {table.num_stages}{each}, and the model can be cut into at most "
         f"{most} parameters of their own (loops and checkpointed regions are not "
         f"cut). Use at most {max(1, parts // chunks)}"
     )
+    error.cut = str(error)
+    return error

@@ -256,7 +256,7 @@ def test_a_lost_record_is_named(copy: Path) -> None:
     with pytest.raises(wh.WhaleError) as caught:
         shared_step().restore(copy)
     assert str(caught.value).startswith(
-        f"{copy} is not a whole checkpoint: its record whalejax.json cannot be read"
+        f"{copy} is not a whole checkpoint: it has no whalejax.json"
     )
 
 

@@ -183,9 +183,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"^batch: 2 problems\n  1. batch.x is a list of numbers; give "
         r"numpy.asarray\(…\) of it\n  2. batch.y is .* of it$",
     ),
-    "a list of texts": (
+    "a list with texts": (
         lambda: planned(loss, net(), {**BATCH, "name": ["a"] * 16}),
-        "batch: 1 problem\n  1. batch.name is a list of texts; give an array of",
+        "batch: 1 problem\n  1. batch.name is a list with texts; give an array of",
     ),
     "lists for a step": (
         lambda: step()(state(), LISTS),
@@ -399,7 +399,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "batch text": (lambda: plan().what_if(batch="64"), "batch is '64'; expected"),
     "batch of words": (
         lambda: planned(loss, net(), {"x": ["a"], "y": BATCH["y"]}),
-        "batch.x is a list of texts; give an array of integers",
+        "batch.x is a list with texts; give an array of integers",
     ),
     "texts beside a loss": (
         lambda: planned(lambda m, b: (loss(m, b), {"mode": "train"}), net(), BATCH),

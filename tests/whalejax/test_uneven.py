@@ -562,3 +562,27 @@ def test_a_kind_that_holds_nothing_is_named() -> None:
     words = r"no plan fits V100-32, of these kinds[\s\S]*All the others lack memory"
     with pytest.raises(wh.WhaleError, match=words):
         planned(both_few)
+
+
+def test_one_micro_batch_is_planned_alike_if_the_user_or_the_loss_wants_it() -> None:
+    def coupled(model: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        hidden = batch["x"] @ model["w"]
+        return ((hidden - hidden.mean(0)) / (1 + hidden.var(0))).var()
+
+    def planned(**options: Any) -> wh.Plan:
+        shape = jax.ShapeDtypeStruct
+        return wh.plan(
+            coupled,
+            {"w": shape((256, 256), "float32")},
+            {"x": shape((8192, 256), "float32")},
+            optimizer=optax.adam(1e-3),
+            cluster="a100-80:4+v100-32:4",
+            **options,
+        )
+
+    free, one = planned(), planned(num_micro_batches=1)
+    assert free.num_micro_batches == 1
+    assert (free.shares, free.time) == (one.shares, one.time)
+    # One program gives all devices as many samples; replicas cannot share one part.
+    even = planned(shares="even")
+    assert even.shares == () and even.time.step_seconds >= free.time.step_seconds

@@ -528,11 +528,14 @@ def test_a_plan_that_the_compiler_refuses_gives_way_to_one_it_accepts() -> None:
 
 def test_an_error_of_the_loss_comes_back_with_its_notes() -> None:
     error = KeyError("z")
-    error.add_note("whalejax: loss_fn was given a Net as model, and as batch: …")
+    error.add_note(
+        "whalejax: loss_fn was given an object of class Net as model, and as batch: …"
+    )
     error.add_note("For simplicity, JAX has removed its internal frames")
     failure = compile_worker._failure(error, "asking")["failure"]
     assert failure == (
-        "KeyError: 'z'\nwhalejax: loss_fn was given a Net as model, and as batch: …"
+        "KeyError: 'z'\nwhalejax: loss_fn was given an object of class Net as model, "
+        "and as batch: …"
     )
 
 

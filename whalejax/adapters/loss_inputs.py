@@ -54,7 +54,7 @@ def _model_text(model: Any) -> str:
         keys = [repr(key) for key in model]
         more = [*["…"][: len(keys) - _MOST_LEAVES]]
         return f"a {name} with {', '.join([*keys[:_MOST_LEAVES], *more])}"
-    return f"a {name}"
+    return f"an object of class {name}"
 
 
 def _batch_text(batch: Any) -> str:

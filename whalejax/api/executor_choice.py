@@ -530,7 +530,9 @@ class _Staging:
                 **options,
             )
         except TooFewParts as error:
-            raise TooFewParts(_neither(str(error), reason, remedy)) from None
+            both = TooFewParts(_neither(error.cut, reason, remedy))
+            both.cut = error.cut
+            raise both from None
         uneven = uncut(graph, plan)
         notes = [f"{uneven}. {evened(remedy)}"] if uneven else []
         if not uneven and (said := lopsided(plan, marked=marked)):
@@ -756,8 +758,6 @@ def _search_with_warning(
     """Returns the plan of the requested stages; warns if one does most of the work."""
     try:
         plan = search(graph, *given, **options)
-    except TooFewParts as error:  # used by searches only
-        raise PlanError(str(error)) from None
     except FlowsBackwards as error:
         if not (several := merged_pipelines_note(graph)):
             raise

@@ -184,16 +184,17 @@ def uneven_shares(
         mixed: Whether devices are of several kinds.
         runnable: Whether plans that cannot run are excluded.
         allow_idle: Whether some devices may be idle.
-        whole: Whether the batch is one micro-batch, as its samples are not independent.
+        whole: Whether the batch is one micro-batch, which several replicas cannot share
+            evenly.
 
     Raises:
         PlanError: Shares contradict another option.
     """
     # One program runs on one kind of device.
     if shares is None:
-        return mixed and not whole
+        return mixed
     if isinstance(shares, str):
-        return EVEN if mixed else False
+        return EVEN if mixed and not whole else False
     if not runnable or allow_idle:
         other = "allow_idle=True" if allow_idle else "runnable=False"
         raise PlanError(f"shares cannot be given with {other}. Drop one of them")

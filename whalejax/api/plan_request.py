@@ -532,10 +532,13 @@ class PlanQuestion:
             group_size=request.group_size,
             per_micro_batch=request.per_micro_batch,
             asked=asked,
-            may_couple=self._has_experts(programs),
+            may_couple=self._may_couple(programs),
         )
 
-    def _has_experts(self, programs: Programs) -> bool:
+    def _may_couple(self, programs: Programs) -> bool:
+        weights = sum(tensor.nbytes for tensor in programs.graph.params)
+        if weights > self.cluster.num_devices * self.cluster.memory_bytes:
+            return False  # Nothing will fit, which one search finds out.
         program = ProgramAnalyses(
             graph=programs.graph,
             cluster=self.cluster,
@@ -581,7 +584,7 @@ class PlanQuestion:
             mixed=len({node.kind.name for node in self.cluster.nodes}) > 1,
             runnable=request.runnable,
             allow_idle=idle,
-            whole=wanted.num_micro_batches == 1 and request.num_micro_batches is None,
+            whole=wanted.num_micro_batches == 1,
         )
         search, wanted = decider(
             programs, wanted, runnable=request.runnable, uneven=uneven, allow_idle=idle

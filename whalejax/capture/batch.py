@@ -153,7 +153,7 @@ def list_problem(path: tuple[Any, ...], value: Any) -> str:
         return ""
     name = f"batch.{dotted(tuple(parents))}" if parents else "batch"
     if isinstance(value, str | bytes):
-        return f"{name} is a list of texts; give an array of integers, as token ids are"
+        return f"{name} is a list with texts; give an array of integers, as token ids"
     if isinstance(value, bool | int | float | complex | np.generic):
         return f"{name} is a list of numbers; give numpy.asarray(…) of it"
     return ""

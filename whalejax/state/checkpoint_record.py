@@ -217,6 +217,11 @@ def read_record(target: Path) -> Record:
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _refuse_parent(target)
+        if isinstance(error, FileNotFoundError):
+            raise DamagedCheckpoint(
+                f"{target} is not a whole checkpoint: it has no {RECORD}. Give the "
+                "path of one that step.save wrote"
+            ) from error
         said = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
         raise DamagedCheckpoint(
             f"{target} is not a whole checkpoint: its record {RECORD} cannot be read "

@@ -68,6 +68,7 @@ from whalejax.planner.pipeline.program_cut import (
 )
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.search.stage_models import TooFewParts
 from whalejax.state.state_bytes import unpacked
 from whalejax.user_code.losses import Job
 from whalejax.wire.messages import MOST_ARRAY_BYTES, MOST_ARRAYS
@@ -137,15 +138,18 @@ class StagedJob:
         self.size = batch or job.batch_size or 0
         self.count = micro_batches or most_micro_batches(self.size)
         model = job_plans.abstract_model(job)
-        self.plan = job_plans.make_plan(
-            job,
-            model,
-            first,
-            parse_cluster(f"cpu:{stages}"),
-            mesh={"stage": stages},
-            precision=precision,
-            num_micro_batches=self.count,
-        )
+        try:
+            self.plan = job_plans.make_plan(
+                job,
+                model,
+                first,
+                parse_cluster(f"cpu:{stages}"),
+                mesh={"stage": stages},
+                precision=precision,
+                num_micro_batches=self.count,
+            )
+        except TooFewParts as error:
+            raise PlanError(error.cut) from None  # Swarms divide no scan.
         example = jax.tree.map(aval_of, first)
         self.structure: Any = jax.tree.structure(example)
         adapter = adapt(model, job.loss_fn).without_values()

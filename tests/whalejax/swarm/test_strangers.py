@@ -443,3 +443,11 @@ def test_a_stage_is_compiled_once_for_all_peers_of_a_process() -> None:
         one, other = found.join(0), found.join(0)
         assert one.worker.stage is other.worker.stage
         assert isinstance(cut.ready[0], StagePrograms)
+
+
+def test_more_stages_than_parts_are_refused_with_the_number_of_parts() -> None:
+    """Without the advice on scans, which swarms do not divide."""
+    with pytest.raises(
+        PlanError, match=r"^stage is 20, .* at most 6 .* Use at most 6$"
+    ):
+        StagedJob(jobs.make(), stages=20, micro_batches=2)
