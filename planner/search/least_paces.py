@@ -113,23 +113,27 @@ def least_stage_steps(
         cases = cases.take(np.flatnonzero(held <= cluster.memory_bytes))
         if not len(cases):
             continue
-        number = devices // cases.devices
         if scanned:
-            passes = (cases.count + number - 1) / number
-            rows, pace, ahead = _paces(
-                search, cases, most_seconds * cases.count / passes
-            )
-            number = number[rows]
-            step = np.maximum(pace * passes[rows], ahead)
+            number, step = _least_lockstep(search, cases, devices, most_seconds)
         else:
-            times = search.evaluator.times(cases)
-            least_passes = _least_passes(times, cases)
-            total = StageSeconds.of(*least_passes, recomputes=bool(remat))
+            number = devices // cases.devices
+            passes = _least_passes(search.evaluator.times(cases), cases)
+            total = StageSeconds.of(*passes, recomputes=bool(remat))
             step = least_divided_seconds(total, number, cases.count)
         for n in stages:
             here = float(step[number == n].min(initial=np.inf))
             steps[n] = min(here, steps.get(n, np.inf))
     return {n: seconds for n, seconds in steps.items() if seconds < np.inf}
+
+
+def _least_lockstep(
+    search: Search, cases: LayoutCases, devices: int, most_seconds: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the number of stages and the least step of cases that are fast enough."""
+    number = devices // cases.devices
+    turns = (cases.count + number - 1) / number
+    rows, pace, ahead = _paces(search, cases, most_seconds * cases.count / turns)
+    return number[rows], np.maximum(pace * turns[rows], ahead)
 
 
 def least_paces(

@@ -255,3 +255,12 @@ def test_no_rule_no_moves() -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(WhaleError, match="rebalancing: 0 stages, period 60.0 s"):
         Rebalancer(stages=0)
+
+
+def test_the_earlier_name_of_the_module_still_works() -> None:
+    from whalejax.swarm import rebalancing
+
+    with pytest.warns(DeprecationWarning, match=r"is called .*stage_assignment now"):
+        assert rebalancing.Rule is Rule
+    with pytest.raises(AttributeError):
+        rebalancing.Nothing  # noqa: B018
