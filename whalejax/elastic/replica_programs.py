@@ -262,8 +262,15 @@ class ReplicaPrograms:
             if len(pieces) == said.count:
                 break
         data = np.concatenate([x.reshape(-1).view(np.uint8) for x in pieces])
-        about = json.loads(said.text)
-        if digest_of([data]) != about["sha256"]:
+        try:
+            about = json.loads(said.text)
+            digest, samples = about["sha256"], int(about["samples"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise WhaleError(
+                f"{whose} sent a state without its hash and its number of samples. Run "
+                "the same code in all members"
+            ) from error
+        if digest_of([data]) != digest:
             raise WhaleError(f"the state that {whose} sent was changed on the way")
         abstract = self.step.abstract_state()
         avals = jax.tree.leaves(abstract)
@@ -275,7 +282,7 @@ class ReplicaPrograms:
             )
         tree: Any = jax.tree.structure(abstract)
         state: TrainState = tree.unflatten(map(_typed, arrays, avals))
-        return dataclasses.replace(state, samples=about["samples"])
+        return dataclasses.replace(state, samples=samples)
 
     def save(
         self, path: Path, state: TrainState, before_it_appears: Callable[[], None]

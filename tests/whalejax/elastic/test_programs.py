@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from whalejax.elastic.replica_programs import Buffers, ReplicaPrograms
 from whalejax.membership.assignment import Node, assign_micro_batches, cover, total
 from whalejax.meshes.errors import WhaleError
 from whalejax.state.async_checkpoints import Saver
-from whalejax.wire.run_messages import Report
+from whalejax.wire.run_messages import Report, State
 
 
 # Optax promotes the number of a step.
@@ -127,6 +128,10 @@ def test_another_state_is_refused(programs: ReplicaPrograms) -> None:
     piece.arrays[0][3] ^= 1
     with pytest.raises(WhaleError, match="was changed on the way"):
         programs.assembled(lambda: piece, "m1")
+    for text in ("", "[]", "{}", '{"sha256": "", "samples": null}'):
+        other = State(place=0, count=1, text=text, arrays=piece.arrays)
+        with pytest.raises(WhaleError, match="m1 sent a state without its hash"):
+            programs.assembled(functools.partial(next, iter([other])), "m1")
 
 
 def test_facts_tell_another_loss_and_optimizer(programs: ReplicaPrograms) -> None:
