@@ -493,6 +493,15 @@ def without_dead_equations(jaxpr: Any) -> Any:
     return jax.extend.core.ClosedJaxpr(body.replace(eqns=kept[::-1]), constants)
 
 
+def scopes_in(jaxpr: Any) -> set[str]:
+    """Returns the relative name stacks of all equations, also of inner jaxprs."""
+    found: set[str] = set()
+    for equation in open_jaxpr(jaxpr)[0].eqns:
+        found.add(scope_text(equation))
+        found.update(*map(scopes_in, inner_jaxprs(equation)))
+    return found
+
+
 def while_parts(equation: Any) -> tuple[int, int]:
     """Returns the number of constants of a while's condition and of its body."""
     return int(equation.params["cond_nconsts"]), int(equation.params["body_nconsts"])

@@ -224,7 +224,7 @@ class StepTime:
         return _StageTimes(self, cases.take(first), combined), inverse
 
     def flow_key(self, flow: Flow) -> Hashable:
-        """Returns ``operation_cost.flow_key``, as a number of this model's."""
+        """Returns ``operation_cost.flow_key``, computed once."""
         if id(flow) not in self._keys:
             s = CostSetting({}, 1, self.cluster, self.dims)
             self._keys[id(flow)] = flow_key(flow, s)

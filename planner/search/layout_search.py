@@ -55,7 +55,6 @@ from whalejax.planner.sharding.operation_rows import OperationRows, Row
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
-    OptimizerBytes,
     lay_out,
 )
 from whalejax.planner.sharding.sequence_parallel import SequenceSplit, shared_roles
@@ -334,8 +333,9 @@ class Search:
 
     def _facts(self) -> LeafFacts:
         narrowed, cast = self.request.narrowed, self.request.cast_bytes
+        optimizer = self.request.optimizer
 
-        def facts(graph: Graph, optimizer: OptimizerBytes) -> LeafFacts:
+        def facts(graph: Graph) -> LeafFacts:
             return LeafFacts.of(
                 graph,
                 self.dims,
@@ -345,8 +345,8 @@ class Search:
                 cast_bytes=cast,
             ).with_stored_axes(self.options.stored)
 
-        what = "facts", self.request.default, narrowed, cast
-        return self.program.once(what, facts, self.graph, self.request.optimizer)
+        what = "facts", self.request.default, narrowed, cast, optimizer.key
+        return self.program.once(what, facts, self.graph)
 
     def _split_facts(self, facts: LeafFacts, graph: Graph) -> LeafFacts:
         return facts.at(weight_homes(graph, self.rows.weight))

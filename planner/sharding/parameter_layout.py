@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,11 @@ class OptimizerBytes:
     by_path: Mapping[str, int]
     other_bytes: int = 0
     operations: float = 0.0
+
+    @property
+    def key(self) -> Hashable:
+        """Key that is equal for equal bytes."""
+        return tuple(self.by_path.items()), self.other_bytes, self.operations
 
     @property
     def followed_bytes(self) -> int:

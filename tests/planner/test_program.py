@@ -69,6 +69,24 @@ def test_each_of_several_splits_is_the_one_that_stands_alone(
     assert len(homes) > 1
 
 
+def test_parameters_are_gathered_once_for_equal_optimizer_state(plain: Search) -> None:
+    given = plain.request.optimizer
+    equal = dataclasses.replace(given, by_path={**given.by_path})
+    more = dataclasses.replace(given, other_bytes=given.other_bytes + 4)
+    again, other = (
+        Search(
+            plain.graph,
+            plain.dims,
+            plain.cluster,
+            dataclasses.replace(plain.request, optimizer=state),
+            program=plain.program,
+        )
+        for state in (equal, more)
+    )
+    assert again.facts is plain.facts  # Each plan counts the bytes anew.
+    assert other.facts.optimizer_other_bytes == more.other_bytes
+
+
 def test_views_of_a_graph_fold_all_ways_to_part_it(
     plain: Search, splits: list[SequenceSplit]
 ) -> None:

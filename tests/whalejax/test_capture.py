@@ -375,6 +375,24 @@ def test_values_that_nothing_reads_are_not_counted() -> None:
     assert flops(wide) == flops(narrow)
 
 
+def test_a_mark_around_values_that_nothing_reads_has_no_effect() -> None:
+    params = {"w": jnp.zeros((8, 4)), "unread": jnp.zeros((8, 16))}
+
+    def loss(params: Any, batch: Any) -> Any:
+        with wh.replicate():
+            out = batch @ params["w"]
+        with wh.split():
+            jax.jit(jnp.tanh)(batch @ params["unread"])
+        return jnp.mean(out)
+
+    found = captured(params, loss, jnp.zeros((16, 8)))
+    assert found.graph.undeclared_marks == ()
+    assert [str(m) for t in found.graph.task_graphs for m in t.marks] == ["replicate()"]
+    assert found.notes == (
+        "split() covers only values that no result of the loss needs: no effect",
+    )
+
+
 def test_what_only_metrics_read_has_no_gradient() -> None:
     def loss(params: Any, batch: Any) -> Any:
         out = batch["x"] @ params["up"]["w"]

@@ -87,7 +87,7 @@ from whalejax.planner.sharding.fused_parameters import (
 )
 from whalejax.planner.sharding.program_regions import precision_for, regions, ringed
 from whalejax.user_code.ambient_mesh import tracing
-from whalejax.user_code.annotations import recording
+from whalejax.user_code.annotations import parse_scope, recording
 from whalejax.user_code.losses import check_metrics
 
 
@@ -446,7 +446,9 @@ def capture(
     arguments += [_key_aval(rng)] if adapter.takes_rng else []
     given = adapter, batch, rng, batch_axes, num_micro_batches
     with recording() as record, _of_a_part(*given):
-        jaxpr, axes = _traced(flat, arguments, _part(size, num_micro_batches))
+        written, axes = _traced(flat, arguments, _part(size, num_micro_batches))
+    jaxpr = _compat.without_dead_equations(written)
+    unread = _unread_marks(record.marks, written, jaxpr)
     jaxpr, steady, changing = held_back(
         jaxpr,
         adapter.rest,
@@ -454,9 +456,8 @@ def capture(
         size,
         lambda: _traced_twice_as_large(adapter, leaves, batch_tree, arguments, axes),
     )
-
-    marks, weighted = record.marks, flat.weighted
-    reader = _Reader(adapter, leaves, marks, weighted, num_micro_batches)
+    marks = [mark for mark in record.marks if mark not in unread]
+    reader = _Reader(adapter, leaves, marks, flat.weighted, num_micro_batches)
     read = reader.read(jaxpr)
     again = functools.partial(_with_samples, flat, reader, arguments, axes)
     out_tree, apart = _reported_values(_traced_as(jaxpr, read), flat, again, changing)
@@ -481,7 +482,7 @@ def capture(
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
         apart=apart,
-        notes=tuple(dict.fromkeys(walk.notes)),
+        notes=tuple(dict.fromkeys([*walk.notes, *map(_unread_note, unread)])),
         axes=axes,
         steady=steady,
         changing=tuple(adapter.rest_paths[i] for i in changing),
@@ -647,12 +648,27 @@ def _trace(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     return _compat.without_dead_equations(_compat.trace(function, arguments))
 
 
+def _unread_marks(marks: Sequence[Mark], written: Any, needed: Any) -> list[Mark]:
+    """Returns the marks that cover only values that no result of the loss needs."""
+    if needed is written or not marks:
+        return []
+    covering, kept = (
+        {parse_scope(x) for text in _compat.scopes_in(one) for x in text.split("/")}
+        for one in (written, needed)
+    )
+    return [mark for mark in marks if mark in covering - kept]
+
+
+def _unread_note(mark: Mark) -> str:
+    return f"{mark} covers only values that no result of the loss needs: no effect"
+
+
 def _traced(
     flat: _FlatLoss, arguments: list[Any], part: str
 ) -> tuple[Any, tuple[str, ...]]:
     """Returns the jaxpr of the loss as written, and the unbound axes that it names."""
     try:
-        jaxpr, axes = traced_with_axes(tracing(_trace), flat, arguments)
+        jaxpr, axes = traced_with_axes(tracing(_compat.trace), flat, arguments)
     except Exception as error:
         message = mesh_error_text(error)
         if message:
