@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -132,8 +133,15 @@ def test_no_stages_are_faster_than_their_bound(
     found: dict[int, float] = {}
     bound = least_paces.least_stage_steps
 
-    def kept(*given: Any, **options: Any) -> dict[int, float]:
-        found.update(bound(*given, **options))
+    def kept(
+        *given: Any, most_seconds: float = math.inf, **options: Any
+    ) -> dict[int, float]:
+        every = bound(*given, **options)
+        found.update(every)
+        for seconds in (most_seconds, *(s * (1 + 1e-9) for s in every.values())):
+            some = bound(*given, most_seconds=seconds, **options)
+            needed = {n: least for n, least in every.items() if least <= seconds}
+            assert needed == {n: some.get(n) for n in needed}
         return {}
 
     choice = "whalejax.api.executor_choice"
