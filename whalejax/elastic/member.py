@@ -242,7 +242,7 @@ class ElasticMember:
         """Ends this member's run, after a checkpoint if it is to write one."""
         if said.saves and self._state is not None and self._training.save:
             self._control.phase = phases.SAVING
-            self._saver.save(self._state, self._at)
+            self._save_good()
             while not self._saver.wait():
                 pass  # The supervisor ends this process if it takes too long.
         if said.well:
@@ -365,8 +365,17 @@ class ElasticMember:
         there = [name for name in self._names if name not in self._peers.broken]
         if there and there[0] == self._control.name:
             self._control.phase = phases.SAVING
-            self._saver.save(self._state, self._at)
+            self._save_good()
             self._saver.wait()
+
+    def _save_good(self) -> None:
+        """Saves the state unless its loss is not finite; earlier checkpoints stay."""
+        assert self._state is not None
+        if self._is_divergent:
+            why = "the loss of its last step is not finite"
+            self._control.post(wire.NotSaved(step=self._at, why=why))
+        else:
+            self._saver.save(self._state, self._at)
 
     # A step.
 

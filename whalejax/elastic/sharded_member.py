@@ -80,6 +80,7 @@ class SpreadMember:
         self._changed = threading.Condition()
         self._asked = -1
         self._leaves = self._told_leaving = self._stopped = False
+        self._is_divergent = False
         self._over = self._has_committed = False
         self._times: list[float] = []
         self._status: int | None = None
@@ -119,6 +120,7 @@ class SpreadMember:
                 state, self._programs.batch(done, state.samples)
             )
             loss = float(metrics["loss"])
+            self._is_divergent = is_divergent(loss, metrics)
             done += 1
             if self._copying is not None:
                 self._copying.took(time.monotonic() - began)
@@ -126,7 +128,7 @@ class SpreadMember:
             self._tell_placement(done)
             self._look_ahead(done)
             due = done % self._training.save_every == 0 or done == self._training.steps
-            if due and not is_divergent(loss, metrics):
+            if due:
                 self._save(state, done)
             self._phase(BETWEEN)
             yield (
@@ -352,8 +354,8 @@ class SpreadMember:
 
     def _save(self, state: TrainState, done: int) -> None:
         folder = self._training.save
-        if folder is None:
-            return
+        if folder is None or self._is_divergent:
+            return  # A state whose loss is not finite is of no use later.
         self._phase(SAVING)
         path = folder / f"step_{done:06d}"
         if any(told_by_all("there" if path.exists() else "", "checkpoints there")):

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,8 +20,11 @@ import pytest
 import whalejax as wh
 from tests.flags import QUICK
 from tests.whalejax.elastic.runs import ROOT
+from whalejax.elastic.member import ElasticMember
+from whalejax.elastic.sharded_member import SpreadMember
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
+from whalejax.wire.run_messages import NotSaved, Stop
 
 
 JOB = """
@@ -153,6 +157,39 @@ def test_a_state_with_a_loss_of_nan_is_not_saved(tmp_path: Path) -> None:
         list(wh.train_elastic(other, steps=3, save=save, save_every=1, **more))
         there = sorted(path.name for path in save.glob("step_*"))
         assert there == ["step_000001", "step_000002"]
+
+
+def test_a_member_that_must_end_does_not_save_a_state_with_a_loss_of_nan() -> None:
+    saved: list[int] = []
+    posted: list[Any] = []
+    for is_divergent in (False, True):
+        member = object.__new__(ElasticMember)
+        member._control = SimpleNamespace(step=3, post=posted.append)  # type: ignore[assignment]
+        member._state = SimpleNamespace()  # type: ignore[assignment]
+        member._training = SimpleNamespace(save=Path("save"))  # type: ignore[assignment]
+        member._saver = SimpleNamespace(  # type: ignore[assignment]
+            save=lambda state, step: saved.append(step), wait=lambda: True
+        )
+        member._is_divergent = is_divergent
+        with pytest.raises(SystemExit):
+            member._stop(Stop(saves=True, well=True, why="drained"))
+    assert saved == [3]
+    assert [type(report) for report in posted] == [NotSaved]
+
+
+def test_a_process_that_must_end_does_not_save_a_state_with_a_loss_of_nan(
+    tmp_path: Path,
+) -> None:
+    member = object.__new__(SpreadMember)
+    saved: list[Path] = []
+    member._training = SimpleNamespace(save=tmp_path, keep=1)  # type: ignore[assignment]
+    member._control, member._phase = None, lambda phase: None  # type: ignore[assignment,method-assign]
+    member._programs = SimpleNamespace(  # type: ignore[assignment]
+        save=lambda path, state, approve: saved.append(path)
+    )
+    for member._is_divergent in (True, False):
+        member._save(None, 3)  # type: ignore[arg-type]
+    assert saved == [tmp_path / "step_000003"]
 
 
 def test_a_loss_of_nan_ends_a_run(tmp_path: Path) -> None:
