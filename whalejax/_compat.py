@@ -475,17 +475,22 @@ def pruned(jaxpr: Any) -> Any:
     return jax.extend.core.ClosedJaxpr(result, constants)
 
 
-def without_dead_equations(jaxpr: Any) -> Any:
+def without_dead_equations(jaxpr: Any, keep: Callable[[str], bool]) -> Any:
     """Returns a closed jaxpr without equations that no result or effect needs.
 
     Programs inside its equations are unchanged, as their inputs have a meaning by
     position.
+
+    Args:
+        jaxpr: Closed jaxpr.
+        keep: Whether to keep all equations of a scope, given as text.
     """
     body, constants = open_jaxpr(jaxpr)
     live = {atom for atom in body.outvars if not is_literal(atom)}
     kept = []
     for equation in reversed(body.eqns):
-        if equation.effects or not live.isdisjoint(equation.outvars):
+        needed = equation.effects or not live.isdisjoint(equation.outvars)
+        if needed or keep(scope_text(equation)):
             kept.append(equation)
             live.update(atom for atom in equation.invars if not is_literal(atom))
     if len(kept) == len(body.eqns):

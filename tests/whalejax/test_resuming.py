@@ -180,7 +180,7 @@ def test_the_newest_whole_checkpoint_is_taken(run: Path) -> None:
         "step_000003.damaged now"
     )
     assert second.startswith(
-        f"{run / 'step_000002'} is not a whole checkpoint: its rec"
+        f"{run / 'step_000002'} is not a whole checkpoint: it has no"
     )
     assert "step_000002.damaged2 now" in second
 

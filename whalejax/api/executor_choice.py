@@ -758,6 +758,8 @@ def _search_with_warning(
     """Returns the plan of the requested stages; warns if one does most of the work."""
     try:
         plan = search(graph, *given, **options)
+    except TooFewParts as error:  # used by searches only
+        raise PlanError(str(error)) from None
     except FlowsBackwards as error:
         if not (several := merged_pipelines_note(graph)):
             raise

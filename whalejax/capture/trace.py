@@ -447,7 +447,7 @@ def capture(
     given = adapter, batch, rng, batch_axes, num_micro_batches
     with recording() as record, _of_a_part(*given):
         written, axes = _traced(flat, arguments, _part(size, num_micro_batches))
-    jaxpr = _compat.without_dead_equations(written)
+    jaxpr = _compat.without_dead_equations(written, _is_staged)
     unread = _unread_marks(record.marks, written, jaxpr)
     jaxpr, steady, changing = held_back(
         jaxpr,
@@ -645,7 +645,15 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
 
 def _trace(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Returns the jaxpr of a loss without unused values, which XLA removes too."""
-    return _compat.without_dead_equations(_compat.trace(function, arguments))
+    traced = _compat.trace(function, arguments)
+    return _compat.without_dead_equations(traced, _is_staged)
+
+
+@functools.cache
+def _is_staged(scope: str) -> bool:
+    """Returns whether a stage is marked there: one that nothing needs is refused."""
+    marks = map(parse_scope, scope.split("/"))
+    return any(mark is not None and mark.kind == "stage" for mark in marks)
 
 
 def _unread_marks(marks: Sequence[Mark], written: Any, needed: Any) -> list[Mark]:

@@ -148,8 +148,11 @@ class StagedJob:
                 precision=precision,
                 num_micro_batches=self.count,
             )
-        except TooFewParts as error:
-            raise PlanError(error.cut) from None  # Swarms divide no scan.
+        except PlanError as error:
+            if not isinstance(error.__context__, TooFewParts):
+                raise
+            # Swarms divide no scan.
+            raise PlanError(error.__context__.cut) from None
         example = jax.tree.map(aval_of, first)
         self.structure: Any = jax.tree.structure(example)
         adapter = adapt(model, job.loss_fn).without_values()
