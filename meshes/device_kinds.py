@@ -5,6 +5,9 @@ measured.
 seconds, so that no other module converts a peak to a time. It uses measured points if
 there are any. Otherwise it uses the datasheet's peak times an efficiency, which is
 fitted for kinds of the catalogue and depends on the shape.
+
+The module is long because each kind of operation has its own rule from peaks, fitted
+shares and measured points to seconds.
 """
 
 from __future__ import annotations

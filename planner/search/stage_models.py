@@ -175,7 +175,7 @@ class Segments:
         known: dict[Hashable, float] = {}
         for row in rows.ops:
             table = self._tables[row.task_graph]
-            key = id(table), row.alike
+            key = id(table), row.cost_key
             if key not in known:
                 cost = row_cost(row, row_hits(row, table, s), s)
                 seconds = cost.compute_seconds + cost.launches * launch

@@ -232,8 +232,8 @@ class Row:
         return self.operands + self.results
 
     @property
-    def alike(self) -> Hashable:
-        """Key of rows that are equal but for TaskGraph and scope.
+    def cost_key(self) -> Hashable:
+        """Key of rows that differ at most in TaskGraph and scope.
 
         It compares parts by identity, so it is valid among the rows of one program.
         """

@@ -111,6 +111,9 @@ MODELS = {model.name: model for model in cases.MODELS}
         ),
         pytest.param("linen", (1, 2, 1), {}, marks=pytest.mark.full),
         pytest.param("moe-top-2", (3, 1), {"tensor": 2}, marks=pytest.mark.full),
+        # One replica computes the whole batch of a loss that couples its samples.
+        ("resnet", (1, 0), {"fsdp": 2}),
+        ("moe-top-2", (0, 1), {"tensor": 2}),
     ],
 )
 def test_unlike_shares_equal_one_device(

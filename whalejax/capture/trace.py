@@ -649,7 +649,7 @@ def _trace(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     return _compat.without_dead_equations(traced, _is_staged)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2**12)
 def _is_staged(scope: str) -> bool:
     """Returns whether a stage is marked there: one that nothing needs is refused."""
     marks = map(parse_scope, scope.split("/"))

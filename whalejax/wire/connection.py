@@ -7,6 +7,9 @@ of a message's values and arrays, followed by both unchanged. If processes have 
 the same protocol runs without TLS.
 
 The process's loop reads all incoming data; a slow reader delays only its own sender.
+
+The module is long because the handshake, both directions of a connection and its
+deadlines share one state.
 """
 
 from __future__ import annotations
