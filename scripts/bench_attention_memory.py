@@ -34,6 +34,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +47,6 @@ eight_devices()
 import flax.linen as nn  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import jaxlib  # noqa: E402
 import optax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
@@ -268,7 +268,10 @@ def main() -> None:
         if arguments.only in case.name and (arguments.only or case.name not in results):
             results[case.name] = {
                 **measure_case(case),
-                "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+                "versions": {
+                    "jax": jax.__version__,
+                    "jaxlib": metadata.version("jaxlib"),
+                },
                 "commit": commit(),
             }
             print(case.name, results[case.name], flush=True)

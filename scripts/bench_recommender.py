@@ -143,7 +143,7 @@ class IdleDense(SectionsStep):
 
     gradients: np.ndarray | None = None
 
-    def _run_dense(self, work: Any, vectors: Any) -> Any:
+    def _run_dense(self, work: Any, vectors: Any) -> Any:  # pyright: ignore
         if self.gradients is None:
             packed, _ = super()._run_dense(work, vectors)
             self.gradients = packed

@@ -48,7 +48,7 @@ def _experts(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
     return x + jnp.einsum("ebsf,efd->bsd", hidden, layer["down"])
 
 
-def _shape(*sizes: int) -> jax.Array:
+def _shape(*sizes: int) -> Any:
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 

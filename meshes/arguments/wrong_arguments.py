@@ -74,7 +74,7 @@ def names_arguments(
             if call is not None:
                 setattr(kind, key, call)
         kind.__getattr__ = _attribute_finder(kind.__name__, habits)
-        return target
+        return cast("C", kind)
 
     return decorate
 

@@ -97,9 +97,11 @@ class PlanDetails(Protocol):
 
     def layouts_of(self, scored: LayoutCandidate) -> tuple[LeafLayout, ...]:
         """Returns the layout of each parameter group."""
+        ...
 
     def collectives_of(self, scored: LayoutCandidate) -> tuple[Collective, ...]:
         """Returns the collectives of one step, as the compiler runs them."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

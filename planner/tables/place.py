@@ -324,8 +324,10 @@ def _items(
             for i in group
         ]
         if not listed[0]:
-            raise _no_way(tables[group[0]], allowed, ranks, batch_size)
-        ways = listed[0] if len(group) == 1 else [_sum_of([w[0] for w in listed])]
+            raise _no_way(tables[min(group)], allowed, ranks, batch_size)
+        ways = listed[0]
+        if len(group) > 1:
+            ways = [_sum_of([one for one, *_ in listed])]
         items.append(Item(tables=group, ways=tuple(ways), rank=rank))
     return tuple(items)
 

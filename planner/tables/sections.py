@@ -51,7 +51,7 @@ class SectionTimes:
 
     def __post_init__(self) -> None:
         problems = Arguments("SectionTimes")
-        for name in self.__slots__[:-1]:
+        for name in (*self.__slots__,)[:-1]:
             problems.number(name, getattr(self, name), least=0)
         problems.raise_if_any()
 

@@ -131,12 +131,12 @@ def place_in_sections(
         dense_seconds=dense_seconds,
         batch_seconds=batch_seconds,
     )
-    groups = _groups(tables, wanted.together)
+    cut, names, beside = costs, set[str](), None
     for room in _ROOM:
         free = 0.0 if devices is None else devices.count * devices.memory_bytes
         cut = choose_cut(
             _with_fixed_ranks(costs, wanted),
-            groups,
+            _groups(tables, wanted.together),
             base,
             most_processes=processes.count,
             staleness=wanted.staleness,

@@ -50,6 +50,7 @@ def test_logits_are_those_of_the_paper() -> None:
 
     def mlp(net: dlrm.MLP, x: np.ndarray) -> np.ndarray:
         for number, layer in enumerate(net.layers):
+            assert layer.bias is not None
             x = np.maximum(x, 0) if number else x
             x = x @ np.asarray(layer.kernel[...]) + np.asarray(layer.bias[...])
         return x

@@ -240,7 +240,7 @@ def test_linen_modules_run_at_other_sizes_than_their_code_has() -> None:
 def test_a_wrong_executor_is_found_and_its_leaf_named(part: str) -> None:
     batch = shape(48, 24)
     plan = plan_of(dense_loss, DENSE, batch, {"data": 2, "tensor": 2})
-    right = runner.gradients_of if part == "gradient" else runner.update
+    right: Any = runner.gradients_of if part == "gradient" else runner.update
 
     def wrong_gradients(*given: Any, **more: Any) -> Any:
         sums, rest = right(*given, **more)

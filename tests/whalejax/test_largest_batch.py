@@ -102,6 +102,7 @@ def test_sizes_between_are_tried_until_the_end() -> None:
         optimizer=optax.sgd(0.1),
     )
     (batch,) = found
+    assert batch.next_samples is not None
     assert 0 < batch.samples < batch.next_samples
     assert batch.next_samples - batch.samples <= batch.samples // 256 + 1
 

@@ -303,9 +303,10 @@ def test_an_evaluation_has_the_model_in_evaluation_mode(
         **options,
     )
     count = int(cluster.rpartition(":")[2])
-    with wh.compile(
+    compiled: Any = wh.compile(
         plan, modal_loss, net, optimizer=OPTIMIZER, devices=jax.devices()[:count]
-    ) as step:
+    )
+    with compiled as step:
         state = step.init_from(net)
         for number in range(2):
             state, _ = step(state, make_batch(number))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from whalejax.meshes.errors import Problems
 
@@ -41,7 +42,7 @@ def refuse_arrays_without_values(model: Any, variables: Mapping[Any, Any]) -> No
 
 def _arrays(value: Any) -> Iterator[Any]:
     """Yields arrays without values in an attribute, its containers and functions."""
-    if isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct):
+    if isinstance(value, Tracer | jax.ShapeDtypeStruct):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
@@ -51,7 +52,7 @@ def _arrays(value: Any) -> Iterator[Any]:
             yield from _arrays(item)
     elif callable(value) and not isinstance(value, nnx.Module | nnx.Variable):
         for cell in getattr(value, "__closure__", None) or ():
-            if isinstance(_content(cell), jax.core.Tracer):
+            if isinstance(_content(cell), Tracer):
                 yield cell.cell_contents
 
 

@@ -198,8 +198,8 @@ class TablesRequest:
         All devices have buffers of the fullest one's length, and need room for the
         vectors of an exchange; both depend on the placement.
         """
-        reserved, over = 0, 0
-        for _ in range(_PLACEMENTS):
+        reserved, left = 0, _PLACEMENTS
+        while True:
             found = self._place_sections(tables, sparse, dense, cluster, size, reserved)
             placement = found.placement if found.sections is None else found.beside
             if placement is None:
@@ -209,6 +209,9 @@ class TablesRequest:
             over = memory.total_bytes - cluster.memory_bytes
             if over <= 0:
                 return found, use
+            left -= 1
+            if not left:
+                break
             reserved += over
         raise NothingFits(
             f"with a batch of {size:,} samples, tables take "
@@ -300,7 +303,7 @@ class TablesRequest:
         )
         graphs = question.programs().graph.task_graphs
         kinds = {mark.kind for graph in graphs for mark in graph.marks}
-        mesh = dict.fromkeys(_SEARCHED_AXES, 1)
+        mesh: dict[str, int] = dict.fromkeys(_SEARCHED_AXES, 1)
         if kinds & {"stage", "pipeline"}:
             del mesh[STAGE]
         mesh |= self.mesh or {}

@@ -46,6 +46,7 @@ class RunPolicy(Protocol):
             now: The time, in seconds.
             event: Event that happened.
         """
+        ...
 
     def start(self, slot: int) -> Iterable[ev.Effect] | None:
         """Starts the process of a slot; returns further effects, such as its release,

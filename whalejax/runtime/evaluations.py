@@ -63,7 +63,7 @@ class Evaluations:
         self._records = records
         self._folder = folder
         self._metric = metric
-        self._mode = mode
+        self._mode: Literal["min", "max"] = mode
         self._patience = patience
         self._waited = 0
         self.done: list[tuple[int, dict[str, float]]] = []

@@ -173,8 +173,8 @@ def is_free(folder: Path) -> bool:
         return True
     except OSError:
         return False
+    holder = _read(opened)
     try:
-        holder = _read(opened)
         if _lives_here(holder):
             return False
         fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -421,7 +421,9 @@ class _Finder:
         shape = variable.aval.shape
         while not _compat.is_literal(variable) and variable.aval.dtype != bool:
             maker: Any = self.makers.get(variable)
-            name = "" if maker is None else maker.primitive.name
+            if maker is None:
+                return None
+            name = maker.primitive.name
             if name == "broadcast_in_dim" and self._repeats_row(maker):
                 is_row = True
             elif name != "convert_element_type":

@@ -61,11 +61,10 @@ def test_without_a_leader_every_end_is_a_failure_and_served_ones_are_not_held() 
         assert starts_at(run, now) == [1]
         run.failures.progressed(int(now))
         now += 1.0
-    for _ in range(2):
-        effects = react(run, now, ev.ProcessExitEvent("a", 1, ERROR.format("no")))
-        starts_at(run, now + 0.5)
-        now += 1.0
-    (end,) = effects
+    failed = ev.ProcessExitEvent("a", 1, ERROR.format("no"))
+    react(run, now, failed)
+    starts_at(run, now + 0.5)
+    (end,) = react(run, now + 1.0, failed)
     assert isinstance(end, ev.End) and "the same error ended a and then a" in end.text
 
 

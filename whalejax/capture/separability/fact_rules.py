@@ -327,9 +327,10 @@ def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     if keys != 1 or len(first.dims) != 1 or not is_samples(first.dims[axis]):
         return None
     numbered = fact_of(first, Numbered)
-    plain = numbered is not None and not numbered.wrapped
-    plain &= not _repeated(first.dims)
-    sorting = Sorting(dim=first.dims[axis], ids=numbered.ids if plain else None)
+    ids = None
+    if numbered is not None and not numbered.wrapped and not _repeated(first.dims):
+        ids = numbered.ids
+    sorting = Sorting(dim=first.dims[axis], ids=ids)
     result = []
     for value in values:
         if fact_of(value, Places):
@@ -418,8 +419,9 @@ def _taken_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | N
         return None
     ordered = fact_of(operand, Sorted)
     if order.inverse:
-        same = ordered is not None and _has_rows(ordered, order.sorting)
-        return [ordered.base] if same else None
+        if ordered is None or not _has_rows(ordered, order.sorting):
+            return None
+        return [ordered.base]
     if operand.coupled or operand.kind is Dependence.SUM:
         return None
     dim = order.sorting.dim

@@ -58,6 +58,7 @@ class TraceFollower(Protocol):
 
     def run(self, part: Any, whole: Any, inputs: Sequence[Value]) -> list[Value]:
         """Returns facts about a program's results."""
+        ...
 
 
 RULE: Final = (

@@ -320,7 +320,8 @@ def predicted_terms(plan: PlanData, *, by_axes: bool = True) -> dict[str, float]
         by_axes: Whether traces show the axes of a collective. With several programs
             they show only its kind, and no transfers between stages.
     """
-    terms = {COMPUTE: sum(getattr(plan.time, f"{name}_seconds") for name in _COMPUTING)}
+    computing = (getattr(plan.time, f"{name}_seconds") for name in _COMPUTING)
+    terms: dict[str, float] = {COMPUTE: sum(computing)}
     for row in traffic(plan):
         if not by_axes and row.kind not in _KINDS:
             continue

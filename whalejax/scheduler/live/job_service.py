@@ -102,8 +102,8 @@ class JobService:
         self._cluster = parse_cluster(settings.cluster)
         self._file = _bytes_of(settings.cluster)
         hosts = self._hosts = settings.hosts
-        given = () if hosts is None else (hosts.names, hosts.engine)
-        self._devices_of_jobs = job_devices(self._cluster, *given)
+        names, engine = ((), None) if hosts is None else (hosts.names, hosts.engine)
+        self._devices_of_jobs = job_devices(self._cluster, names, engine)
         self._names = self._devices_of_jobs.names
         self._runs: dict[str, JobRun] = {}
         self._held = contextlib.ExitStack()

@@ -321,7 +321,7 @@ class RunReader:
             case "restarted":
                 self.starts += 1
                 # Agents that still run join again.
-                self.away_since |= dict.fromkeys(self.agents, said["time"])
+                self.away_since |= {agent: said["time"] for agent in self.agents}
                 self.agents = set()
             case "resized":
                 self.size = said["size"]
