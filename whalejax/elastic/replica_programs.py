@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -115,13 +116,14 @@ def planned_replica(
             shares=[count],
         )
 
-    count = micro_batches or most_micro_batches(size, job.group_size or 1)
+    counts = possible_counts(size, job.group_size)
+    count = micro_batches or counts[0]
     try:
         plan = planned(count)
     except DependentSamplesError as error:
         if micro_batches is not None:
             raise
-        plan, count = _with_fewer(planned, size, error)
+        plan, count = _with_fewer(planned, counts[1:], error)
     return PlannedReplica(plan=plan, model=model, first=first, size=size, count=count)
 
 
@@ -413,27 +415,28 @@ def tell_source(state: TrainState, found: RestoredRun | None, tell: Tell) -> Non
     tell(Recovered(step=int(state.step), source=source))
 
 
-def most_micro_batches(size: int, group: int = 1) -> int:
-    """Returns the largest number of micro-batches, up to ``MICRO_BATCHES``, that
-    divides a batch of ``size`` samples into whole groups of ``group`` samples.
+def possible_counts(size: int, group: int | None) -> list[int]:
+    """Returns the numbers of micro-batches that divide a batch, the largest first.
 
-    >>> most_micro_batches(40), most_micro_batches(7), most_micro_batches(40, 8)
-    (10, 7, 5)
+    Args:
+        size: Samples of the batch.
+        group: Number of consecutive samples that stay together; None for 1.
+
+    >>> possible_counts(40, 8), possible_counts(7, None), possible_counts(9, 2)
+    ([5, 1], [7, 1], [1])
     """
-    counts = range(1, MICRO_BATCHES + 1)
-    return max((n for n in counts if size % (n * group) == 0), default=1)
+    counts = range(MICRO_BATCHES, 1, -1)
+    return [*(n for n in counts if size % (n * (group or 1)) == 0), 1]
 
 
 def _with_fewer(
-    planned: Callable[[int], Plan], size: int, error: DependentSamplesError
+    planned: Callable[[int], Plan], counts: Sequence[int], error: DependentSamplesError
 ) -> tuple[Plan, int]:
     """Returns a plan with as many micro-batches as the loss allows, and that number."""
-    whole = [n for n in range(2, MICRO_BATCHES) if size % n == 0] if error.unit else []
-    for count in reversed(whole):
-        try:
-            return planned(count), count
-        except DependentSamplesError:
-            continue
+    for count in counts if error.unit else ():
+        if count > 1:
+            with contextlib.suppress(DependentSamplesError):
+                return planned(count), count
     say(f"whalejax: a step is one micro-batch, which one member computes: {error}")
     return planned(1), 1
 

@@ -13,7 +13,7 @@ import numpy as np
 from whalejax.api import job_plans
 from whalejax.capture.batch import aval_of
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
-from whalejax.elastic.replica_programs import most_micro_batches, tell_source
+from whalejax.elastic.replica_programs import possible_counts, tell_source
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -61,7 +61,7 @@ class SpreadPrograms:
             mesh: Sizes of mesh axes, or a rule for any number of devices.
             batch: Samples of the global batch; default: the job's own number.
             micro_batches: Number of micro-batches in a step; default: 1, or
-                ``most_micro_batches`` if ``mesh`` names stages.
+                the largest of ``possible_counts`` if ``mesh`` names stages.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
 
@@ -72,7 +72,8 @@ class SpreadPrograms:
         first = job_plans.first_batch(job, batch)
         self.size = batch or job.batch_size or 0
         staged = isinstance(mesh, Mapping) and STAGE in mesh
-        self.count = micro_batches or (most_micro_batches(self.size) if staged else 1)
+        counts = possible_counts(self.size, job.group_size) if staged else [1]
+        self.count = micro_batches or counts[0]
         model = self._model = job_plans.abstract_model(job)
         # Only shapes: a batch may be large.
         self._batch = jax.tree.map(aval_of, first)

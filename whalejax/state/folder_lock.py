@@ -105,16 +105,15 @@ class FolderLock:
         os.ftruncate(self._opened, len(text))
 
     def _give_up(self) -> None:
-        if self._opened < 0:
-            return
         with contextlib.suppress(OSError):
             # Removed while locked: the next owner creates its own file. If ours was
             # already removed, the path may have the file of another run.
-            if _is_at(self._opened, self.folder / LOCK):
+            if self._opened >= 0 and _is_at(self._opened, self.folder / LOCK):
                 (self.folder / LOCK).unlink()
             if self._is_new:
                 self.folder.rmdir()  # Only succeeds if nothing was written there.
-        os.close(self._opened)
+        if self._opened >= 0:
+            os.close(self._opened)
         self._opened = -1
 
     def _acquire(self) -> int:

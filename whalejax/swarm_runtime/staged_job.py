@@ -34,7 +34,7 @@ from whalejax.capture.batch import aval_of
 from whalejax.capture.loss_options import as_planned
 from whalejax.capture.precision import at_precision
 from whalejax.capture.program_units import avals_of, units_of
-from whalejax.elastic.replica_programs import most_micro_batches
+from whalejax.elastic.replica_programs import possible_counts
 from whalejax.jaxpr.steps import Steps
 from whalejax.lowering.batch_layout import BatchLayout
 from whalejax.lowering.global_arrays import impl_of, raw_array, wrapped
@@ -136,7 +136,7 @@ class StagedJob:
         self.precision, self.delayed_updates = precision, delayed_updates
         first = job_plans.first_batch(job, batch)
         self.size = batch or job.batch_size or 0
-        self.count = micro_batches or most_micro_batches(self.size)
+        self.count = micro_batches or possible_counts(self.size, job.group_size)[0]
         model = job_plans.abstract_model(job)
         try:
             self.plan = job_plans.make_plan(

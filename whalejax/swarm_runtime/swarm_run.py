@@ -104,49 +104,56 @@ class SwarmRun:
         self._stack = contextlib.ExitStack()
         self._journal: JournalLines | None = None
         self._lock = threading.Lock()
-        snapshot, generation = None, 0
-        if place.save is not None:
-            self._stack.enter_context(hold_folder(place.save))
-            newest = self._checkpoints.newest(place.save)
-            if newest is not None:
-                snapshot, notes = newest
-                for note in notes:
-                    tell("note", why=note)
-                tell("restored", step=snapshot.step)
-            folder = place.save / _FOLDER
-            with _explain_write_errors(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-            generation = _generations(folder / LEDGER)
-            self._journal = JournalLines(folder / LEDGER, durable=False)
-            self._write("opened", {"generation": generation})
-        self._saver = Saver(
-            self._checkpoints,
-            place.save,
-            place.save_every,
-            place.keep,
-            self._tell_saved,
-        )
-        self.serving = RegistryServer(
-            cut,
-            key,
-            settings,
-            wire=place.wire,
-            sum_wire=place.sum_wire,
-            host=place.host,
-            port=place.port,
-            listening=listening,
-            lease_seconds=place.lease_seconds,
-            tell=self._on_event,
-            write=None if self._journal is None else self._write,
-            snapshot=snapshot,
-            generation=generation,
-            on_snapshot=self._save,
-            rebalance=StageMover(cut.stages, period=place.rebalance_seconds),
-        )
+        with self._stack:  # Closed if the run cannot be opened.
+            snapshot, generation = self._open_folder()
+            self._saver = Saver(
+                self._checkpoints,
+                place.save,
+                place.save_every,
+                place.keep,
+                self._tell_saved,
+            )
+            self.serving = RegistryServer(
+                cut,
+                key,
+                settings,
+                wire=place.wire,
+                sum_wire=place.sum_wire,
+                host=place.host,
+                port=place.port,
+                listening=listening,
+                lease_seconds=place.lease_seconds,
+                tell=self._on_event,
+                write=None if self._journal is None else self._write,
+                snapshot=snapshot,
+                generation=generation,
+                on_snapshot=self._save,
+                rebalance=StageMover(cut.stages, period=place.rebalance_seconds),
+            )
+            self._stack = self._stack.pop_all()
         self._key = key
         self.peers: list[Peer] = []
         self._count = peers
         self._settings = settings
+
+    def _open_folder(self) -> tuple[Snapshot | None, int]:
+        """Locks the run's folder; returns its newest snapshot, and its generation."""
+        save = self._place.save
+        if save is None:
+            return None, 0
+        self._stack.enter_context(hold_folder(save))
+        snapshot, notes = self._checkpoints.newest(save) or (None, ())
+        for note in notes:
+            self._tell("note", why=note)
+        if snapshot is not None:
+            self._tell("restored", step=snapshot.step)
+        folder = save / _FOLDER
+        with _explain_write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        generation = _generations(folder / LEDGER)
+        self._journal = JournalLines(folder / LEDGER, durable=False)
+        self._write("opened", {"generation": generation})
+        return snapshot, generation
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Runs the steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
 from whalejax.meshes.errors import WhaleError
 from whalejax.state.checkpoint import save
+from whalejax.state.folder_lock import FolderLock
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.swarm_run import SwarmRun, SwarmRunPaths
 from whalejax.swarm_runtime.trainers.trainer_state import Settings
@@ -141,6 +143,16 @@ def run(folder: Path, steps: int, every: int = 2) -> list[float]:
         jobs.cut(), place, settings, lambda kind, **_: told.append(kind), peers=3
     )
     return [float(metrics["loss"]) for _, metrics in found.run()]
+
+
+def test_a_run_that_cannot_listen_frees_its_folder(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        place = SwarmRunPaths(save=tmp_path / "s", key=tmp_path / "key", port=port)
+        with pytest.raises(WhaleError, match=f"{port}"):
+            SwarmRun(jobs.cut(), place, Settings(steps=1), lambda *_, **__: None)
+    with FolderLock(tmp_path / "s"):
+        pass
 
 
 def test_checkpoints_are_those_of_ordinary_plans(tmp_path: Path) -> None:

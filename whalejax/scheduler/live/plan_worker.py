@@ -15,7 +15,7 @@ from typing import Any, Final
 from whalejax.api import job_plans
 from whalejax.api.named_jobs import find_job, named_values
 from whalejax.elastic.elastic_worker import precision_asked
-from whalejax.elastic.replica_programs import most_micro_batches
+from whalejax.elastic.replica_programs import possible_counts
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.scheduler.job_table import JobError
@@ -81,7 +81,7 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
     options = [o for o in options if o.place[1] % units.get(o.place[0], 1) == 0]
     if not options:
         raise JobError(_refusal(job, cluster, batch, told, precision))
-    micro_batches = told["micro_batches"] or most_micro_batches(batch)
+    micro_batches = told["micro_batches"] or possible_counts(batch, job.group_size)[0]
     if told["most_batch"] and micro_batches < 2:
         raise JobError(
             f"a batch of {batch} samples has no divisor from 2 to 16, so that its step "
