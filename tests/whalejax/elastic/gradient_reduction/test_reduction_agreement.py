@@ -14,8 +14,8 @@ import pytest
 
 import whalejax as wh
 from tests.whalejax.elastic import job as example
-from tests.whalejax.elastic.adding_up import priced_script
 from tests.whalejax.elastic.driven import Driven
+from tests.whalejax.elastic.gradient_reduction import priced_script
 from tests.whalejax.elastic.runs import Run, running
 from tests.whalejax.elastic.test_runs import audit, expected_losses
 from tests.whalejax.elastic.test_supervisor import Live, live
