@@ -92,6 +92,11 @@ class TimeTerms:
         names = [f.name for f in dataclasses.fields(self)]
         return TimeTerms(**{name: getattr(self, name) * number for name in names})
 
+    def plus(self, **seconds: float) -> TimeTerms:
+        """Returns a copy with seconds added to the named terms."""
+        sums = {name: getattr(self, name) + more for name, more in seconds.items()}
+        return dataclasses.replace(self, **sums)
+
     def by_size(self) -> list[tuple[str, float]]:
         """Returns the terms above zero, largest first, such as ``[("compute", 0.3),
         …]``.

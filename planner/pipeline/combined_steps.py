@@ -37,8 +37,7 @@ class MicroBatchCost:
 
     def spared(self, seconds: float) -> MicroBatchCost:
         """Returns a copy with fewer compute seconds in both passes together."""
-        compute = self.both.compute_seconds - seconds
-        return replace(self, both=replace(self.both, compute_seconds=compute))
+        return replace(self, both=self.both.plus(compute_seconds=-seconds))
 
 
 def micro_batch_cost(
@@ -63,7 +62,7 @@ def micro_batch_cost(
     both = (step - once) * (1 / count)
     sent = {name: getattr(both, name) * part for name, part in forward_shares.items()}
     return MicroBatchCost(
-        ahead=TimeTerms(**{**forward, **sent}),
+        ahead=(both * 0.0).plus(**{**forward, **sent}),
         both=both,
         once=once,
         weight_share=weight_share,
@@ -96,12 +95,11 @@ def lockstep_step(
 
     def passes(forward: int, backward: int, handings: int) -> TimeTerms:
         both = turn.ahead * forward + behind * backward
-        border = both.border_seconds + handed_seconds * handings
-        return replace(both, border_seconds=border)
+        return both.plus(border_seconds=handed_seconds * handings)
 
     useful = passes(count, count, count)
     waited = passes(ahead, back, transfers).step_seconds - useful.step_seconds
-    return useful + turn.once + TimeTerms(bubble_seconds=waited, **once_seconds)
+    return (useful + turn.once).plus(bubble_seconds=waited, **once_seconds)
 
 
 def scheduled_step(
@@ -134,14 +132,10 @@ def scheduled_step(
         ends = [end for row, end in rows if row.stage == stage]
         before = max(before, seconds - (min(ends) - ahead[stage]))
         after = max(after, seconds - (line.step_seconds - max(ends)))
-    return (
-        useful
-        + once
-        + TimeTerms(
-            bubble_seconds=max(0.0, line.step_seconds - useful.step_seconds),
-            parameter_seconds=before,
-            gradient_seconds=after,
-        )
+    return (useful + once).plus(
+        bubble_seconds=max(0.0, line.step_seconds - useful.step_seconds),
+        parameter_seconds=before,
+        gradient_seconds=after,
     )
 
 
@@ -164,9 +158,8 @@ def replicas_step(
     """
     own = replace(part, update_seconds=0.0)
     paced = own * (pace_seconds / max(own.step_seconds, 1e-30))
-    return replace(
-        paced,
+    return paced.plus(
         update_seconds=update_seconds,
-        gradient_seconds=paced.gradient_seconds + exchange_seconds,
-        parameter_seconds=paced.parameter_seconds + gather_seconds,
+        gradient_seconds=exchange_seconds,
+        parameter_seconds=gather_seconds,
     )
