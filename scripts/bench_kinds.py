@@ -5,9 +5,11 @@ equal shape, type and micro-batch, predicts each kind without its own layers if 
 kind of its generation was timed in that type, else from the other half of the shapes,
 and compares the ratio of any two kinds. Micro-batches of at least 4,096 tokens count.
 
-    python scripts/bench_kinds.py --tables DIR [--fit meshes/fitted.toml]
+    python scripts/bench_kinds.py [--tables DIR] [--fit meshes/fitted.toml]
 
---fit writes the efficiencies fitted to all layers. The last line is one JSON object:
+--fit writes the efficiencies fitted to all layers. The tables belong to others and are
+not in this repository: without --tables the script prints the last result with its
+commit. The last line is one JSON object:
 
     median_error             median over every shape of every two kinds
     worst_pair, worst_kinds  largest median over the shapes of two kinds; these kinds
@@ -28,11 +30,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts import layer_profiles  # noqa: E402
+from scripts import checkout, layer_profiles  # noqa: E402
 from scripts.layer_profiles import Pair, Profiles  # noqa: E402
 from whalejax.meshes.errors import WhaleError  # noqa: E402
 from whalejax.meshes.fitted_constants import constants, write  # noqa: E402
 
+
+FILE = Path(__file__).with_name("kinds.json")
 
 SHOWN = 12
 """Number of printed pairs, the worst first."""
@@ -51,9 +55,17 @@ def refit(profiles: Profiles, path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--tables", type=Path, metavar="DIR")
     parser.add_argument("--fit", type=Path, metavar="FILE.toml")
     arguments = parser.parse_args()
+    if arguments.tables is None:
+        if arguments.fit:
+            parser.error("--fit needs --tables")
+        record = json.loads(FILE.read_text())
+        print("\n".join(record["lines"]))
+        print(f"measured at {record['commit']}")
+        print(json.dumps(record["result"]))
+        return 0
     try:
         profiles = layer_profiles.load(arguments.tables)
     except WhaleError as error:
@@ -70,15 +82,21 @@ def main() -> int:
     if not large:
         print(f"{arguments.tables}: no two kinds at one shape", file=sys.stderr)
         return 2
-    print("| kinds | shapes | predicted over measured | median error |")
-    print("|---|---:|---:|---:|")
+    lines = [
+        "| kinds | shapes | predicted over measured | median error |",
+        "|---|---:|---:|---:|",
+    ]
     for pair in large[:SHOWN]:
         median = statistics.median(pair.ratios)
-        print(
+        lines.append(
             f"| {' : '.join(pair.kinds)} | {len(pair.ratios)} | {median:.2f} | "
             f"{100 * pair.error:.0f} % |"
         )
-    print(json.dumps(results(large, all_sizes)))
+    print("\n".join(lines))
+    result = results(large, all_sizes)
+    record = {"commit": checkout.commit(), "lines": lines, "result": result}
+    FILE.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(result))
     return 0
 
 
