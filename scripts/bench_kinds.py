@@ -8,8 +8,8 @@ and compares the ratio of any two kinds. Micro-batches of at least 4,096 tokens 
     python scripts/bench_kinds.py [--tables DIR] [--fit meshes/fitted.toml]
 
 --fit writes the efficiencies fitted to all layers. The tables belong to others and are
-not in this repository: without --tables the script prints the last result with its
-commit. The last line is one JSON object:
+not in this repository: without --tables the script prints the last result, which
+--results names, with its commit. The last line is one JSON object:
 
     median_error             median over every shape of every two kinds
     worst_pair, worst_kinds  largest median over the shapes of two kinds; these kinds
@@ -57,11 +57,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", type=Path, metavar="DIR")
     parser.add_argument("--fit", type=Path, metavar="FILE.toml")
+    parser.add_argument("--results", type=Path, default=FILE, metavar="FILE.json")
     arguments = parser.parse_args()
     if arguments.tables is None:
         if arguments.fit:
             parser.error("--fit needs --tables")
-        record = json.loads(FILE.read_text())
+        record = json.loads(arguments.results.read_text())
         print("\n".join(record["lines"]))
         print(f"measured at {record['commit']}")
         print(json.dumps(record["result"]))
@@ -95,7 +96,7 @@ def main() -> int:
     print("\n".join(lines))
     result = results(large, all_sizes)
     record = {"commit": checkout.commit(), "lines": lines, "result": result}
-    FILE.write_text(json.dumps(record, indent=1) + "\n")
+    arguments.results.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(result))
     return 0
 

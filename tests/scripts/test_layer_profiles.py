@@ -115,12 +115,17 @@ def test_the_benchmark_ends_in_one_line_of_json(
     _made(tmp_path)
     script = Path(__file__).resolve().parents[2] / "scripts" / "bench_kinds.py"
     fitted = tmp_path / "fitted.toml"
+    kept = ["--results", str(tmp_path / "kinds.json")]
     arguments = ["--tables", str(tmp_path / "made"), "--fit", str(fitted)]
-    monkeypatch.setattr("sys.argv", [str(script), *arguments])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(script), run_name="__main__")
-    assert ended.value.code == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    last = []
+    for given in (arguments, []):
+        monkeypatch.setattr("sys.argv", [str(script), *kept, *given])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+        assert ended.value.code == 0
+        last.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    found = last[0]
+    assert last[1] == found
     assert found["median_error"] < 0.2 and found["worst_pair"] < 0.3
     assert (found["pairs"], found["shapes"]) == (3, 12)
     assert "[blocks]" in fitted.read_text()
