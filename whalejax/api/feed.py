@@ -219,7 +219,7 @@ class Feed:
             self._epoch, self._read = numbers["epoch"], numbers["read"]
 
     def _beginning(self, samples: int) -> tuple[int, int, int]:
-        """Returns the step, epoch and index that follow a number of samples."""
+        """Returns the current step, and epoch and index after a number of samples."""
         if not samples or not _numbered(self._source):
             return 0, 0, 0
         whole = len(self._source) // self._size * self._size

@@ -40,7 +40,8 @@ GROWTH: Final = 16
 
 CLOSENESS: Final = 1.125
 """Ratio of the smallest size that does not fit to the largest that fits, at which the
-search ends if no layout can be kept (unequal replicas, stage programs).
+search over all layouts ends if no layout can be kept (unequal replicas, stage
+programs).
 """
 
 _PARTS: Final = 256
@@ -49,10 +50,10 @@ number, or of one sample of each device and part if that is more.
 """
 
 _COARSE: Final = 1.25
-"""Ratio of these sizes from which the layout of the size that fits is kept."""
+"""The same ratio if the layout of the size that fits can be kept."""
 
 MOST_PLANS: Final = 16
-"""Number of searches over all layouts after which the limit is final."""
+"""Maximum number of searches over all layouts."""
 
 MOST_SAMPLES: Final = 2**30
 """Largest number of samples that is tried."""

@@ -36,7 +36,7 @@ def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
 
     Returns:
         The increment of each leaf: 0 for random keys and for leaves that do not change,
-        None for leaves that change by more than a constant.
+        None for changes other than a constant integer increment.
     """
     leaves = jax.tree.leaves(rest)
     count = len(leaves)

@@ -29,8 +29,8 @@ from whalejax.planner.search.uneven_replicas import most_shares
 
 _TOLD: Final = 3
 """Number of values that a replica sends: its pace, a checksum of its shares, and
-``_MARKS`` minus the checksum. If the maxima of both checksums over its processes do not
-add up to ``_MARKS``, the processes disagree."""
+``_MARKS`` minus the checksum. If the processes of a replica disagree, one of both has a
+maximum over the processes that is too large."""
 
 _MARKS: Final = 2**24
 """Whole numbers up to this one are exact in float32."""
