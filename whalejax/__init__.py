@@ -1,8 +1,8 @@
 """Public names of the package: ``import whalejax as wh``.
 
-It is only a lazy table: a public name is imported at its first use. So ``import
-whalejax`` imports no JAX. Neither does ``whalejax.planner``, whose import runs this
-module first. No module here has the name of a public function, which it would shadow.
+A public name is imported at its first use. So ``import whalejax`` imports no JAX, and
+neither does ``import whalejax.planner``, which runs this module first. No module beside
+this one has the name of a public function, which it would replace.
 
 >>> import whalejax as wh
 >>> "plan" in dir(wh)
@@ -136,7 +136,7 @@ __all__ = [
 
 
 _MODULES = ("loop",)
-"""Names of modules with functions of their own."""
+"""Names of modules with public functions."""
 
 
 def __getattr__(name: str) -> object:
@@ -149,7 +149,7 @@ def __getattr__(name: str) -> object:
         value: object = importlib.import_module(f"{module_name}.{name}")
     else:
         value = getattr(importlib.import_module(module_name), name)
-    globals()[name] = value  # later uses skip this function
+    globals()[name] = value  # Later uses do not call this function.
     return value
 
 

@@ -1,7 +1,7 @@
-"""``python -m whalejax`` and the ``whalejax`` command: two names for one entry.
+"""Entry of ``python -m whalejax`` and of the command ``whalejax``.
 
-It is a separate module because the packaging names it. It only calls
-``whalejax.cli.main``, so that finding the command never costs an import.
+The packaging names this module. It calls ``whalejax.cli.main``, and imports nothing
+else before.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: Arguments after the program's name; those of the process if None.
+        argv: Arguments after the program's name; None for those of the process.
 
     Returns:
         Exit status of the process.
     """
-    # A user who interrupts the import needs no traceback.
+    # The user may interrupt the import too, and needs no traceback then.
     interrupts = threading.current_thread() is threading.main_thread()
     interrupts &= signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interrupts:

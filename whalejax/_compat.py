@@ -1,8 +1,7 @@
-"""Everything that touches JAX's internals or differs between JAX 0.10 and 0.12.
+"""Access to JAX's internals, and differences between JAX 0.10 and 0.12.
 
-The rest of the package accesses jaxprs through these few functions, so that a new JAX
-release changes only this file, which is therefore long. It is tested at both ends of
-the supported range.
+The package accesses jaxprs through these functions alone. So a JAX release changes only
+this file, which is therefore long. Tests run it with both ends of the supported range.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _RECURSIONS: Final[dict[str, Recursion]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanParts:
-    """Division of a scan's inputs and outputs: consts, carries, slices."""
+    """Division of a scan's inputs and outputs into constants, carries and slices."""
 
     num_consts: int
     num_carries: int
@@ -64,19 +63,19 @@ class ScanParts:
 
 
 def recursion(equation: Any) -> Recursion | None:
-    """Returns how an evaluator descends into an equation, or None if it does not.
+    """Returns how an evaluator enters an equation, or None if it does not.
 
-    ``opaque`` calls have custom rules, as for derivatives: their body may be inspected,
-    but must be run by binding the call itself.
+    An ``opaque`` call has custom rules, such as for derivatives. Its body may be
+    inspected. To run it, the call itself must be bound.
     """
     return _RECURSIONS.get(equation.primitive.name)
 
 
 def differentiable_operands(equation: Any) -> list[int]:
-    """Returns the operands of an equation that a gradient may flow to, by index.
+    """Returns the indices of the operands to which a gradient may flow.
 
-    The first operands of a call with a custom derivative rule are closed-over values;
-    the rule gives no gradient for these, and JAX refuses to compute one.
+    The first operands of a call with a custom derivative rule are closed-over values.
+    The rule gives no gradient for them, and JAX refuses to compute one.
     """
     ruled = equation.primitive.name.startswith("custom_")
     closed_over = equation.params.get("num_consts", 0) if ruled else 0
@@ -88,7 +87,7 @@ def differentiable_operands(equation: Any) -> list[int]:
 
 
 def is_ruled_by_jax(equation: Any) -> bool:
-    """Whether a call with its own derivative rule is JAX's, such as ``jax.nn.relu``."""
+    """Returns whether a call's derivative rule is JAX's own, as of ``jax.nn.relu``."""
     folder = f"at {os.path.dirname(jax.__file__)}{os.sep}"
     if equation.primitive.name == "custom_linear_solve":
         solvers = [j for j in equation.params["jaxprs"] if j is not None]
@@ -103,12 +102,12 @@ def is_ruled_by_jax(equation: Any) -> bool:
         for info in (body.debug_info, *infos)
         if info is not None
     ]
-    wrapped = "custom_derivatives.py" in sources[0]  # as by jax.custom_gradient
+    wrapped = "custom_derivatives.py" in sources[0]  # jax.custom_gradient does so.
     return not wrapped and all(folder in source for source in sources)
 
 
 def is_floor_division(equation: Any) -> bool:
-    """Whether a call is JAX's own division ``//``, not another of that name."""
+    """Returns whether a call is JAX's own ``//``, and not another of that name."""
     if str(equation.params.get("name", "")) != "floor_divide":
         return False
     given = [
@@ -120,8 +119,10 @@ def is_floor_division(equation: Any) -> bool:
 
 
 def solve_parts(equation: Any) -> tuple[int, int, int]:
-    """Returns operand indices of a linear solve: start and end of the solver's
-    constants, and start of the right-hand sides."""
+    """Returns operand indices of a linear solve.
+
+    They are start and end of the solver's constants, and the first right-hand side.
+    """
     lengths = equation.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     return first, first + lengths.solve, sum(lengths)
@@ -143,9 +144,8 @@ def instantiated(cotangent: Any) -> Any:
 def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
     """Returns the jaxprs inside a call-like equation.
 
-    These are the branches of a ``cond``, the condition and then the body of a
-    ``while``, and the one body of every other call. They may be open or closed: see
-    ``open_jaxpr``.
+    A ``cond`` has its branches, a ``while`` its condition and then its body, and every
+    other call its one body. They may be open or closed; see ``open_jaxpr``.
     """
     params = equation.params
     kind = recursion(equation)
@@ -161,7 +161,8 @@ def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
 def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
     """Returns a jaxpr's body and the values of its ``constvars``.
 
-    JAX 0.10 has open and closed jaxprs; 0.12 has one class that may have constants.
+    JAX 0.10 has separate classes of open and closed jaxprs. JAX 0.12 has one class,
+    which may have constants.
     """
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
@@ -169,8 +170,8 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
 def scan_parts(equation: Any) -> ScanParts:
     """Divides a scan's inputs and outputs by comparing outer and inner ranks.
 
-    0.12 dropped ``num_consts`` and ``num_carry``. A sliced input or stacked output has
-    exactly one more dimension outside than inside.
+    JAX 0.12 has no ``num_consts`` and ``num_carry``. A sliced input or stacked output
+    has exactly one more dimension outside than inside.
     """
     body, _ = open_jaxpr(inner_jaxprs(equation)[0])
     num_slices = sum(
@@ -189,7 +190,7 @@ def scan_parts(equation: Any) -> ScanParts:
 
 
 def is_kept(equation: Any, policy: Any) -> bool:
-    """Whether a checkpoint policy saves an equation's results.
+    """Returns whether a checkpoint policy saves an equation's results.
 
     Args:
         equation: Equation inside the checkpointed region.
@@ -200,14 +201,14 @@ def is_kept(equation: Any, policy: Any) -> bool:
     avals = [atom.aval for atom in equation.invars]
     try:
         answer = policy(equation.primitive, *avals, **equation.params)
-    except Exception:  # a user's policy that needs more than is available here
+    except Exception:  # A user's policy may need more than it gets here.
         return False
-    # Policies return booleans, or objects that say whether and where to save.
+    # Policies return booleans, or objects that say whether and where to save a value.
     return answer is not False and "Recompute" not in type(answer).__name__
 
 
 def runs_twice(equation: Any) -> bool:
-    """Whether ``jax.checkpoint`` accepts an equation, by its effects."""
+    """Returns whether an equation's effects may be in ``jax.checkpoint``."""
     return not effects.remat_allowed_effects.filter_not_in(equation.effects)
 
 
@@ -230,12 +231,12 @@ def scan_residuals(
 ) -> list[Kept]:
     """Returns the residuals of one iteration of a scan, as JAX decides them.
 
-    Weights, and values that depend only on them, are omitted: they are stored
-    elsewhere.
+    Weights, and values that depend on weights alone, are omitted, as they are stored
+    in any case.
 
     Args:
         equation: Scan to analyse.
-        run: Function that runs the scan, if it differs from the trace.
+        run: Function that runs the scan; default: as traced.
         flowing: Whether a gradient flows through each operand; default: through every
             floating-point operand.
 
@@ -249,7 +250,7 @@ def scan_residuals(
 def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
     """Returns the residuals if each iteration is one checkpoint that saves its inputs.
 
-    None if only a derivative shows them.
+    Returns None for other scans, which need a derivative.
     """
     (inner,) = inner_jaxprs(equation)
     body, _ = open_jaxpr(inner)
@@ -273,7 +274,7 @@ def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
 
 
 def _multiplies(one: Any, flags: Sequence[bool], others: Sequence[bool]) -> bool:
-    """Whether a call multiplies values of some operands with values of others.
+    """Whether a call multiplies values of some operands by values of others.
 
     Nested calls are not inspected.
     """
@@ -297,7 +298,7 @@ def residuals_by_vjp(
     run: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     flowing: Sequence[bool] | None = None,
 ) -> list[Kept]:
-    """Returns the same as ``scan_residuals``, always by a derivative."""
+    """Returns the result of ``scan_residuals``, always by a derivative."""
     parts = scan_parts(equation)
     avals = [atom.aval for atom in equation.invars]
     flows = [
@@ -366,7 +367,7 @@ def _readers(jaxpr: Any) -> dict[Any, set[str]]:
 
 
 def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
-    """Whether each result of a jaxpr depends on flagged inputs, inside calls too.
+    """Returns whether each result of a jaxpr depends on flagged inputs.
 
     Args:
         jaxpr: Open or closed jaxpr.
@@ -419,11 +420,11 @@ def _condition_reads(equation: Any, flags: Sequence[bool]) -> list[bool]:
 
 
 def needed(jaxpr: Any, places: Sequence[int]) -> Callable[..., list[Any]]:
-    """Returns a function of all inputs of a jaxpr that computes only some results.
+    """Returns a function from all inputs of a jaxpr to some of its results.
 
     Args:
         jaxpr: Traced jaxpr.
-        places: Indices of the results, in their order.
+        places: Indices of the results, in the order to return them.
     """
     closed = needed_closed(jaxpr, places)
     function: Callable[..., list[Any]] = jax.extend.core.jaxpr_as_fun(closed)
@@ -431,13 +432,13 @@ def needed(jaxpr: Any, places: Sequence[int]) -> Callable[..., list[Any]]:
 
 
 def needed_closed(jaxpr: Any, places: Sequence[int]) -> Any:
-    """Returns the closed jaxpr of some of a jaxpr's results, with all its inputs."""
+    """Returns a closed jaxpr with some of a jaxpr's results, and all its inputs."""
     _, constants = open_jaxpr(jaxpr)
     return jax.extend.core.ClosedJaxpr(needed_jaxpr(jaxpr, places), constants)
 
 
 def needed_jaxpr(jaxpr: Any, places: Sequence[int]) -> Any:
-    """Returns the open jaxpr of ``needed``."""
+    """Returns an open jaxpr with some of a jaxpr's results, and all its inputs."""
     body, _ = open_jaxpr(jaxpr)
     wanted = [i in places for i in range(len(body.outvars))]
     return partial_eval.dce_jaxpr(body, wanted, instantiate=True)[0]
@@ -452,11 +453,11 @@ def read_inputs(jaxpr: Any, place: int) -> list[int]:
 
 
 def passing_on(jaxpr: Any, inputs: Mapping[int, int]) -> Any:
-    """Returns a closed jaxpr some of whose results are replaced by inputs.
+    """Returns a closed jaxpr that returns inputs in place of some results.
 
     Args:
         jaxpr: Traced jaxpr.
-        inputs: Index of a result to that of an input of the same type.
+        inputs: For each such result, the index of an input of the same type.
     """
     body, constants = open_jaxpr(jaxpr)
     outputs = [
@@ -467,7 +468,7 @@ def passing_on(jaxpr: Any, inputs: Mapping[int, int]) -> Any:
 
 
 def pruned(jaxpr: Any) -> Any:
-    """Returns a closed jaxpr without unused equations."""
+    """Returns a closed jaxpr without equations that nothing reads."""
     body, constants = open_jaxpr(jaxpr)
     result, _ = partial_eval.dce_jaxpr(
         body, [True] * len(body.outvars), instantiate=True
@@ -478,12 +479,11 @@ def pruned(jaxpr: Any) -> Any:
 def without_dead_equations(jaxpr: Any, keep: Callable[[str], bool]) -> Any:
     """Returns a closed jaxpr without equations that no result or effect needs.
 
-    Programs inside its equations are unchanged, as their inputs have a meaning by
-    position.
+    Inner programs are unchanged, as the meaning of their inputs is by position.
 
     Args:
         jaxpr: Closed jaxpr.
-        keep: Whether to keep all equations of a scope, given as text.
+        keep: Function from a scope's text to whether all its equations are kept.
     """
     body, constants = open_jaxpr(jaxpr)
     live = {atom for atom in body.outvars if not is_literal(atom)}
@@ -499,7 +499,7 @@ def without_dead_equations(jaxpr: Any, keep: Callable[[str], bool]) -> Any:
 
 
 def scopes_in(jaxpr: Any) -> set[str]:
-    """Returns the relative name stacks of all equations, also of inner jaxprs."""
+    """Returns the relative name stacks of all equations, including inner jaxprs."""
     found: set[str] = set()
     for equation in open_jaxpr(jaxpr)[0].eqns:
         found.add(scope_text(equation))
@@ -518,12 +518,12 @@ def scope_text(equation: Any) -> str:
 
 
 def scope_key(equation: Any) -> int:
-    """Returns a number that equations of a program share if their scopes are equal."""
+    """Returns a number that is equal for equations of a program with equal scopes."""
     return id(equation.source_info.name_stack)
 
 
-NO_LINE: Final = "a line that is not known"
-"""Replaces the user's line of an equation without one."""
+NO_LINE: Final = "an unknown line"
+"""Text for an equation without a line of the user's."""
 
 
 def line_text(equation: Any) -> str:
@@ -532,7 +532,7 @@ def line_text(equation: Any) -> str:
 
 
 def source_text(equation: Any) -> str:
-    """Returns the user's line, and that of a called library, if any.
+    """Returns the user's line of an equation, and the line of a called library, if any.
 
     For example ``"model.py:12, in optax's _ranking.py:96"``.
     """
@@ -550,7 +550,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def is_of_einsum(equation: Any) -> bool:
-    """Whether an equation is one of the products of a ``jnp.einsum``."""
+    """Returns whether an equation is one of the products of a ``jnp.einsum``."""
     made = equation.source_info.traceback
     for code in made.raw_frames()[0] if made else ():
         if source_info_util.is_user_filename(code.co_filename):
@@ -566,7 +566,7 @@ _OWN_MODELS: Final = os.path.join(_OWN, "models")
 
 
 def _frames_text(equation: Any) -> tuple[str, str]:
-    """Returns the user's innermost line, and that of a library inside it."""
+    """Returns the user's innermost line, and the line of a library inside it."""
     library = ""
     for frame in source_info_util.user_frames(equation.source_info.traceback):
         line = f"{os.path.basename(frame.file_name)}:{frame.start_line}"
@@ -574,7 +574,7 @@ def _frames_text(equation: Any) -> tuple[str, str]:
         if not package:
             return line, library
         if package == "whalejax":
-            break  # Code that traces the loss; the frames after it are not part of it.
+            break  # The remaining frames belong to code that traces the loss.
         library = library or f"{package}'s {line}"
     return (library, "") if library else (NO_LINE, "")
 
@@ -592,7 +592,7 @@ def _library_of(path: str) -> str:
 
 
 def has_explicit_axes(aval: Any) -> bool:
-    """Whether JAX itself knows a value's layout along some axis of a mesh."""
+    """Returns whether JAX tracks a value's layout along some axis of a mesh."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     kinds = getattr(mesh, "axis_types", None) or ()
     return any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
@@ -602,7 +602,7 @@ _LITERAL: Final = jax.extend.core.Literal
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand is a constant inside the equation."""
+    """Returns whether an operand is a constant in the equation."""
     return isinstance(atom, _LITERAL)
 
 
@@ -652,12 +652,12 @@ _short_errors: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def short_sharding_errors() -> Iterator[None]:
-    """Makes the error for a tracer's missing ``sharding`` cheap while it is open.
+    """Makes the error for a tracer's missing ``sharding`` cheap during a block.
 
-    JAX searches all equations traced so far for the inputs of the value, to name them
-    in an error that ``getattr(value, "sharding", None)`` discards. An NNX module makes
-    this query for each of its random streams, so the time to trace a model of many
-    layers grows with their square.
+    JAX names the inputs of the value in this error, and searches all traced equations
+    for them. But ``getattr(value, "sharding", None)`` discards the error. An NNX module
+    makes this query for each of its random streams. So the time to trace a model grows
+    with the square of the number of layers.
     """
     if isinstance(_FULL_SHARDING, property):
         Tracer.sharding = _QUICK_SHARDING  # type: ignore[assignment]
@@ -685,7 +685,7 @@ def trace(function: Any, arguments: Sequence[Any]) -> Any:
 
 
 def unbound_axis(error: NameError) -> str | None:
-    """Returns the axis in JAX's error on an unbound axis; otherwise None."""
+    """Returns the axis in JAX's error about an unbound axis; None for other errors."""
     match = re.search(r"unbound axis name: (\w+)", str(error))
     return match[1] if match else None
 
@@ -720,7 +720,7 @@ def _rank(atom: Any) -> int:
 
 
 def is_inexact(dtype: Any) -> bool:
-    """Whether a dtype is real or complex floating point, so that it has gradients."""
+    """Returns whether a dtype is real or complex floating point, and has gradients."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
@@ -744,16 +744,15 @@ def bind(equation: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def equation_context(equation: Any, *, skip: int = 0) -> Iterator[None]:
-    """Keeps an equation's name stack and source line for everything traced inside.
+    """Gives everything that is traced in a block an equation's name stack and line.
 
     Args:
         equation: The equation.
-        skip: Number of outermost scopes to omit.
+        skip: Number of outermost scopes to omit; default 0.
     """
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack[skip:]
-    # Code inside a JAX function has no line of the user's: the line of the call is
-    # kept.
+    # Code in a JAX function has no line of the user's, so it gets the line of the call.
     own = next(source_info_util.user_frames(info.traceback), None) is not None
     with (
         source_info_util.user_context(
@@ -772,7 +771,7 @@ def scope_inside(equation: Any, around: Scope | None = None) -> Scope:
     """Returns the scope of the equations inside a call.
 
     Args:
-        equation: Call with these equations.
+        equation: Call that contains the equations.
         around: Scope of the call itself; None outside all calls.
     """
     info = equation.source_info
@@ -812,12 +811,12 @@ def checkpointed(
 ) -> Any:
     """Returns one equation of ``jax.checkpoint`` around several equations.
 
-    A common scope of all of them stays around it.
+    The scope that all of them share stays outside.
 
     Args:
         equations: Equations in a possible order of execution.
-        given: Variables that they read and do not make.
-        taken: Variables that they make and others read.
+        given: Variables that the equations read and do not make.
+        taken: Variables that the equations make and others read.
         like: Equation from ``checkpoint_equation``.
     """
     stacks = [equation.source_info.name_stack for equation in equations]
@@ -864,13 +863,13 @@ def with_equations(
     results: Sequence[Any],
     constants: Mapping[Any, Any],
 ) -> Any:
-    """Returns a closed jaxpr with the inputs of another.
+    """Returns a closed jaxpr with the inputs of another and given equations.
 
     Args:
-        jaxpr: Other jaxpr, with the effects of the equations.
-        equations: Equations of the new jaxpr.
-        results: Atoms of the results, as many as those of ``jaxpr``.
-        constants: Values of the new ``constvars``.
+        jaxpr: Jaxpr with the inputs, and with the effects of the equations.
+        equations: Equations of the result.
+        results: Variables or literals to return, as many as ``jaxpr`` returns.
+        constants: Values of the ``constvars`` of the result.
     """
     body, _ = open_jaxpr(jaxpr)
     changed = {
@@ -886,7 +885,7 @@ def with_equations(
 
 
 def trace_within(equation: Any, function: Any, arguments: Sequence[Any]) -> Any:
-    """Runs ``trace`` with an equation's source line; None for no equation."""
+    """Runs ``trace`` with an equation's source line; with None, as ``trace`` does."""
     if equation is None:
         return trace(function, arguments)
     with equation_context(equation):
@@ -903,7 +902,7 @@ def _common_depth(stacks: Sequence[Any]) -> int:
 
 @contextlib.contextmanager
 def scopes_context(equations: Sequence[Any]) -> Iterator[int]:
-    """Opens the common scopes of several equations; yields their number."""
+    """Opens the scopes that several equations share; yields their number."""
     stacks = [equation.source_info.name_stack for equation in equations]
     depth = _common_depth(stacks)
     stack = source_info_util.current_name_stack() + stacks[0][:depth]
@@ -913,7 +912,7 @@ def scopes_context(equations: Sequence[Any]) -> Iterator[int]:
 
 
 def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns an array's shape and dtype; JAX leaves the constructor untyped."""
+    """Returns an array's shape and dtype, as JAX's constructor is untyped."""
     make: Any = jax.ShapeDtypeStruct
     made: jax.ShapeDtypeStruct = make(tuple(shape), dtype)
     return made
@@ -929,7 +928,7 @@ def host_function(function: Callable[..., Any]) -> Callable[..., Any]:
     if "out_memory_spaces" not in inspect.signature(compute_on).parameters:
         on_host: Callable[..., Any] = compute_on("device_host")(jax.jit(function))
         return on_host
-    host = jax.memory.Space.Host  # Newer versions need the memory of the results.
+    host = jax.memory.Space.Host  # JAX 0.12 needs the memory of the results.
     since: Callable[..., Any] = compute_on(
         function, compute_type="device_host", out_memory_spaces=host
     )

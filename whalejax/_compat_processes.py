@@ -1,6 +1,6 @@
-"""Messages of processes through JAX, and their initialisation.
+"""Texts that processes exchange through JAX, and their initialisation.
 
-Besides ``_compat``, only this module uses private names of JAX.
+Only this module and ``_compat`` use private names of JAX.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def tell_processes(key: str, text: str, *, again: bool = False) -> None:
     """Publishes a text that all processes of this program can read.
 
     Args:
-        key: New key, unless ``again``.
+        key: Key of the text; an unused one unless ``again``.
         text: Text to publish.
-        again: Whether it replaces an earlier text of the key.
+        again: Whether the text replaces an earlier text of the key; default False.
     """
     _coordination().key_value_set(key, text, allow_overwrite=again)
 
@@ -34,7 +34,7 @@ def all_told(folder: str) -> list[tuple[str, str]]:
 
 
 def told_at(key: str) -> list[tuple[str, str]]:
-    """Returns a key and its text; empty if there is none."""
+    """Returns a key and its text in a list; empty if there is no text."""
     try:
         return [(key, str(_coordination().key_value_try_get(key)))]
     except jax.errors.JaxRuntimeError as error:
@@ -44,7 +44,7 @@ def told_at(key: str) -> list[tuple[str, str]]:
 
 
 def told_by(key: str, wait_seconds: float) -> str | None:
-    """Returns a text of another process; None if it did not come in time."""
+    """Returns a text of another process; None if it does not arrive in time."""
     try:
         result = _coordination().blocking_key_value_get(key, int(wait_seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
@@ -55,12 +55,12 @@ def told_by(key: str, wait_seconds: float) -> str | None:
 
 
 def forget_told(key: str) -> None:
-    """Removes a text of this process that all have read."""
+    """Removes a text of this process that all processes have read."""
     _coordination().key_value_delete(key)
 
 
 def backends_are_there() -> bool:
-    """Whether devices or arrays have been requested already."""
+    """Returns whether devices or arrays were requested before."""
     return bool(xla_bridge.backends_are_initialized())
 
 
@@ -68,9 +68,9 @@ def detected_cluster(timeout_seconds: float) -> tuple[str, int, int] | None:
     """Returns coordinator, process count and rank of a cluster that JAX detects.
 
     Args:
-        timeout_seconds: Longest wait for the cluster's answer, if it is asked.
+        timeout_seconds: Seconds to wait for an answer of the cluster, if one is needed.
     """
-    given = os.environ.get("JAX_COORDINATOR_ADDRESS")  # JAX prefers it
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS")  # JAX prefers this address.
     address, count, rank, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         given, None, None, None, None, math.ceil(timeout_seconds)
     )
@@ -80,14 +80,14 @@ def detected_cluster(timeout_seconds: float) -> tuple[str, int, int] | None:
 
 
 def joined_processes() -> tuple[int, int]:
-    """Returns this process's number and their total, before a backend starts."""
+    """Returns the number of this process and of all, before a backend starts."""
     state = distributed.global_state
     return int(state.process_id or 0), int(state.num_processes or 1)
 
 
 @contextlib.contextmanager
 def preemption_service(*, on: bool) -> Iterator[None]:
-    """Makes JAX treat SIGTERM as preemption notice, or not."""
+    """Decides, for a block, whether JAX treats SIGTERM as a preemption notice."""
     name = "jax_enable_preemption_service"
     before = getattr(jax.config, name)
     jax.config.update(name, on)
@@ -100,7 +100,7 @@ def preemption_service(*, on: bool) -> Iterator[None]:
 def listen_at(host: str) -> None:
     """Makes CPU devices listen for each other on one address of this machine.
 
-    JAX leaves it to Gloo, which uses the address of this machine's name.
+    Otherwise Gloo uses the address to which this machine's name resolves.
 
     Args:
         host: Numeric address.
@@ -112,7 +112,7 @@ def listen_at(host: str) -> None:
         client = distributed.global_state.client
         if client is None:
             return xla_bridge.make_cpu_client()
-        native: Any = vars(xla_bridge)["_jax"]  # typed as private there
+        native: Any = vars(xla_bridge)["_jax"]  # Without types.
         collectives = native.make_gloo_tcp_collectives(
             distributed_client=client, hostname=host
         )

@@ -192,11 +192,11 @@ def test_consumed_arrays_are_refused_in_words(step: Any, tmp_path: Any) -> None:
         for call in calls:
             with pytest.raises(wh.WhaleError, match="arrays of this state") as told:
                 call(state)
-            assert "were consumed by a step" in str(told.value)
+            assert "donated to a step" in str(told.value)
             assert "restore a checkpoint" in str(told.value)
     assert not (tmp_path / "a").exists()
     for call in calls:
-        with pytest.raises(wh.WhaleError, match="this state was consumed by a step"):
+        with pytest.raises(wh.WhaleError, match="this state was donated to a step"):
             call(old)
     # A state that was put together of whole parts goes on.
     step(dataclasses.replace(new, step=jnp.int32(7)), X)

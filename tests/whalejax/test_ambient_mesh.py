@@ -67,10 +67,10 @@ def refusal(function: Any) -> str:
 
 def test_a_layout_of_no_mesh() -> None:
     assert refusal(constrained) == (
-        "loss_fn calls with_sharding_constraint with a PartitionSpec, and no mesh says "
-        "what its axes are. Leave the call out: the plan divides the work itself, and "
-        "takes no such layout; or plan and compile under jax.set_mesh(mesh), whose "
-        "axes may be any"
+        "loss_fn calls with_sharding_constraint with a PartitionSpec, and no mesh "
+        "defines its axes. Remove the call, as the plan divides the work itself and "
+        "ignores the layout; or plan and compile under jax.set_mesh(mesh), with a mesh "
+        "of any axes"
     )
 
 
@@ -93,9 +93,9 @@ def test_explicit_layouts_are_refused(kind: AxisType | None) -> None:
             text = refusal(function)
         assert text.startswith(
             "loss_fn asks for layouts along explicit mesh axes (out_sharding=, "
-            "reshard), and programs with explicit axes are not planned yet: "
+            "reshard), and programs with explicit axes are not supported: "
         )
-        assert "Leave these layouts out" in text
+        assert "Remove these layouts" in text
 
 
 def test_meshes_with_explicit_axes_inside_a_loss() -> None:

@@ -153,25 +153,25 @@ def test_recording_lists_each_entered_mark_once() -> None:
 
 
 FORBIDDEN = [
-    ([wh.split()], wh.replicate(), "replicate() stands inside split()"),
+    ([wh.split()], wh.replicate(), "replicate() is inside split()"),
     (
         [wh.split(devices=4)],
         wh.pipeline(),
-        "pipeline() stands inside split(devices=4)",
+        "pipeline() is inside split(devices=4)",
     ),
-    ([wh.pipeline(), wh.split()], wh.stage(), "stage() stands inside split()"),
+    ([wh.pipeline(), wh.split()], wh.stage(), "stage() is inside split()"),
     (
         [wh.pipeline(), wh.stage()],
         wh.replicate(),
-        "replicate() stands inside stage()",
+        "replicate() is inside stage()",
     ),
-    ([wh.pipeline(), wh.stage()], wh.pipeline(), "pipeline() stands inside stage()"),
-    ([wh.pipeline()], wh.pipeline(), "pipeline() stands inside pipeline()"),
-    ([], wh.stage(), "stage() stands with no pipeline around it"),
+    ([wh.pipeline(), wh.stage()], wh.pipeline(), "pipeline() is inside stage()"),
+    ([wh.pipeline()], wh.pipeline(), "pipeline() is inside pipeline()"),
+    ([], wh.stage(), "stage() has no pipeline around it"),
     (
         [wh.replicate()],
         wh.stage(),
-        "stage() stands inside replicate(), with no pipeline around it",
+        "stage() inside replicate() has no pipeline around it",
     ),
 ]
 
@@ -191,7 +191,7 @@ def test_refused_where_it_is_written() -> None:
         with pytest.raises(wh.WhaleError) as caught, wh.replicate():
             pass
     assert str(caught.value) == (
-        "replicate() stands inside split(axis=mlp), which is not allowed: annotations "
+        "replicate() is inside split(axis=mlp), which is not allowed: annotations "
         "nest as replicate > pipeline > stage > split. Leave split before entering "
         "replicate, or remove one of the two."
     )

@@ -390,14 +390,14 @@ def test_queries_without_a_sequence_are_left() -> None:
 
     called, reasons = _called(Form(pooled), _arguments(Form(pooled)))
     assert not _found(called)
-    assert reasons and "its queries have no sequence of their own" in reasons[0]
+    assert reasons and "its queries have no dimension of their own" in reasons[0]
 
 
 def test_attention_to_one_key_is_left() -> None:
     arguments = _arguments(Form(_plain))
     arguments[1:] = [x[:, :1] for x in arguments[1:]]
     called, reasons = _called(Form(_plain), arguments)
-    assert not _found(called) and "it attends to one key" in reasons[0]
+    assert not _found(called) and "it has a single key" in reasons[0]
 
 
 def test_rows_that_are_whole_read_keys_that_are_whole() -> None:

@@ -238,9 +238,9 @@ def test_a_batch_as_large_as_may_be() -> None:
 @pytest.mark.parametrize(
     ("outer", "inner", "problem"),
     [
-        (wh.split(), wh.replicate(), "replicate() stands inside split()"),
-        (wh.split(), wh.pipeline(), "pipeline() stands inside split()"),
-        (wh.replicate(), wh.stage(), "stage() stands inside replicate(), with no"),
+        (wh.split(), wh.replicate(), "replicate() is inside split()"),
+        (wh.split(), wh.pipeline(), "pipeline() is inside split()"),
+        (wh.replicate(), wh.stage(), "stage() inside replicate() has no"),
     ],
 )
 def test_forbidden_nesting(outer: Any, inner: Any, problem: str) -> None:
@@ -553,10 +553,10 @@ def test_a_compiler_option_that_this_compiler_does_not_take() -> None:
     with pytest.raises(wh.WhaleError) as caught:
         compile_here(plan)
     assert str(caught.value) == (
-        "compiler_options: the compiler of this cpu does not take "
+        "compiler_options: the compiler of this cpu does not accept "
         "xla_tpu_rwb_fusion=True (INVALID_ARGUMENT: No such compile option: "
         "'xla_tpu_rwb_fusion'). Correct the name or "
-        "value that it names, or plan without it"
+        "value, or plan without the option"
     )
 
 

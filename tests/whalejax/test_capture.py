@@ -269,7 +269,8 @@ def test_a_while_loop_is_counted_once_and_reported() -> None:
     shape = jax.ShapeDtypeStruct((BATCH, 8), jnp.float32)
     result = captured({"w": jnp.ones((8, 8))}, loss, {"x": shape})
     assert result.notes == (
-        "a while loop runs an unknown number of times; its work is counted once",
+        "a while loop runs an unknown number of times; the work of one "
+        "iteration is counted",
     )
     assert flops(result.graph) == 2 * 2 * BATCH * 8 * 8
     carries = [op for op in result.graph.ops if op.kind == "while"]
@@ -310,8 +311,8 @@ def test_branches_in_a_loop_are_all_counted_and_reported() -> None:
     params = {"w": jnp.ones((8, 8))}
     result = captured(params, loss, {"x": shape})
     assert result.notes == (
-        "one of 2 branches at some runs in each of 3 turns; the work of all is "
-        "counted, which is the most that can run",
+        "one of 2 branches at some runs in each of 3 iterations; the work of all "
+        "branches is counted as an upper bound",
     )
     assert flops(result.graph) == 3 * 2 * BATCH * 8 * 8
     plan = wh.plan(loss, params, {"x": shape}, cluster="h100:2", num_micro_batches=1)

@@ -61,7 +61,7 @@ def test_leaves_that_differ_in_samples_are_all_listed() -> None:
     assert refused(mlp_params(), mlp_loss, batch) == (
         "batch: 1 problem\n"
         "  1. the leaves differ in their number of samples: batch.x has 6, batch.y has "
-        "5. Give all of them the same batch dimension, or say which it is with "
+        "5. Give all of them the same batch dimension, or name it by "
         "batch_axes=."
     )
 
@@ -118,9 +118,10 @@ def test_no_leaf_with_samples() -> None:
         text = refused(mlp_params(), mlp_loss, batch, batch_axes=axes)
         assert text == (
             "batch: 1 problem\n  1. none of the 2 arrays has a batch dimension by "
-            "batch_axes=, and a step is divided among devices and micro-batches by "
-            "samples. Give the dimension of what the loss is a mean over, such as the "
-            "nodes of a graph, and None for the others: batch_axes= takes a tree like "
+            "batch_axes=, and a step divides the samples among devices and "
+            "micro-batches. Choose the dimension over which the loss is a mean, such "
+            "as the nodes of a graph, and give None for leaves without it: "
+            "batch_axes= takes a tree like "
             'the batch, as in {"nodes": 0, "edges": None}'
         )
 

@@ -297,8 +297,8 @@ def test_nesting_that_a_cached_trace_hid_is_found() -> None:
         graph_of(body)
     text = str(caught.value)
     assert text.startswith("annotations of the model: 2 problems\n  1. replicate() ")
-    assert "1. replicate() stands inside split(devices=2), which is not allowed" in text
-    assert "2. pipeline() stands inside split(devices=2), which is not allowed" in text
+    assert "1. replicate() is inside split(devices=2), which is not allowed" in text
+    assert "2. pipeline() is inside split(devices=2), which is not allowed" in text
 
 
 def test_nesting_that_python_sees_is_refused_while_tracing() -> None:

@@ -406,9 +406,9 @@ def test_a_consumed_state_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(wh.WhaleError) as caught:
         step.save(tmp_path / "a", half)
     assert str(caught.value) == (
-        "2 of the 12 arrays of this state (state.params['down'] first) were consumed "
-        "by a step, which reuses their memory, or deleted. Put a state together from "
-        "the one that the last step returned alone, or restore a checkpoint"
+        "2 of the 12 arrays of this state (state.params['down'] first) were deleted, "
+        "or donated to a step, which reuses their memory. Use arrays of the state that "
+        "the last step returned, and no older ones, or restore a checkpoint"
     )
     for leaf in jax.tree.leaves(half.opt_state):
         leaf.delete()

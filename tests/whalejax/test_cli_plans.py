@@ -374,4 +374,4 @@ def test_numbers_of_samples_that_nobody_has(here: Path, capsys: Captured) -> Non
         text = refused([*words, name, str(10**26)], capsys)
         assert text == (f"whalejax: {name} is {10**26}; expected at most {2**40}\n")
     text = refused([*words, "--batch", str(2**40)], capsys)
-    assert "has no room in the memory of this host" in text
+    assert "does not fit in the memory of this host" in text

@@ -116,7 +116,7 @@ def test_stages_do_not_wait_for_what_is_not_theirs() -> None:
 
 
 def test_arrays_of_several_stages_are_refused() -> None:
-    with pytest.raises(wh.WhaleError, match="several stages into one operation"):
+    with pytest.raises(wh.WhaleError, match="several stages in one operation"):
         parted(lambda a, b: (a + b, b), [0, 1], jnp.ones(3), jnp.ones(3))
 
 

@@ -206,6 +206,6 @@ def test_the_plan_says_that_it_counts_every_pass() -> None:
     plan = compiled(job, build(job), **on({"data": 8})).plan
     (note,) = [text for text in plan.notes if "branches" in text]
     assert note == (
-        "one of 2 branches at overflow runs in each of 2 turns; the work of all is "
-        "counted, which is the most that can run"
+        "one of 2 branches at overflow runs in each of 2 iterations; the work of all "
+        "branches is counted as an upper bound"
     )

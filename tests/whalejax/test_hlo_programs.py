@@ -293,7 +293,7 @@ ENTRY %main (x: f32[4]) -> token[] {
   %x = f32[4]{0} parameter(0)
   ROOT %s = (f32[4]{0}, u32[], token[]) send(%x, %t), channel_id=1
 }"""
-    with pytest.raises(hlo.HloError, match="send s sends, and is not counted"):
+    with pytest.raises(hlo.HloError, match="send s sends, and cannot be counted"):
         hlo.collectives(text)
     assert not hlo.collectives(
         text.replace("channel_id=1", "channel_id=1, is_host_transfer=true")
@@ -372,7 +372,7 @@ def test_groups_in_other_words(text: str, names: tuple[str, ...] | None) -> None
 
 
 def test_groups_in_an_unknown_form_are_refused() -> None:
-    with pytest.raises(hlo.HloError, match="form that is not known"):
+    with pytest.raises(hlo.HloError, match="in an unknown form"):
         groups_of("replica_groups=everyone", 8)
 
 
@@ -489,7 +489,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     ("line", "message"),
     [
         ("  %y = f32[4]{0} frobnicate(%x)", "opcode 'frobnicate' of y is not known"),
-        ("  what is this?", "line of the program text is not known"),
+        ("  what is this?", "line of the program text is unknown"),
     ],
 )
 def test_nothing_is_dropped(line: str, message: str) -> None:

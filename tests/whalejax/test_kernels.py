@@ -60,8 +60,8 @@ def test_shard_map_without_a_mesh() -> None:
     with pytest.raises(wh.WhaleError) as said:
         wh.plan(mapped, model, jnp.ones((16, 8)), cluster=free_links(8))
     assert str(said.value) == (
-        "loss_fn calls jax.shard_map without a mesh, and the plan's own is chosen "
-        "after the loss is traced. Give the call mesh=, plan and compile under "
-        "jax.set_mesh(mesh), or leave jax.shard_map out: the plan divides the work "
+        "loss_fn calls jax.shard_map without a mesh, and the plan's own mesh is "
+        "chosen after the loss is traced. Give the call mesh=, plan and compile under "
+        "jax.set_mesh(mesh), or remove jax.shard_map: the plan divides the work "
         "itself"
     )

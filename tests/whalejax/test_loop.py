@@ -76,7 +76,7 @@ def test_a_state_that_a_loop_took_is_refused_in_words() -> None:
     step = shared_step()
     state = fresh_state(step)
     loop.train(step, state, batches, steps=1)
-    with pytest.raises(wh.WhaleError, match="this state was consumed by a step"):
+    with pytest.raises(wh.WhaleError, match="this state was donated to a step"):
         loop.train(step, state, batches, steps=2)  # the cell of a notebook, run again
 
 
@@ -388,5 +388,5 @@ def test_a_state_that_an_error_left_half_taken_is_not_alive() -> None:
     with pytest.raises(KeyError), consuming(half):
         jax.tree.leaves(half.params)[0].delete()
         raise KeyError
-    with pytest.raises(wh.WhaleError, match="consumed"):
+    with pytest.raises(wh.WhaleError, match="donated"):
         check_alive(half)

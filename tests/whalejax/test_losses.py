@@ -77,7 +77,7 @@ BAD = [
     (
         jnp.int32(1),
         "loss_fn: the loss has dtype int32; expected a floating-point scalar, because "
-        "gradients are taken of it.",
+        "it is differentiated.",
     ),
     (
         jnp.complex64(1),

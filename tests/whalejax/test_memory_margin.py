@@ -133,7 +133,7 @@ def test_a_plan_accepted_at_once_is_the_plan(compiler: Answers) -> None:
 def test_a_compiler_that_is_missing_is_said(compiler: Answers) -> None:
     compiler(1.0, NoCompiler("install it"))
     found = planned(WHOLE, verified=True)
-    assert "not verified, for want of a compiler: install it" in found.notes
+    assert "not verified, as there is no compiler: install it" in found.notes
 
 
 def test_a_compiler_that_gives_no_answer_names_the_plan(compiler: Answers) -> None:

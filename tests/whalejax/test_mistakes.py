@@ -403,7 +403,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "texts beside a loss": (
         lambda: planned(lambda m, b: (loss(m, b), {"mode": "train"}), net(), BATCH),
-        "loss_fn reports 'mode' with 'train'; expected arrays or numbers. Leave it out",
+        "loss_fn reports 'mode' with 'train'; expected arrays or numbers. Remove it",
     ),
     "number for a folder": (
         lambda: called(
@@ -472,11 +472,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "maker that needs more": (
         lambda: step().init(lambda key, width: net(width), rng=jax.random.key(0)),
-        "needs width beside a random key. Bind it: functools.partial",
+        "needs width besides a random key. Bind it: functools.partial",
     ),
     "class that needs more": (
         lambda: step().init(Wide, rng=jax.random.key(0)),
-        r"make_model, Wide, needs width beside a random key",
+        r"make_model, Wide, needs width besides a random key",
     ),
     "class to begin from": (
         lambda: step().init_from(Net),
@@ -541,8 +541,8 @@ def test_a_class_of_nnx_is_given_its_random_numbers() -> None:
 
 def test_a_zero_level_without_an_axis_is_noted() -> None:
     note = (
-        "zero=2 has no effect: it is over the mesh axis data, and this plan has none. "
-        "fsdp 8 shards parameters, gradients and the optimizer's state (ZeRO-3)"
+        "zero=2 has no effect: it acts along the mesh axis data, and this plan has "
+        "none. fsdp 8 shards parameters, gradients and the optimizer's state (ZeRO-3)"
     )
     assert note in planned(mesh={"fsdp": 8}, zero=2).notes
     assert not any("zero=" in n for n in planned(mesh={"data": 8}, zero=2).notes)

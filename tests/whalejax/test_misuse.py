@@ -242,7 +242,7 @@ def test_what_are_no_axis_names_and_prices(world: misuse_world.World) -> None:
     assert "axis_names is 5; expected your names of mesh axes mapped to ours" in told(
         wh.plan, *arguments, cluster=world.cluster, axis_names=5
     )
-    assert "prices is -1; expected prices of one device for an hour by the name" in (
+    assert "prices is -1; expected the hourly price of one device by the name" in (
         told(wh.search, *arguments, clusters=["h100:8"], prices=-1)
     )
 

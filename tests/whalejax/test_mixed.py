@@ -52,7 +52,7 @@ def test_replicas_say_shares_gain_and_bound() -> None:
 def test_one_program_on_unlike_devices_says_that_shards_are_even() -> None:
     mesh = {"data": 2, "tensor": 2}
     plan = noted("h100:2+a100-80:2", 8, mesh, zero=2, runnable=False)
-    assert any(n.startswith("split: shards are even over tensor") for n in plan.notes)
+    assert any(n.startswith("split: shards are equal along tensor") for n in plan.notes)
 
 
 @pytest.mark.parametrize("cluster", ["v100-32:2+p100-16:2", "v100-32:4"])
@@ -68,7 +68,7 @@ def test_plans_that_run_say_that_shards_are_even(cluster: str) -> None:
         cluster=cluster,
         mesh={"tensor": 2},
     )
-    said = any(note.startswith("split: shards are even") for note in plan.notes)
+    said = any(note.startswith("split: shards are equal") for note in plan.notes)
     assert plan.runnable and said == ("+" in cluster)
 
 

@@ -294,7 +294,7 @@ def test_clipping_by_the_norm_over_all_stages_and_checkpoints(tmp_path: Path) ->
             float(jax.jit(job.loss_fn)(expected.model, job.batch_at(0))), rel=1e-9
         )
         apart(state, job.batch_at(0))
-        with pytest.raises(wh.WhaleError, match="was consumed by a step"):
+        with pytest.raises(wh.WhaleError, match="was donated to a step"):
             apart(state, job.batch_at(0))
 
 
@@ -389,10 +389,10 @@ def test_optimizers_that_take_all_at_once_are_refused(
             cluster="h100:2",
             **options,
         )
-    assert f"several stages into one operation ({name})" in str(caught.value)
+    assert f"several stages in one operation ({name})" in str(caught.value)
     step = compiled(job, model, devices=2, **options)
     plan = dataclasses.replace(step.plan, optimizer_bytes=None)
-    with pytest.raises(wh.WhaleError, match="several stages into one operation"):
+    with pytest.raises(wh.WhaleError, match="several stages in one operation"):
         wh.compile(
             plan,
             job.loss_fn,
@@ -513,7 +513,7 @@ def plain(model: Any, x: Any) -> Any:
             ("test_mpmd.py:", "the marks of stage 0, 1", "put marks around it"),
         ),
         (a_mark_in_a_loop, {}, ("the marks of stage 1 and what no stage does",)),
-        (nested_marks, {}, ("stands inside stage", "not allowed")),
+        (nested_marks, {}, ("is inside stage", "not allowed")),
         (any_number, {"cluster": "h100:7"}, ("no number of stages that 7 devices",)),
         (plain, {"mesh": {"stage": 4}}, ("at most 2 parts", "Use at most 2")),
         (plain, {"mesh": {"stage": 2}, "num_micro_batches": 5}, ("5 micro-batches",)),

@@ -99,7 +99,7 @@ def test_what_needs_several_members_says_what_the_axis_is(collective: Any) -> No
             {"w": jnp.ones((8, 8))}, lambda m, x: jnp.mean(collective(x)), samples()
         )
     notes = " ".join(caught.value.__notes__)
-    assert 'axis "batch" stands for all samples and has one member' in notes
+    assert 'axis "batch" stands for all samples and has size 1.' in notes
     assert "ppermute, all_to_all" in notes
 
 

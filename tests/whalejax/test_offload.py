@@ -118,7 +118,7 @@ def test_state_that_is_needed_whole_stays(name: str) -> None:
 
 @pytest.mark.parametrize("runnable", [True, False])
 def test_without_an_optimizer_there_is_no_state(runnable: bool) -> None:
-    with pytest.raises(wh.PlanError, match="no optimizer was given, so there is no"):
+    with pytest.raises(wh.PlanError, match="no optimizer was given, so it has no"):
         wh.plan(
             lambda net, x: (x @ net).mean(),
             jax.ShapeDtypeStruct((64, 64), jnp.float32),

@@ -210,9 +210,9 @@ def test_names_are_missing_where_nothing_tells_which(call: Any, x: Any) -> None:
         of_members(call, x)
     assert str(caught.value) == (
         "model: 1 problem\n"
-        "  1. w: its metadata names 2 of its 3 dimensions (4, 8, 32), and nothing says "
-        "which of them has no name, as after nnx.vmap without a name for its "
-        "dimension. Name each dimension, with None for one that has no name, or give "
+        "  1. w: its metadata names 2 of its 3 dimensions (4, 8, 32), and nothing "
+        "shows which of them has no name. nnx.vmap without a name for its dimension "
+        "does this. Name each dimension, with None for one that has no name, or give "
         "transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap"
     )
 
@@ -237,7 +237,7 @@ def test_the_dimension_that_is_taken_one_by_one_has_no_name(
 ) -> None:
     plan = of_members(call, out_axes=out_axes)
     assert [d for d, axes in enumerate(plan.leaf("w").param_spec) if axes] == [mlp]
-    said = f"they are taken for those beside dimension {out_axes % 3}, which the model"
+    said = f"they are taken for those besides dimension {out_axes % 3}, which the model"
     assert any(said in note for note in plan.notes)
 
 

@@ -320,7 +320,7 @@ def test_a_scan_that_gives_values_is_told_to_carry_them(schedule: str) -> None:
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     stack = jax.ShapeDtypeStruct((6, 64, 64), jnp.float32)
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    carry = "Let the scan give its values through what it carries: return (x, total + "
+    carry = "Let the scan carry these values: return (x, total + "
 
     def planned(loss: Any, stages: int) -> wh.Plan:
         def asked(model: Any, x: Any) -> Any:
@@ -381,9 +381,13 @@ def contradicting(model: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "options", "text"),
     [
-        (summing, {}, "each gives 1 value beside what it hands to the next"),
+        (summing, {}, "each returns 1 value per layer (metrics"),
         (penalised, {}, "their parameters are read outside the scan too"),
-        (reversed_layers, {}, "they run from the last to the first. Turn them round"),
+        (
+            reversed_layers,
+            {},
+            "from the last to the first. Reverse their order",
+        ),
         (scanned, {"mesh": {"stage": 8}}, "stage is 8, and the model has 6 layers"),
         (scanned, {"mesh": {"stage": 8}}, "holds one or more; expected at most 6"),
         (

@@ -204,7 +204,7 @@ def test_stages_are_verified_one_by_one() -> None:
     moved = {q.name: q for q in found.collectives}
     for name in ("handed to part 1", "handed back by part 2"):
         assert moved[name].difference == 0 and moved[name].compiled_count == COUNT
-    assert "brought to stage 2 once" in moved
+    assert "received once by stage 2" in moved
     assert found.product_flops is not None and found.product_flops.difference == 0
     assert json.loads(json.dumps(found.document()))["memory"]
     assert "stage 2: batch and kept" in str(found)

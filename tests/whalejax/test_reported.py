@@ -281,15 +281,15 @@ def test_means_sums_ends_and_what_no_sample_changes(
 @pytest.mark.parametrize(
     "report, why",
     [
-        (lambda z: z[:4], "holds some of the samples, or mixes them"),
-        (lambda z: z[::-1], "holds some of the samples, or mixes them"),
-        (lambda z: jnp.sort(z, axis=0), "holds some of the samples, or mixes them"),
-        (lambda z: z.reshape(4, -1), "holds some of the samples, or mixes them"),
+        (lambda z: z[:4], "has some of the samples, or mixes them"),
+        (lambda z: z[::-1], "has some of the samples, or mixes them"),
+        (lambda z: jnp.sort(z, axis=0), "has some of the samples, or mixes them"),
+        (lambda z: z.reshape(4, -1), "has some of the samples, or mixes them"),
         (lambda z: z @ z.T, "has samples along several dimensions"),
         (lambda z: z[0], "is of one sample of the micro-batch"),
         (lambda z: z[:16], "is made in another way where the batch has more"),
         (lambda z: z[:20], "is made in another way where the batch has more"),
-        (lambda z: jnp.triu(z), "cannot be put together of the values of micro-bat"),
+        (lambda z: jnp.triu(z), "cannot be computed from the values of micro-bat"),
         (lambda z: jnp.arange(len(z)), "depends on more than one sample in every row"),
         (
             lambda z: z - z.mean(0, keepdims=True),
@@ -357,7 +357,7 @@ def test_a_plan_that_chooses_micro_batches_refuses_too() -> None:
 
     w = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 8
     x = jax.ShapeDtypeStruct((2**20, 4096), jnp.float32)
-    text = "metrics\\['aux'\\] of shape \\(5, 4096\\) holds some of the samples"
+    text = "metrics\\['aux'\\] of shape \\(5, 4096\\) has some of the samples"
     with pytest.raises(wh.WhaleError, match=text) as raised:
         wh.plan(loss, w, x, cluster="h100:1", remat="none", loss_chunks=1)
     assert "the planner chose num_micro_batches=" in str(raised.value)

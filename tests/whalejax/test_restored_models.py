@@ -170,9 +170,9 @@ def test_a_schedule_that_begins_anew_is_said(saved: Path) -> None:
         found = step.restore(saved, only="model")
     assert int(found.step) == 3
     assert str(caught[0].message) == (
-        "the optimizer begins anew, and so does its schedule: it counts from 0, and "
-        "the checkpoint's optimizer had made 3 updates. Pass keep_schedule=True to let "
-        "it go on from 3, or False to begin it anew without this warning"
+        "the optimizer begins anew, and its schedule counts from 0, although the "
+        "checkpoint's optimizer had made 3 updates. Pass keep_schedule=True to "
+        "continue from 3, or False to begin it anew without this warning"
     )
 
 

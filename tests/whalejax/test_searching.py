@@ -157,7 +157,7 @@ def test_every_problem_of_what_is_given_is_listed() -> None:
         "h100:8 is given twice",
         "unknown device kind 'h1000'",
         "prices has 'v5e', and the clusters have h100",
-        "prices['h100'] is -2; expected the price of one device for an hour, above 0",
+        "prices['h100'] is -2; expected the hourly price of one device, above 0",
         "each is 0; expected a whole number, 1 or more",
         "cluster= is wh.plan's; give clusters=, a list",
         "there is no option 'precison'. Did you mean 'precision'?",

@@ -169,7 +169,7 @@ def test_groups_are_read_from_the_program(name: str, group: int, runs: int) -> N
     [
         ("siglip", "compares samples with each other"),
         ("gae", "loops along the samples"),
-        ("summed_after_a_layer_norm", "adds its samples up and divides by no number"),
+        ("summed_after_a_layer_norm", "adds its samples up and does not divide"),
         ("over_one_less", "does not fall as the number of samples grows"),
         ("sign_changes", "is zero or changes its sign"),
         ("mean_and_sum", "depends on the number of samples"),
@@ -258,7 +258,7 @@ def test_asking_for_parts_of_dependent_samples_is_an_error(name: str) -> None:
         text = str(caught.value)
         assert text.startswith(tuple(f"{key}=" for key in parts))
         assert "would train something else than the whole batch" in text
-        assert "per_micro_batch=True (--per-micro-batch) if each part's own" in text
+        assert "per_micro_batch=True (--per-micro-batch) to use each part's own" in text
     sums = "sum" in name or "over_" in name
     assert (".mean()" in text) == sums
 
@@ -286,7 +286,7 @@ REMEDIES = {
         "Split the keys from the rng",
     ),
     "rows_by_their_class": ("gather (coupling_losses.py:", "as h[index] does"),
-    "decayed_sum": ("scan (", "carries from one to the next what is no plain sum"),
+    "decayed_sum": ("scan (", "carries values that are no plain sums"),
 }
 
 

@@ -93,7 +93,7 @@ def test_rows_that_are_not_there_are_said(read: Read) -> None:
     with pytest.raises(wh.PlanError, match=words):
         plan.what_if(sequence=ROWS + 1)
     (note,) = [n for n in planned(read, 2 * ROWS).notes if n.startswith(BEYOND)]
-    assert "places has 32 rows, and row 63 is read, counted from 0. JAX gives" in note
+    assert "places has 32 rows, and row 63 is read, counted from 0. JAX returns" in note
     assert ("NaN" in note) == (read is taken)
 
 

@@ -579,8 +579,8 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
                 x, p["k3"], (2, 2, 2), "SAME", dimension_numbers=NUMBERS
             ),
             "depth: conv_general_dilated: it is a transposed convolution of stride 2 "
-            "with a kernel of 3 and padding (2, 1); only one whose kernel is its "
-            "stride, with padding (1, 1), can share space",
+            "with a kernel of 3 and padding (2, 1); space can be divided only if the "
+            "kernel is as large as the stride and the padding is (1, 1)",
         ),
     ],
     ids=[
@@ -609,7 +609,7 @@ def test_windows_reduced_by_a_function_of_its_own() -> None:
         return jnp.mean(y**2), {"product": jnp.mean(found)}
 
     job = dataclasses.replace(one_net(None), loss_fn=loss)
-    assert "depth: reduce_window: it reduces windows by a function of its own" in (
+    assert "depth: reduce_window: it reduces windows by a function without" in (
         refused(job, {"depth": 2})
     )
 

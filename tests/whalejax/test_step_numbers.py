@@ -207,7 +207,7 @@ def test_a_consumed_state_is_refused(tmp_path: Any) -> None:
         lambda: step.save(tmp_path / "checkpoint", state),
         lambda: state.model,
     ):
-        with pytest.raises(wh.PlanError, match="consumed by a step.*state, metrics ="):
+        with pytest.raises(wh.PlanError, match="donated to a step.*state, metrics ="):
             use()
 
 

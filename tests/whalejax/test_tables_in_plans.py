@@ -253,8 +253,12 @@ def ids_of(kind: Any, *shape: int) -> jax.ShapeDtypeStruct:
     ("batch", "change", "words"),
     [
         (ids_of(np.float32, 64), {}, "no integers; of the batch ids is of another"),
-        (np.array([[1, 2], [3]], object), {}, "type object.*unlike lengths are given"),
-        ([[1, 2], [3]], {}, "Bags of unlike lengths are given padded"),
+        (
+            np.array([[1, 2], [3]], object),
+            {},
+            "type object.*Pad bags of unequal",
+        ),
+        ([[1, 2], [3]], {}, "Pad bags of unequal lengths"),
         (ids_of(np.int32, 64), {"counts": {"user": np.ones(999)}}, r"shape \(999,\)"),
         (ids_of(np.int32, 64), {"counts": {"item": np.ones(9)}}, "'item', which is no"),
         (ids_of(np.int32, 64), {"tables": optax.adam(0.1)}, "sgd, adagrad, row_adagra"),
@@ -275,7 +279,7 @@ def test_ragged_bags_are_refused_with_what_to_give() -> None:
         "bag": ids_of(np.int32, 500),
         "x": ids_of(np.float32, 64),
     }
-    with pytest.raises(wh.WhaleError, match=r"padded: ids of one shape, \(samples"):
+    with pytest.raises(wh.WhaleError, match=r"lengths: ids of one shape, \(samples"):
         wh.plan(bag_loss, SHAPES, batch, tables=ROWS, cluster="h100:4")
 
 
@@ -305,7 +309,7 @@ def test_a_table_too_large_for_all_says_by_how_much(
 def test_a_feature_that_no_table_takes_is_named() -> None:
     batch = {"ids": ids_of(np.int32, 64), "shop": ids_of(np.int32, 64)}
     plan = wh.plan(small_loss, SHAPES, batch, tables=ROWS, cluster="h100:4")
-    assert "shop of the batch is read by no table, and by nothing else" in str(plan)
+    assert "neither a table nor anything else reads shop of the batch" in str(plan)
 
 
 def test_optimizers_without_a_sparse_form_are_refused() -> None:

@@ -216,7 +216,7 @@ def test_other_shares_compile_nothing_and_change_nothing(tmp_path: Path) -> None
         again, _ = step(again, job.batch_at(9))
         assert apart(again.params, alone.params) <= TIGHT
         step(state, job.batch_at(9))
-        with pytest.raises(wh.WhaleError, match="was consumed by a step"):
+        with pytest.raises(wh.WhaleError, match="was donated to a step"):
             step(state, job.batch_at(9))
 
 

@@ -178,7 +178,7 @@ def test_two_processes_with_three_replicas(tmp_path: Path) -> None:
         assert begins == [index == 0, True]
         ((number, text),) = said
         assert number == 1 and text.startswith(
-            f"replicas {'0, 1' if index else '2, 3'} ran by other shares than "
+            f"replicas {'0, 1' if index else '2, 3'} ran with other shares than "
             f"{[4, 2, 1, 1] if index else [2, 2, 2, 2]}, those of process {index}: "
         )
         assert sum(shares) == 8 and min(seconds) > 0

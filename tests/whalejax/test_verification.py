@@ -108,7 +108,7 @@ def test_kinds_with_two_cores_a_chip(topology: str, kind: str) -> None:
 @needs_tpu_compiler
 def test_an_option_the_compiler_does_not_know_is_named() -> None:
     plan = planned("mlp-test", "v5e:2x2", compiler_options={"xla_cpu_ftz": "x"})
-    with pytest.raises(wh.WhaleError, match="does not take xla_cpu_ftz=x"):
+    with pytest.raises(wh.WhaleError, match="does not accept xla_cpu_ftz=x"):
         plan.verify(timeout_seconds=300)
 
 
@@ -250,7 +250,7 @@ def test_a_plan_for_other_hardware_compiles_here_too() -> None:
     found = plan.verify("local", timeout_seconds=300)
     assert not found.refused and not found.failure
     assert found.device_kind == "cpu"
-    assert "capacity is not known" in str(found)
+    assert "capacity is unknown" in str(found)
 
 
 def test_the_model_line_behind_a_warning_is_named() -> None:

@@ -137,7 +137,7 @@ def test_leaves_without_a_length(given: Any) -> None:
 def test_one_path_in_place_of_a_list(given: Any) -> None:
     assert (
         f"leaves['v'] is the one path {given!r}; expected a list with a file for each "
-        f"sample: give [{given!r}] where there is one sample"
+        f"sample: for a single sample, give [{given!r}]"
     ) in refused({"v": given})
 
 

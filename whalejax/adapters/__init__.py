@@ -1,1 +1,1 @@
-"""NNX, Linen and plain pytrees behind one interface."""
+"""One interface for NNX modules, Linen variables and plain pytrees."""

@@ -1,8 +1,8 @@
 """Adapts NNX modules, Linen variables and plain pytrees to one interface.
 
-All code that uses this module sees a model as two pytrees, trained ``params`` and the
-``rest``, and as a loss that takes both and returns the new rest. Only the modules of
-this package know Flax, which they import only for Flax models.
+Other code sees a model as two pytrees, the trained ``params`` and the ``rest``. It sees
+the loss as a function that takes both and returns the rest after the call. Only modules
+of this folder depend on Flax, and they import it only for Flax models.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _RNG_NAMES: Final = ("rng", "rngs", "key")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A model and its loss behind the interface of capture and lowering.
+    """A model and its loss, as capture and lowering use them.
 
     Attributes:
         kind: Kind of the user's model.
@@ -69,13 +69,14 @@ class Adapter:
         pinned: For each trained leaf, the mesh axes that the user fixed for each
             dimension (several joined by ``+``), or None.
         called: For each trained leaf, the model's own names of those mesh axes.
-        rest_names, rest_pinned, rest_called: Names, fixed axes and model's axis names
-            of each other leaf.
+        rest_names: Like ``names``, for each other leaf.
+        rest_pinned: Like ``pinned``, for each other leaf.
+        rest_called: Like ``called``, for each other leaf.
         short: Number of missing names, by path of each leaf whose metadata names too
-            few dimensions; the given names are assigned to the first ones.
+            few dimensions. The given names are assigned to the first dimensions.
         takes_rng: Whether the loss function takes a random key.
         compute_dtype: Type to which float32 weights, trained or not, and batches are
-            cast before the loss sees them; None leaves the model's own types.
+            cast before the loss; None leaves the model's own types.
         batch_gradients: Numbers of the flat batch leaves whose gradients a step
             returns; by default none.
     """
@@ -109,11 +110,11 @@ class Adapter:
 
         Returns:
             Total and weight as scalar arrays (weight 1 for a plain mean), metrics, and
-            the rest as the call left it, in the structure of ``rest``.
+            the rest after the call, in the structure of ``rest``.
 
         Raises:
-            WhaleError: The return value is no loss, holds gradients or collections, or
-                the rest changed its form.
+            WhaleError: The return value is no loss, or contains gradients or
+                collections, or the rest has another structure after the call.
         """
         used = rest
         if self.compute_dtype is not None:
@@ -146,7 +147,6 @@ class Adapter:
         )
 
     def _frozen_cast(self, rest: Any) -> Any:
-        """Returns the rest with weights, not statistics, in the compute dtype."""
         leaves: list[Any] = jax.tree.leaves(rest)
         tree: Any = jax.tree.structure(rest)
         for index, is_weight in enumerate(self.frozen):
@@ -157,7 +157,6 @@ class Adapter:
         return tree.unflatten(leaves)
 
     def _check_metrics(self, result: LossResult) -> None:
-        """Refuses updated collections returned as metrics: they would be lost."""
         held = self.rest if self.kind == "linen" else {}
         lost = sorted(set(result.metrics) & set(held))
         if lost:
@@ -167,7 +166,7 @@ class Adapter:
             )
 
     def without_values(self) -> Adapter:
-        """Returns a copy with abstract leaves, without arrays of the user's."""
+        """Returns a copy with abstract leaves, which keeps no arrays of the user's."""
         return dataclasses.replace(
             self,
             params=abstract_tree(self.params),
@@ -181,10 +180,11 @@ class Adapter:
         return tuple(path in self._form.frozen for path in self.rest_paths)
 
     def rebuild(self, params: Any, rest: Any, modes: Any = None) -> Any:
-        """Rebuilds the model in the user's own type from its two parts.
+        """Returns the model in the user's own type, from its two parts.
 
         Args:
-            params, rest: The parts.
+            params: Trained leaves, in the structure of ``params``.
+            rest: Other leaves, in the structure of ``rest``.
             modes: Modes from ``modes_of``; default: those of the adapted model.
         """
         model = self._form.rebuild(params, rest)
@@ -197,8 +197,8 @@ class Adapter:
     def evaluating(self) -> Adapter | None:
         """Returns a copy in evaluation mode; None if that changes nothing.
 
-        Only NNX modules have modes: a Linen module or a plain function gets them as
-        arguments from the loss function.
+        Of all models, NNX modules alone have modes. For others the loss function passes
+        the mode as an argument.
         """
         form = self._form.evaluating()
         return None if form is None else dataclasses.replace(self, _form=form)
@@ -218,7 +218,8 @@ class Adapter:
             model: Model in the user's own type, such as a new module.
 
         Raises:
-            WhaleError: It is another model; names the first leaf that differs.
+            WhaleError: ``model`` is another model. The message names the first leaf
+                that differs.
         """
         params, rest = self._form.take_apart(model)
         return (
@@ -230,8 +231,8 @@ class Adapter:
         """Folds an integer into every random key of the rest.
 
         Executors fold the step and the index of the micro-batch into the rest at the
-        start of the step. So each micro-batch draws its own dropout masks, the same
-        under every plan. ``restore_keys`` undoes it.
+        start of the step. So each micro-batch draws its own dropout masks, which are
+        the same with every plan. ``restore_keys`` undoes the folding.
 
         Args:
             rest: Non-trainable state, in the structure of ``rest``.
@@ -265,11 +266,11 @@ def adapt(
         axis_names: The user's names of mesh axes, mapped to ours.
 
     Returns:
-        The adapter; nothing is computed.
+        The adapter, without any computation.
 
     Raises:
-        WhaleError: Nothing is trained, a pattern matches nothing, the loss function
-            has another signature, or the metadata names a mesh axis that is not ours.
+        WhaleError: No leaf is trained, a pattern matches nothing, the loss function
+            has another signature, or the metadata names an unknown mesh axis.
 
     >>> import jax.numpy as jnp
     >>> net = {"w": jnp.ones((3, 2)), "step": 0}
@@ -337,7 +338,6 @@ def _checked_axis_names(axis_names: Any, problems: Problems) -> Mapping[str, str
 def _form_of(
     model: Any, trainable: Any
 ) -> tuple[ModelKind, Form, Callable[[str], Any]]:
-    """Returns a model's kind, its form, and its metadata by dotted parameter path."""
     if inspect.isclass(model):
         raise WhaleError(
             f"model is the class {model.__name__}; expected an instance of it, real or "
@@ -380,13 +380,13 @@ def _holds_nnx(model: Any) -> bool:
 
 
 def wants_key(make_model: Callable[..., Any]) -> bool:
-    """Whether a function that makes a model needs a random key.
+    """Returns whether a function that makes a model needs a random key.
 
     Args:
         make_model: Function that takes a key if its first parameter has no default, or
-            a name such as ``rng`` or ``key``.
+            has a name such as ``rng`` or ``key``.
     """
-    # For a class the constructor decides, whatever its metaclass accepts.
+    # The constructor of a class decides, and not the signature of its metaclass.
     is_class = isinstance(make_model, type)
     try:
         signature = inspect.signature(make_model.__init__ if is_class else make_model)
@@ -400,7 +400,7 @@ def wants_key(make_model: Callable[..., Any]) -> bool:
 
 
 def made_model(make_model: Callable[..., Any], key: Any) -> Any:
-    """Calls a function or a class that makes a model.
+    """Returns the model that a function or a class makes.
 
     Args:
         make_model: Function of a random key, or of nothing. An NNX class with a
@@ -408,7 +408,8 @@ def made_model(make_model: Callable[..., Any], key: Any) -> Any:
         key: Random key.
 
     Raises:
-        WhaleError: It needs other arguments; names them, and how to bind them.
+        WhaleError: Other arguments are needed. The message names them, and how to bind
+            them.
     """
     if _takes_rngs(make_model):
         from flax import nnx
@@ -424,7 +425,6 @@ def made_model(make_model: Callable[..., Any], key: Any) -> Any:
 
 
 def _named_key(make_model: Callable[..., Any]) -> str:
-    """Returns the keyword-only parameter for a random key, or empty."""
     try:
         parameters = inspect.signature(make_model).parameters.values()
     except (TypeError, ValueError):
@@ -447,7 +447,7 @@ def _takes_rngs(make_model: Callable[..., Any]) -> bool:
 
 
 def _constructor(make_model: type) -> inspect.Signature:
-    """Returns the signature of a class's constructor, not of its metaclass's."""
+    """Returns the signature of a class's constructor, without that of its metaclass."""
     constructor: Any = vars(make_model).get("__init__") or make_model.__init__  # type: ignore[misc]
     return inspect.signature(constructor)
 
@@ -459,11 +459,11 @@ def check_needed(
 
     Args:
         make_model: Function or class that makes the model.
-        given: Names of given parameters.
-        positional: Number of positional arguments.
+        given: Names of the parameters that are given by name.
+        positional: Number of positional arguments; default 0.
 
     Raises:
-        WhaleError: An argument is missing; names it, and how to bind it.
+        WhaleError: An argument is missing. The message names it, and how to bind it.
     """
     is_class = isinstance(make_model, type)
     try:
@@ -479,7 +479,7 @@ def check_needed(
     if needed:
         name = getattr(make_model, "__name__", "make_model")
         raise WhaleError(
-            f"make_model, {name}, needs {' and '.join(needed)} beside a random key. "
+            f"make_model, {name}, needs {' and '.join(needed)} besides a random key. "
             f"Bind {'them' if len(needed) > 1 else 'it'}: functools.partial({name}, "
             f"{', '.join(f'{one}=…' for one in needed)})"
         )
@@ -508,8 +508,8 @@ def _takes_rng(loss_fn: Callable[..., Any], problems: Problems) -> bool:
     if len(required) > 3 or needs_keyword or (len(positional) < 2 and not open_ended):
         problems.add(
             f"loss_fn takes ({', '.join(p.name for p in parameters)}); expected "
-            "loss_fn(model, batch) or loss_fn(model, batch, rng). Bind what else it "
-            "needs with functools.partial."
+            "loss_fn(model, batch) or loss_fn(model, batch, rng). Bind other arguments "
+            "with functools.partial."
         )
         return False
     if len(required) == 3:

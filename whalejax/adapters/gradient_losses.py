@@ -1,7 +1,7 @@
 """Refuses a loss that is already differentiated, such as ``jax.value_and_grad(loss)``.
 
-Its gradients would be reported as metrics, and all products computed twice. Such a loss
-is recognised by its result, which holds a tree with the paths and shapes of the trained
+Its gradients would be reported as metrics, and all products would be computed twice.
+Such a loss is recognised by its result: a tree with the paths and shapes of the trained
 parameters.
 """
 
@@ -20,7 +20,7 @@ from whalejax.meshes.errors import WhaleError
 def refuse_gradients(
     returned: Any, paths: Sequence[str], params: Sequence[Any]
 ) -> None:
-    """Raises if a loss returned gradients of its model.
+    """Raises an error if a loss returned gradients of its model.
 
     Args:
         returned: Return value of the user's function.
@@ -29,7 +29,7 @@ def refuse_gradients(
 
     Raises:
         WhaleError: The function is ``jax.value_and_grad(loss)``, ``jax.grad(loss)``, or
-            does the same.
+            another function that returns gradients.
     """
     shapes = {path: np.shape(leaf) for path, leaf in zip(paths, params, strict=True)}
     if not any(shapes.values()):  # Scalars with these names may be metrics.
@@ -41,13 +41,12 @@ def refuse_gradients(
     name = "jax.value_and_grad(loss)" if pair else "jax.grad(loss)"
     raise WhaleError(
         f"loss_fn returned {what} with the paths and shapes of the model's parameters, "
-        f"as {name} does. Give the loss itself: the step takes its gradient. What else "
-        "is to be reported goes into wh.Aux(metrics={...})"
+        f"as {name} does. Give the loss itself, as the step takes its gradient. Report "
+        "other values as wh.Aux(metrics={...})"
     )
 
 
 def _holds_all(tree: Any, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a tree has a leaf of the same path and shape for each parameter."""
     if tree is None or hasattr(tree, "shape"):
         return False
     leaves = jax.tree.leaves(tree)

@@ -1,6 +1,6 @@
-"""Leaves of a model: their paths and forms, kept from step to step.
+"""Leaves of a model: their paths, shapes and dtypes, which no step changes.
 
-Everything here works on any pytree; the adapters of all model kinds share it.
+Everything here works on any pytree, for adapters of all kinds of models.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def paths_of(tree: Any) -> tuple[str, ...]:
 
 
 def is_leaf(leaf: Any) -> bool:
-    """Whether it is an array, or a number that JAX converts to one."""
+    """Returns whether a leaf is an array, or a number that JAX converts to one."""
     if isinstance(leaf, int):
         return is_whole(int(leaf))
     return isinstance(leaf, float | complex) or is_array(leaf)
@@ -104,7 +104,8 @@ def cast_back(after: Any, used: Any, before: Any, computed: Any) -> Any:
 
     Args:
         after: State after a call.
-        used: Inputs of the call; unchanged state comes back uncast.
+        used: State that was given to the call; what the call did not change returns
+            without a cast.
         before: State before any cast.
         computed: Float type of the computation.
     """
@@ -126,14 +127,14 @@ def cast_back(after: Any, used: Any, before: Any, computed: Any) -> Any:
         back = leaf.astype(had)
         if dtype_of(cast_to) != computed:
             return back
-        # A transform inside the loss returns equal values as new objects.
+        # A transform inside the loss may return unchanged values as other objects.
         return jnp.where(leaf == cast_to, original, back)
 
     return jax.tree_util.tree_map_with_path(cast, after)
 
 
 def check_leaves(params: Any, rest: Any, problems: Problems) -> None:
-    """Checks that every leaf is an array or a number, and that paths are unique."""
+    """Reports leaves that are no arrays or numbers, and equal dotted paths."""
     seen: set[str] = set()
     for tree in (params, rest):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -160,7 +161,7 @@ def conformed(paths: Sequence[str], before: Any, after: Any) -> Any:
     """Returns ``after`` in the exact structure of ``before``.
 
     Raises:
-        WhaleError: A leaf is missing, new, or of another shape or dtype.
+        WhaleError: A leaf is missing or additional, or has another shape or dtype.
     """
     problems = Problems("model")
     for path, change in differences(paths, before, after):
@@ -172,23 +173,24 @@ def conformed(paths: Sequence[str], before: Any, after: Any) -> Any:
 
 
 def same_model(paths: Sequence[str], before: Any, after: Any) -> Any:
-    """Returns the leaves of a built model in the structure of the planned one.
+    """Returns the leaves of a built model in the structure of the planned model.
 
     Raises:
-        WhaleError: A leaf is missing, new, or of another shape or dtype.
+        WhaleError: A leaf is missing or additional, or has another shape or dtype.
     """
     refuse_other(" ".join(pair) for pair in differences(paths, before, after))
     return _ordered(paths, before, after)
 
 
 def refuse_other(differing: Iterable[str]) -> None:
-    """Raises if a model differs from the planned one.
+    """Raises an error if a model differs from the planned model.
 
     Args:
         differing: Differing leaves, each with its difference.
 
     Raises:
-        WhaleError: Names the first difference and the number of differing leaves.
+        WhaleError: Some leaf differs. The message has the first difference and the
+            number of differing leaves.
     """
     first, *others = (*differing, "")
     if first:
@@ -202,7 +204,7 @@ def refuse_other(differing: Iterable[str]) -> None:
 def differences(
     paths: Sequence[str], before: Any, after: Any
 ) -> Iterator[tuple[str, str]]:
-    """Yields paths of leaves that differ between two trees, with the difference."""
+    """Yields the path of each leaf that differs between two trees, and how."""
     old = dict(zip(paths, jax.tree.leaves(before), strict=True))
     new = dict(zip(paths_of(after), jax.tree.leaves(after), strict=True))
     for path in [*old, *(p for p in new if p not in old)]:

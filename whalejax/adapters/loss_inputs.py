@@ -1,4 +1,4 @@
-"""Notes on errors of a user's loss: what it was given, and in which order."""
+"""Notes on errors of a user's loss: which arguments it got, and in which order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODELS: Final = ("model", "params", "net", "network", "module", "variables", "w
 
 
 TRACED: Final = "raised in loss_fn, traced without values"
-"""Note on errors of a traced loss; ``loss_error_text`` says the same without it."""
+"""Note on errors of a traced loss; the message of ``loss_error_text`` implies it."""
 
 
 def add_inputs_note(
@@ -32,7 +32,8 @@ def add_inputs_note(
     Args:
         error: Error that the loss raised; a ``WhaleError`` gets no note.
         loss_fn: The loss.
-        model, batch: Arguments that it was given.
+        model: Model that the loss got.
+        batch: Batch that the loss got.
     """
     if isinstance(error, WhaleError):
         return
@@ -68,7 +69,7 @@ def _batch_text(batch: Any) -> str:
 
 
 def _order_text(loss_fn: Callable[..., Any]) -> str:
-    """Says that a loss seems to take its batch first, where names show that."""
+    """Returns a hint if parameter names suggest that a loss takes its batch first."""
     try:
         names = list(inspect.signature(loss_fn).parameters)[:2]
     except (TypeError, ValueError):

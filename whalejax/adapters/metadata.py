@@ -1,8 +1,8 @@
 """Reads Flax metadata of a parameter's dimensions: names, and fixed mesh axes.
 
-Linen boxes and NNX variables have the same metadata under different names: for every
-dimension a name, several, or None. The name of one of our mesh axes pins that axis; any
-other names the dimension.
+Linen boxes and NNX variables have the same metadata under different names. Each
+dimension has a name, several names, or None. The name of one of our mesh axes shards
+the dimension over that axis; any other name becomes the name of the dimension.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def short_ones(
 ) -> dict[str, int]:
     """Returns the number of missing names in NNX metadata, by path, if not 0.
 
-    Linen itself refuses to add a dimension without a name.
+    Linen needs no such check, as it refuses to add a dimension without a name.
 
     Args:
         leaves: Leaves by dotted path.
-        metadata: Function from a path to metadata, as for ``read_metadata``.
+        metadata: Function from a path to the leaf's metadata mapping, or None.
     """
     ones: dict[str, int] = {}
     for path, leaf in leaves.items():
@@ -105,7 +105,6 @@ def short_ones(
 def _check_met(
     axis_names: Mapping[str, str], met: Collection[str], problems: Problems
 ) -> None:
-    """Reports names in ``axis_names`` that occur in no metadata."""
     for theirs, ours in axis_names.items():
         if theirs in met:
             continue
@@ -118,7 +117,7 @@ def _check_met(
 
 
 def _box_entries(box: Any) -> tuple[list[Any], tuple[str, ...]]:
-    """Returns per-dimension entries of one metadata box, and the names of its mesh."""
+    """Returns a metadata box's entry of each dimension, and the axes of its mesh."""
     if box is None:
         return [], ()
     fields = box if isinstance(box, Mapping) else vars(box)
@@ -163,7 +162,7 @@ def _pinned_axes(
     path: str,
     problems: Problems,
 ) -> dict[str, str]:
-    """Returns the mesh axes that an entry fixes, with the model's name of each."""
+    """Returns the mesh axes that an entry fixes, with the model's name for each."""
     pinned_axes: dict[str, str] = {}
     for part in _parts(entry):
         if part in axes:

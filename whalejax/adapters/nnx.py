@@ -1,8 +1,8 @@
 """NNX modules behind the adapter's interface; imported only for such models.
 
-A module is split into a static graph definition and its variables. The trained ones and
-the rest are nested dictionaries of plain arrays; a variable that the module refers to
-twice occurs once.
+A module is split into a static graph definition and its variables. The trained
+variables and the rest are nested dictionaries of plain arrays. A variable to which the
+module refers twice occurs once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def nnx_form(model: nnx.Module, trainable: Any) -> tuple[NnxForm, Callable[[str]
 
 
 class NnxForm:
-    """Splits and rebuilds modules; see ``whalejax.adapters.base``."""
+    """Splits and rebuilds modules; its methods are those of ``pytrees.Form``."""
 
     def __init__(self, model: nnx.Module, trainable: Any) -> None:
         self._graph, state = nnx.split(model)
@@ -100,7 +100,7 @@ class NnxForm:
         before = nnx.graphdef(model)
         if isinstance(model, nnx.Module):
             model.eval()
-        else:  # a container of modules
+        else:  # A container of modules has no eval method of its own.
             for _, module in nnx.iter_modules(model):
                 module.eval()
         graph, state = nnx.split(model)
@@ -122,7 +122,7 @@ class NnxForm:
 
     def without_values(self) -> NnxForm:
         values = copy.copy(self)
-        values._by_path = {}  # Metadata has been read.
+        values._by_path = {}  # The metadata was read before.
         values._variables = {
             path: variable.replace(abstract_tree(_value(variable)))
             if isinstance(variable, nnx.Variable)
@@ -153,7 +153,6 @@ def set_modes(model: Any, modes: Modes) -> None:
 
 
 def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[Path]:
-    """Returns the paths of trained variables, chosen by an NNX filter or by path."""
     if _is_filter(trainable):
         chosen = nnx.filterlib.to_predicate(trainable)
         trained_paths = frozenset(

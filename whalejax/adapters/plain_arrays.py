@@ -1,8 +1,8 @@
 """Arrays without values that NNX modules hold outside their variables.
 
-Variables of a module from ``nnx.eval_shape`` have descriptions in place of values. Its
-arrays in plain attributes or containers are leftover tracers, with which no loss can
-compute. This file is separate because only it looks at attributes.
+Variables of a module from ``nnx.eval_shape`` have shapes in place of values. Arrays in
+plain attributes or containers of the module are tracers whose trace has ended, so no
+loss can compute with them. Only this module looks at attributes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from whalejax.meshes.errors import Problems
 
 
 def refuse_arrays_without_values(model: Any, variables: Mapping[Any, Any]) -> None:
-    """Raises if modules have arrays without values outside their variables.
+    """Raises an error if modules have arrays without values outside their variables.
 
     Args:
         model: Module, or a container of modules.
         variables: Values of the variables and arrays that Flax finds, by path.
 
     Raises:
-        WhaleError: Lists every attribute with such an array, and the remedy.
+        WhaleError: There are such arrays. The message lists every attribute with one,
+            and the remedy.
     """
     known = {id(value) for value in variables.values()}
     problems = Problems("model")
@@ -41,7 +42,6 @@ def refuse_arrays_without_values(model: Any, variables: Mapping[Any, Any]) -> No
 
 
 def _arrays(value: Any) -> Iterator[Any]:
-    """Yields arrays without values in an attribute, its containers and functions."""
     if isinstance(value, Tracer | jax.ShapeDtypeStruct):
         yield value
     elif isinstance(value, Mapping):
@@ -59,7 +59,7 @@ def _arrays(value: Any) -> Iterator[Any]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # empty cell
+    except ValueError:  # The cell is empty.
         return None
 
 

@@ -1,7 +1,7 @@
 """Plain pytrees and Linen variables behind the adapter's interface.
 
-Both are the user's own trees: the two parts are that tree with gaps, so functions on
-parameters (such as an optimizer's masks) see the user's structure.
+The two parts are the user's own tree with gaps. So functions on parameters, such as an
+optimizer's masks, see the user's structure.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _IGNORED_COLLECTIONS: Final = ("params", "intermediates")
 
 
 class Form(Protocol):
-    """Operations that differ between the three kinds of model.
+    """Operations that differ between the three kinds of models.
 
     Attributes:
-        frozen: Dotted paths of weights that ``trainable`` excludes, in the rest.
+        frozen: Dotted paths of the weights in the rest, which ``trainable`` excludes.
     """
 
     frozen: frozenset[str]
@@ -63,7 +63,7 @@ class Form(Protocol):
 
 
 class Selection:
-    """Selection of trained leaves by dotted path, which stores the queried paths."""
+    """Selection of trained leaves by dotted path, which records the queried paths."""
 
     def __init__(self, trainable: Any) -> None:
         self._trainable = trainable
@@ -90,7 +90,7 @@ class Selection:
             )
 
     def __call__(self, path: str) -> bool:
-        """Whether the leaf at a path is trained."""
+        """Returns whether the leaf at a path is trained."""
         self._seen.append(path)
         if self._patterns is not None:
             chosen = any(fnmatch.fnmatchcase(path, p) for p in self._patterns)
@@ -100,7 +100,7 @@ class Selection:
         return chosen
 
     def check(self) -> None:
-        """Raises if nothing was selected, or a pattern selected nothing."""
+        """Raises an error if no leaf was selected, or a pattern selected none."""
         problems = Problems("trainable")
         known = ", ".join(self._seen[:5]) + (", …" if len(self._seen) > 5 else "")
         if self._patterns is not None:
@@ -120,12 +120,12 @@ class Selection:
 
 
 def _is_predicate(function: Any) -> bool:
-    """Whether it can be called with one argument, as far as its signature is known."""
+    """Returns whether a function accepts one argument, if its signature is known."""
     if not callable(function):
         return False
     try:
         inspect.signature(function).bind("path")
-    except ValueError:  # no signature
+    except ValueError:  # The function has no signature.
         return True
     except TypeError:
         return False
@@ -188,8 +188,8 @@ class PytreeForm:
 class Boxes:
     """Flax's metadata boxes around the leaves of a tree, to remove and restore.
 
-    A loss function gets its model without boxes, because a box would constrain its
-    value to axes that may be missing in our mesh.
+    A loss function gets its model without boxes. A box would constrain its value to
+    axes that our mesh may lack.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -218,7 +218,7 @@ class Boxes:
         return jax.tree.map(value, tree, is_leaf=is_box)
 
     def boxed(self, tree: Any) -> Any:
-        """Returns a bare tree in the boxes of the original."""
+        """Returns a tree without boxes in the boxes of the original tree."""
         return self._meta.replace_boxed(self._tree, tree)
 
     def without_values(self) -> Boxes:
@@ -227,7 +227,7 @@ class Boxes:
 
 
 class BoxedForm:
-    """Any pytree with Flax's metadata boxes, such as bare Linen ``params``."""
+    """Any pytree with Flax's metadata boxes, such as ``params`` of Linen alone."""
 
     def __init__(self, model: Any, boxes: Boxes, selection: Selection) -> None:
         self._boxes = boxes

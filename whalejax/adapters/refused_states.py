@@ -1,8 +1,8 @@
 """Refuses training states in place of a model.
 
-A Flax ``TrainState``, an ``nnx.Optimizer`` or a pair of parameters and optimizer state
+A Flax ``TrainState``, an ``nnx.Optimizer``, or a pair of parameters and optimizer state
 is a tree of arrays like any model. As a model, its optimizer moments would be trained
-and counted as parameters. It is recognised by its fields, without imports.
+and counted as parameters. Such a state is recognised by its fields, without imports.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MOMENTS: Final = frozenset(("mu", "nu", "trace", "momentum", "velocity", "v_row
 
 
 def refuse_training_states(model: Any) -> None:
-    """Raises if a model is or contains the state of an optimizer.
+    """Raises an error if a model is or contains the state of an optimizer.
 
     Args:
         model: Model from the user.
 
     Raises:
-        WhaleError: Lists every such part, with the replacement.
+        WhaleError: There is such a part. The message lists each with its replacement.
     """
     problems = Problems("model")
     for path, node in _suspects(model):
@@ -37,14 +37,14 @@ def refuse_training_states(model: Any) -> None:
 
 
 def _suspects(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yields parts that are training states, each with the start of a sentence."""
+    """Yields parts that are training states, each with its name for the message."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=_stops)
     for path, node in pairs:
         where = f"{dotted(path)}: it " if path else "it "
         if _is_state(node):
             yield where, node
             continue
-        # Not every version of Flax makes modules pytrees; their attributes are checked.
+        # In some versions of Flax modules are no pytrees, so attributes are checked.
         for name, value in _values(node).items() if _is_module(node) else ():
             if _is_state(value):
                 yield f"{dotted(path) + '.' if path else ''}{name}: it ", value
@@ -87,7 +87,6 @@ def _is_optax(node: Any) -> bool:
 
 
 def _words(node: Any) -> str:
-    """Describes a node and the argument to give instead, for a message."""
     fields, name = _fields(node), type(node).__name__
     if "opt_state" in fields and "origin" in fields:
         return (

@@ -1,1 +1,1 @@
-"""Functions that users call: ``plan``, ``search``, feeds and volumes; jobs by name."""
+"""Functions that users call: ``plan``, ``search``, feeds, volumes, jobs by name."""

@@ -78,14 +78,15 @@ def decider(
         programs: Programs of the loss: as written, and its variants.
         request: Request of the search.
         runnable: Whether plans that cannot run are excluded.
-        uneven: Whether replicas have uneven shares, or those shares.
+        uneven: Whether replicas have unequal shares, or those shares.
         allow_idle: Whether some devices may be idle.
 
     Returns:
-        The search and its request; with stages, it is for one stage's devices.
+        The search and its request. With stages, the request is for the devices of one
+        stage.
 
     Raises:
-        PlanError: The requested pipeline is contradictory or cannot run; or marks or
+        PlanError: The requested pipeline is contradictory or cannot run, or marks or
             mesh do not suit the pipeline or the devices.
     """
     known = programs.known
@@ -93,7 +94,7 @@ def decider(
         return functools.partial(_any, programs, uneven, allow_idle), request
     if _marked(programs.graph):
         _check_widths(programs.graph)
-    if not allow_idle:  # Otherwise fewer devices are tried.
+    if not allow_idle:  # With idle devices, smaller numbers of devices are tried.
         check_marks(programs.graph, request.num_devices)
     asked, requested_pipeline = _requested_pipeline(programs.graph, request)
     mesh = dict(asked.mesh)
@@ -104,15 +105,15 @@ def decider(
             False,
         )  # One device ignores the marks.
     if mesh and stages > 1 and request.num_devices % stages == 0:
-        # The stages may come from marks, which ``request.mesh`` does not contain.
+        # Marks may define the stages, and ``request.mesh`` does not contain these.
         check_mesh(asked.mesh, request.num_devices, allow_idle, PLANNED_AXES)
     request = dataclasses.replace(
         request, mesh=mesh, num_micro_batches=asked.num_micro_batches
     )
     if requested_pipeline and isinstance(uneven, tuple):
         raise PlanError(
-            f"shares is {list(uneven)}, and how many stages there are is to be found: "
-            "micro-batches are divided between pipelines of a known number of "
+            f"shares is {list(uneven)}, but the number of stages is not fixed: "
+            "shares divide micro-batches between pipelines with a known number of "
             "stages. Give num_stages, or the axis stage in mesh"
         )
     problems = Problems("mesh", PlanError)
@@ -135,12 +136,12 @@ def decider(
 def space_problems(
     mesh: Mapping[str, int], *, stages: bool, uneven: bool
 ) -> Iterator[str]:
-    """Yields conflicts of spatial axes with stages or uneven shares.
+    """Yields conflicts of spatial axes with stages or unequal shares.
 
     Args:
         mesh: Axis sizes that are fixed.
         stages: Whether the model is divided into stages.
-        uneven: Whether replicas have uneven shares.
+        uneven: Whether replicas have unequal shares.
     """
     space = fixed_space(mesh)
     given = " × ".join(f"{axis} {size}" for axis, size in space.items())
@@ -167,7 +168,7 @@ def _any(
     **options: Any,
 ) -> Plan:
     def runs() -> Plan:
-        # Only estimates may offload more than executors support.
+        # Estimates may offload more than executors support.
         check_runs(request.offload, request.hosted or OffloadableState)
         search, asked = decider(
             programs, request, runnable=True, uneven=uneven, allow_idle=allow_idle
@@ -207,7 +208,6 @@ def _estimates(
     best: Plan | None,
     **options: Any,
 ) -> Iterator[Callable[[], Plan]]:
-    """Yields searches for plans that an executor need not support."""
     asked, requested_pipeline = _requested_pipeline(graph, request)
     mesh = dict(asked.mesh)
     stages = mesh.pop(STAGE, None)
@@ -215,7 +215,7 @@ def _estimates(
         request, mesh=mesh, num_micro_batches=asked.num_micro_batches, estimate=True
     )
     given = graph, cluster
-    # Further kinds of offload help only if memory is short.
+    # More kinds of offload are tried only if memory is short.
     roomy = best is not None and not (best.remat or best.offload or best.stages)
     if (
         stages in (None, 1)
@@ -246,7 +246,6 @@ def _estimates(
 def _with_host_memory(
     search: Callable[..., Plan], request: Request, **options: Any
 ) -> Plan:
-    """Returns the plan of stages; offloads optimizer state only if no other fits."""
     if request.offload is not None:
         return search(request, **options)
     try:
@@ -261,13 +260,11 @@ def _busy_seconds(plan: Plan) -> float:
 
 
 def _stages_may_gain(plan: Plan) -> bool:
-    """Whether stages may be clearly faster than one program."""
     busy = _busy_seconds(plan) * (1 + SURE)
     return not _has_many_launches(plan) and busy < _seconds(plan)
 
 
 def _has_many_launches(plan: Plan) -> bool:
-    """Whether kernel launches take much of the step; more programs do not help then."""
     return plan.time.launch_seconds > SURE * _seconds(plan)
 
 
@@ -298,14 +295,15 @@ MOST_STAGES = 16
 """Largest number of stages that is tried if none is requested."""
 
 FIRST_TIME = {"none": 1.0, "dots": 0.9, "full": 0.75}
-"""Least fraction of a step's work that is not recomputation, by remat policy: forward
-products are one third of all products, and other operations are less."""
+"""Least fraction of a step's work that is no recomputation, by remat policy. Forward
+products are a third of all products, and the work of other operations is smaller."""
 
 
 class _Staging:
     """Plans in stages, by the executor that can run them.
 
-    ``uneven`` is whether parallel pipelines may have uneven shares, or these shares.
+    ``uneven`` tells whether parallel pipelines may have unequal shares, or has the
+    shares.
     """
 
     def __init__(
@@ -349,8 +347,6 @@ class _Staging:
         return _fastest([*call, *more], problem or other)
 
     def or_one_program(self, one_program: Callable[..., Plan]) -> Callable[..., Plan]:
-        """Returns a search for one program, or for stages if clearly faster."""
-
         def plan_with_fewer_idle(
             graph: Graph, cluster: Cluster, request: Request, **options: Any
         ) -> Plan:
@@ -359,7 +355,7 @@ class _Staging:
                 return plan
             known = _seconds(plan) / (1 + SURE)
             given = graph, cluster, request
-            # For cuts between layers the bound ignores bubbles and uneven stages.
+            # The bound ignores bubbles and unequal stages for cuts between layers.
             more = 1.0 if stacked_loop(graph) else 1 + SURE
             bounds = least_stage_steps(
                 *given,
@@ -377,7 +373,7 @@ class _Staging:
             )
             if any(_seconds(one) < known for one in staged):
                 plan = _fastest([plan, *staged], None)
-            # With several scans, lockstep stages divide only one of them.
+            # Of several scans, lockstep stages would divide only one.
             several = len(stacked_loops(graph)) > 1
             return self._with_paper_note(
                 plan, near if several else (), *given, **options
@@ -419,8 +415,9 @@ class _Staging:
         return dataclasses.replace(plan, notes=(*plan.notes, note))
 
     def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
-        """Returns a search for replicas; for pipelines if faster, or if only they
-        fit.
+        """Returns a search for replicas with shares, or for pipelines.
+
+        Pipelines are chosen if they are faster, or if replicas do not fit.
         """
 
         def search_again(
@@ -460,7 +457,7 @@ class _Staging:
         cluster: Cluster,
         request: Request,
     ) -> bool:
-        # The bound on one micro-batch is the least of all numbers.
+        # With one micro-batch, the bound is the smallest of all.
         count = request.num_micro_batches or 1
         part = _largest_part(self.traced(()))
         given = graph, cluster, request, stages, [count]
@@ -513,8 +510,9 @@ class _Staging:
         known_seconds: float = math.inf,
         **options: Any,
     ) -> Plan:
-        """Returns the plan of stage programs; ``why`` has the reason, and a remedy or
-        "".
+        """Returns the plan of stage programs.
+
+        ``why`` has the reason, and a remedy or an empty text.
         """
         reason, remedy = why
         marked = bool(_marked(self.captured.graph))
@@ -560,7 +558,6 @@ class _Staging:
         request: Request,
         **options: Any,
     ) -> Plan:
-        """Returns the fastest of the plans that use the most axes of the metadata."""
         named = pinned_axes(graph)
         layers = {t.path for t in graph.params if (0, STAGE) in pins_of(t)}
         made, _ = self._each_number(graph, cluster, request, **options)
@@ -655,7 +652,7 @@ def _fastest(
 
 
 def _whole_stages(cluster: Cluster, devices: int) -> list[int]:
-    """Returns the least number of stages with one device kind each, and its double."""
+    """Returns the least number of stages of one device kind each, and its double."""
     sizes = [
         sum(node.count for node in nodes)
         for _, nodes in itertools.groupby(cluster.nodes, lambda node: node.kind.name)
@@ -686,7 +683,7 @@ def _requested_pipeline(
         if len(marked) == 1:
             raise PlanError(
                 "one stage is marked, and a pipeline needs two. A mark inside a scan "
-                "marks the whole loop: put marks around loops, or leave them out, and "
+                "covers the whole loop: put marks around loops, or remove them and "
                 "give num_stages"
             )
         if count not in (None, len(marked)):
@@ -717,9 +714,9 @@ def _check_widths(graph: Graph) -> None:
 def _why_apart(
     captured: Captured, asked: PipelineConstraints, marked: bool, cluster: Cluster
 ) -> tuple[str, str] | None:
-    """Returns why stages have programs of their own, and what allows one program.
+    """Returns why each stage has its own program, and what would allow one program.
 
-    The result is None if one program runs them all; the remedy may be "".
+    The result is None if one program runs all stages. The remedy may be empty.
     """
     if marked:
         return "marks say where the model is cut", ""
@@ -740,8 +737,8 @@ def _why_apart(
         return reason, "" if shared else f"Leave out the schedule {asked.schedule}"
     if _compat.open_jaxpr(captured.jaxpr)[0].effects:
         return (
-            "the loss prints or calls back, which one program for all stages would do "
-            "again in its backward pass, and in turns without a micro-batch"
+            "the loss prints or calls back, which one program for all stages would "
+            "repeat in its backward pass, and in turns without a micro-batch"
         ), ""
     return (shared, remedy) if shared else None
 
@@ -755,10 +752,9 @@ def _neither(apart: str, reason: str, remedy: str) -> str:
 def _search_with_warning(
     search: Callable[..., Plan], graph: Graph, *given: Any, **options: Any
 ) -> Plan:
-    """Returns the plan of the requested stages; warns if one does most of the work."""
     try:
         plan = search(graph, *given, **options)
-    except TooFewParts as error:  # used by searches only
+    except TooFewParts as error:  # Searches alone use it.
         raise PlanError(str(error)) from None
     except FlowsBackwards as error:
         if not (several := merged_pipelines_note(graph)):

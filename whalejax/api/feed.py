@@ -1,7 +1,7 @@
-"""Reads the samples of a run: each process reads only its own.
+"""Reads the samples of a run: each process reads its own samples alone.
 
 Lists, grain's ``MapDataset``, ``IterDataset`` and ``DataLoader``, and other sources
-with the same methods are accepted; this module does not import grain.
+with the same methods are accepted. This module does not import grain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _MOST_SHUFFLED: Final = 2**36
-"""Most samples whose order fits in memory; grain's repeated datasets have 2**63 - 1."""
+"""Most samples whose order fits in memory. Grain's repeated datasets have 2**63 - 1."""
 
 _BYTES: Final = "base64"
 """Key of encoded bytes in a JSON state."""
@@ -46,8 +46,8 @@ class DataSource(Protocol):
 class Unset(enum.Enum):
     """Marker of an omitted argument for which None is a possible value.
 
-    A state that was rebuilt has None for its number of samples; treated as omitted, it
-    would restart at the first sample.
+    In a rebuilt state, the number of samples is None. If that counted as omitted, the
+    run would restart at the first sample.
     """
 
     NOT_GIVEN = enum.auto()
@@ -57,15 +57,15 @@ class Unset(enum.Enum):
 class Feed:
     """Iterable of this process's part of each global batch.
 
-    The samples of a global batch depend only on the seed and the step, not on the
-    number of processes or their shares. So each sample is seen once in an epoch even if
-    shares change, and a resumed run continues at the next sample, also with another
-    batch size: ``Feed(..., first_sample=state.samples)``.
+    The samples of a global batch depend on the seed and the step, but not on the number
+    of processes or their shares. So each sample is seen once in an epoch even if shares
+    change. A resumed run continues at the next sample, also with another batch size:
+    ``Feed(..., first_sample=state.samples)``.
 
-    Every process reads a source without a length (a generator, or an iterable dataset
-    of grain) from its beginning, and keeps its own samples. Such a source must yield
-    the same samples in the same order to all. To continue in the middle without reading
-    the earlier samples again, save ``get_state()`` with the checkpoint. This needs an
+    A source without a length (a generator, or an iterable dataset of grain) must yield
+    the same samples in the same order in every process. Every process reads it from its
+    beginning, and keeps its own samples. To continue in the middle without reading the
+    earlier samples again, save ``get_state()`` with the checkpoint. This needs an
     iterator with ``get_state`` and ``set_state``, such as grain's.
 
     Attributes:
@@ -90,25 +90,26 @@ class Feed:
         first_sample: int | None | Unset = Unset.NOT_GIVEN,
         epochs: int | None = None,
     ) -> None:
-        """Prepares the feed; nothing is read yet.
+        """Prepares the feed, and reads nothing yet.
 
         Args:
-            source: Samples, pytrees of arrays without a batch dimension: a sequence or
-                any iterable of them.
+            source: Samples, each a pytree of arrays without a batch dimension: a
+                sequence or any iterable of them.
             batch_size: Number of samples in a global batch. The last samples of an
                 epoch are skipped if they do not fill a batch.
             step: Step that takes the batches; None yields whole global batches. Take
                 each batch just before the step is called, as shares may change.
             seed: Seed of the order, which differs in every epoch; None keeps the order.
                 Iterables are not shuffled.
-            first: Number of the next step, counted from 0, all with this batch size.
-            first_sample: Instead of ``first``, the number of samples before the next
-                batch, with any batch size: ``state.samples``. It must not be None,
-                the value of a state that lost the count. Each epoch is counted with
-                this batch size. If another size skipped more or fewer samples per
-                epoch, only ``get_state`` is exact in later epochs.
-            epochs: Number of epochs; None repeats for ever, or until an iterator that
-                can be read only once ends.
+            first: Number of the next step, from 0, if all earlier steps had this batch
+                size.
+            first_sample: Number of samples before the next batch, with any batch size,
+                in place of ``first``: ``state.samples``. It must not be None, the value
+                of a state that lost the count. Epochs are counted with this batch size.
+                If another size skipped more or fewer samples per epoch, only
+                ``get_state`` is exact in later epochs.
+            epochs: Number of epochs. None repeats the source for ever, or reads an
+                iterator that can be read only once to its end.
 
         Raises:
             WhaleError: Arguments are invalid; the message lists all problems.
@@ -218,19 +219,19 @@ class Feed:
             self._epoch, self._read = numbers["epoch"], numbers["read"]
 
     def _beginning(self, samples: int) -> tuple[int, int, int]:
-        """Returns a step, and the epoch and index of its first sample."""
+        """Returns the current step, and epoch and index after a number of samples."""
         if not samples or not _numbered(self._source):
             return 0, 0, 0
         whole = len(self._source) // self._size * self._size
         return self.step, *divmod(samples, whole)
 
     def _place(self) -> tuple[int, int]:
-        """Returns the epoch, and the index in it, of the next batch's first sample."""
+        """Returns the epoch of the next batch, and the index of its first sample."""
         assert _numbered(self._source)
         size, count = self._size, len(self._source)
         step, epoch, place = self._anchor
         done = self.step - step
-        if done < 0:  # Before the known position: count from the beginning.
+        if done < 0:  # The position is before the known one: count from the start.
             step, epoch, place, done = 0, 0, 0, self.step
         left = max(0, count - place) // size
         if done < left:
@@ -257,7 +258,7 @@ class Feed:
             yield _stack_samples(samples, samples[0] if samples else _sample(source, 0))
 
     def _rows(self) -> Sequence[int]:
-        """Returns this process's sample indices in a global batch, in order."""
+        """Returns the indices of this process's samples in a global batch, in order."""
         if self._step is None:
             return range(self._size)
         rows: list[int] = self._step.batch_rows().tolist()
@@ -268,11 +269,11 @@ class Feed:
             fresh, began = self._iterator is None, self._read
             if self._iterator is None:
                 self._iterator = iter(self._source)
-            # Batches of earlier steps are read but not yielded.
+            # Batches of earlier steps are read, but not yielded.
             while (wanted := self._global()) is not None:
                 self._read += 1
                 if self._read > self.step:
-                    if self._shift:  # The batch begins within the one just read.
+                    if self._shift:  # The next batch begins within this one.
                         wanted = self._shift_samples(wanted)
                         if wanted is None:
                             break
@@ -288,11 +289,10 @@ class Feed:
                 )
             once = self._iterator is self._source
             self._iterator, self._epoch = None, self._epoch + 1
-            if once:  # For example a generator, which cannot restart.
+            if once:  # The iterator cannot restart, for example a generator.
                 return
 
     def _shift_samples(self, found: list[Any]) -> list[Any] | None:
-        """Replaces yielded samples by as many of the next batch; None if too few."""
         assert self._iterator is not None
         shift, self._shift = self._shift, 0
         more = [*itertools.islice(self._iterator, shift)]
@@ -389,7 +389,6 @@ def _in_a_row(source: Any) -> bool:
 
 
 def _has_length(source: Any) -> bool:
-    """Whether ``len`` works: 0-d arrays have ``__len__`` but it raises."""
     try:
         len(source)
     except TypeError:
@@ -415,7 +414,7 @@ def _batch_mismatches(step: TrainStep, batch_size: int) -> Iterator[str]:
 
 
 def _stack_samples(samples: Sequence[Any], like: Any) -> Any:
-    """Stacks samples; without any, returns empty arrays shaped like ``like``."""
+    """Stacks samples; without samples, returns empty arrays shaped like ``like``."""
     if not samples:
         return jax.tree.map(lambda x: np.asarray(x)[None][:0], like)
     return jax.tree_util.tree_map_with_path(_stack, *samples)

@@ -1,7 +1,7 @@
 """Mesh axes, shares and splits of a batch that a user fixes, checked before a search.
 
-The planner splits a batch by itself only if the loss is proven to be a mean of
-independent samples. A split that the user requests is otherwise refused, unless
+The planner itself splits a batch only if the loss is proven to be a mean of independent
+samples. Without a proof, a split that the user requests is refused, unless
 ``per_micro_batch=True`` allows each part to have its own loss.
 """
 
@@ -39,17 +39,17 @@ EVEN: Literal["even"] = "even"
 """Requests equal shares."""
 
 Uneven = bool | Literal["even"] | tuple[int, ...]
-"""Whether replicas have their own shares: equal ones, or the requested ones."""
+"""Whether replicas have unequal shares: equal ones, or the requested shares."""
 
 
 def check_axes(mesh: Mapping[str, int] | None) -> None:
     """Checks a mapping of mesh axes to sizes.
 
     Args:
-        mesh: Mesh axes that the user fixes, or None.
+        mesh: Sizes by mesh axis that the user fixes, or None.
 
     Raises:
-        PlanError: Axes or sizes are invalid; lists all.
+        PlanError: Axes or sizes are invalid. The message lists all.
     """
     if mesh is None:
         return
@@ -81,13 +81,13 @@ def check_mesh(
     """Refuses sizes of mesh axes that do not fit the number of devices.
 
     Args:
-        mesh: Mesh axes that the user fixes.
+        mesh: Sizes by mesh axis that the user fixes.
         num_devices: Number of devices.
         allow_idle: Whether some devices may be idle.
         axes: Axes whose sizes the search chooses if they are not fixed.
 
     Raises:
-        PlanError: The sizes do not fit; the message lists possible products.
+        PlanError: The sizes do not fit. The message lists possible products of sizes.
     """
     used = math.prod(mesh.values())
     shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
@@ -127,7 +127,7 @@ def zero_note(plan: Plan, zero: int | None) -> list[str]:
 
     Args:
         plan: Plan that was found.
-        zero: Argument ``zero`` of ``wh.plan``, unchanged.
+        zero: Requested ZeRO level, or None.
     """
     parts = [plan, *(plan.pipelines or ()), *plan.stage_plans]
     if not zero or any(one.axis_sizes.get("data", 1) > 1 for one in parts):
@@ -139,13 +139,13 @@ def zero_note(plan: Plan, zero: int | None) -> list[str]:
         else ""
     )
     return [
-        f"zero={zero} has no effect: it is over the mesh axis data, and this plan has "
-        f"none{instead}"
+        f"zero={zero} has no effect: it acts along the mesh axis data, and this plan "
+        f"has none{instead}"
     ]
 
 
 def split_notes(plan: Plan) -> list[str]:
-    """Returns the note on even shards on mixed devices, if ``tensor`` is larger than 1.
+    """Returns the note on equal shards on mixed devices, if ``tensor`` is above 1.
 
     Args:
         plan: Plan for devices of one or several kinds.
@@ -163,9 +163,10 @@ def split_notes(plan: Plan) -> list[str]:
     ):
         return []
     return [
-        "split: shards are even over tensor. Uneven ones are not planned: programs of "
-        "unlike devices are compiled apart and cannot share the collectives inside a "
-        "layer, and one program stores every shard as large as the largest"
+        "split: shards are equal along tensor. Unequal ones are not supported: "
+        "programs of unlike devices are compiled separately and cannot share the "
+        "collectives in a layer, and in one program every shard is stored as large as "
+        "the largest"
     ]
 
 
@@ -177,15 +178,15 @@ def uneven_shares(
     allow_idle: bool,
     whole: bool,
 ) -> Uneven:
-    """Returns whether replicas have uneven shares, ``EVEN``, or the requested shares.
+    """Returns whether replicas have unequal shares, ``EVEN``, or the requested shares.
 
     Args:
         shares: Shares from the user; ``plan_settings`` has checked their type.
         mixed: Whether devices are of several kinds.
         runnable: Whether plans that cannot run are excluded.
         allow_idle: Whether some devices may be idle.
-        whole: Whether the batch is one micro-batch, which several replicas cannot share
-            evenly.
+        whole: Whether the batch is a single micro-batch, which several replicas cannot
+            share.
 
     Raises:
         PlanError: Shares contradict another option.
@@ -210,22 +211,22 @@ def _products(number: int, parts: int) -> str:
 
 
 Search = Callable[[int | None], Plan]
-"""Function from a number of micro-batches, or None for any, to the best plan."""
+"""Function from a number of micro-batches, or None for any number, to the best plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRules:
-    """Rules on the parts of a batch.
+    """Rules about the parts of a batch.
 
     Attributes:
-        loss: Function that returns the captured loss, for a check of its samples.
+        loss: Function that returns the traced loss, to check its samples.
         whole: Number of samples of the global batch.
         group_size: Number of consecutive samples that the user keeps together, or None.
         per_micro_batch: Whether each part may have its own loss.
         asked: Fixed numbers of micro-batches, and the options that fix them.
         may_couple: Whether the loss probably couples samples, as experts of limited
-            capacity do. Without a proof for any part, only the whole batch is then
-            searched, unless no plan of it fits.
+            capacity do. If no part can be proven independent, the whole batch is
+            searched alone, unless no plan of it fits.
     """
 
     loss: Callable[[], Captured]
@@ -275,7 +276,7 @@ class SplitRules:
         if self.per_micro_batch and self.whole > 1 and self._needs_no_consent():
             yield (
                 "per_micro_batch=True has no effect: the loss is proven to be a mean "
-                "of independent samples, whose parts compute what the whole does. "
+                "of independent samples, so parts compute the same as the whole. "
                 "Leave it out"
             )
 
@@ -295,15 +296,15 @@ class SplitRules:
         """Returns the best plan whose parts compute the same as the full batch.
 
         Args:
-            search: Searches for the best plan. Only the warnings of the chosen plan are
-                shown.
+            search: Function that searches for the best plan. Warnings are shown for the
+                chosen plan alone.
 
         Raises:
-            DependentSamplesError: The loss allows no parts, and they were requested or
+            DependentSamplesError: The loss allows no parts, and parts were requested or
                 no other plan is possible.
         """
         told: dict[int, list[warnings.WarningMessage]] = {}
-        kept: list[Plan] = []  # Keeps the plans alive: their ids are keys.
+        kept: list[Plan] = []  # Living plans keep their ids, which are keys.
 
         def quiet(count: int | None) -> Plan:
             with warnings.catch_warnings(record=True) as caught:
@@ -319,7 +320,7 @@ class SplitRules:
         return result
 
     def _allowed(self, search: Search) -> tuple[Plan, Plan]:
-        """Returns the chosen plan, and the same plan as the search returned it."""
+        """Returns the chosen plan, and that plan as the search returned it."""
         if self.may_couple and not (self.asked or self.per_micro_batch):
             whole = self._undivided(search)
             if whole is not None:
@@ -352,7 +353,6 @@ class SplitRules:
         raise refusal(verdict, split, weighted=weighted, tried=tried)
 
     def _in_groups(self, plan: Plan, search: Search) -> tuple[Plan, Plan] | None:
-        """Returns the plan with micro-batches of whole groups, or None."""
         unit = self._proven_unit()
         return None if unit is None else self._nearest(plan, unit, search)
 
@@ -371,9 +371,9 @@ class SplitRules:
         return _with_note(plan, reason_text(_reason(verdict))), plan
 
     def _proven_unit(self) -> int | None:
-        """Returns the number that the samples of proven parts are a multiple of.
+        """Returns the number of which the size of proven parts is a multiple.
 
-        None if no part of the batch is proven.
+        Returns None if no part of the batch is proven.
         """
         unit, seen = self.group_size or 1, 0
         while unit != seen:
@@ -392,7 +392,7 @@ class SplitRules:
     def _nearest(
         self, plan: Plan, unit: int, search: Search
     ) -> tuple[Plan, Plan] | None:
-        """Returns the faster ``_first`` of the next lower and higher count, or None."""
+        """Returns the faster plan of the nearest smaller and larger count, or None."""
         counts = divisors(self.whole // unit)
         fewer = [n for n in counts if n <= plan.num_micro_batches][::-1]
         more = [n for n in counts if n > plan.num_micro_batches]
@@ -401,7 +401,7 @@ class SplitRules:
         return min(nearest, key=lambda p: p[0].time.step_seconds, default=None)
 
     def _first(self, counts: Sequence[int], search: Search) -> tuple[Plan, Plan] | None:
-        """Returns the first proven plan, with its group size and without; or None."""
+        """Returns the first proven plan, with its group size and without, or None."""
         for count in counts:
             try:
                 plan = search(count)

@@ -1,7 +1,7 @@
 """Makes the plan of a job, for the commands that plan and those that train.
 
-A ``wh.Job`` makes a model and its batches; this module derives shapes, a cluster and a
-plan from it, without using a device.
+A ``wh.Job`` makes a model and its batches. This module derives shapes, a cluster and a
+plan from the job, without using a device.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def first_batch(job: Job, size: int | None) -> Any:
         return job.batch_at(0, size)
     except MemoryError as error:
         raise WhaleError(
-            f"a batch of {size or job.batch_size} samples has no room in the memory of "
-            f"this host ({error}). Plan from Python with shapes instead: "
+            f"a batch of {size or job.batch_size} samples does not fit in the memory "
+            f"of this host ({error}). Plan from Python with shapes instead: "
             "jax.ShapeDtypeStruct"
         ) from error
 
 
 def machine(text: str | None) -> Cluster:
-    """Returns the cluster of ``--cluster``; by default, this process's devices."""
+    """Returns the cluster that ``--cluster`` names; default: this process's devices."""
     return Cluster.detect() if text is None else parse_cluster(text)
 
 
@@ -62,7 +62,10 @@ def make_plan(
     """Calls ``wh.plan`` for a job.
 
     Args:
-        job, model, batch, cluster: Job, model, batch and cluster to plan.
+        job: Job to plan.
+        model: Abstract model of the job.
+        batch: Global batch of the job.
+        cluster: Cluster to plan for.
         source: Name and options of the job on the command line, saved in the plan.
         settings: Other arguments of ``wh.plan``.
     """
@@ -86,8 +89,12 @@ def make_table_plan(
     """Calls ``wh.plan`` for a job with embedding tables.
 
     Args:
-        job, model, batch, cluster: Job, model, batch and cluster to plan.
-        tables, staleness: Arguments of ``wh.plan``, unchanged.
+        job: Job to plan.
+        model: Abstract model of the job.
+        batch: Global batch of the job.
+        cluster: Cluster to plan for.
+        tables: Optimizer of the tables.
+        staleness: Number of newest updates that a lookup may lack.
         source: Name and options of the job on the command line, saved in the plan.
         settings: Other arguments of ``wh.plan`` that plans with tables take.
     """
@@ -106,7 +113,7 @@ def make_table_plan(
 
 
 def split_settings(job: Job) -> dict[str, Any]:
-    """Returns a job's settings on the parts of its batch."""
+    """Returns the arguments of ``wh.plan`` with which a job describes its batch."""
     return {"group_size": job.group_size, "per_micro_batch": job.per_micro_batch}
 
 
@@ -123,9 +130,10 @@ def search_plans(
 
     Args:
         job: Job to plan.
-        clusters: Texts of the clusters.
+        clusters: Texts of the clusters, such as ``"h100:8"``.
         batch: Number of samples of the global batch, or None for the job's own number.
-        prices, each: Arguments of ``wh.search``, unchanged.
+        prices: Hourly price of one device, by the name of its kind.
+        each: Number of plans for each cluster.
         settings: Other arguments of ``wh.plan``.
     """
     return find_plans(
@@ -141,7 +149,7 @@ def search_plans(
 
 
 def question_of(job: Job, plan: Plan) -> PlannedQuestion:
-    """Returns the question of a job's plan, to replan with other settings.
+    """Returns the question that a job's plan answers, to plan with other settings.
 
     Args:
         job: Job of the plan.

@@ -1,10 +1,10 @@
 """The largest batch that fits on each of several clusters: ``wh.largest_batch``.
 
-A batch that is computed in parts may have any size, so the search is for the largest
-part: the samples that all devices process at a time. Sizes grow sixteenfold until one
-does not fit; its memory gives an estimate of the limit. Sizes near the limit keep the
-layout of the largest that fits, which takes a fraction of a second each. A search over
-all layouts confirms both ends.
+A batch that is computed in parts may have any size. So the search is for the largest
+part, the samples that all devices process at a time. Sizes grow sixteenfold until one
+does not fit, and its memory gives an estimate of the limit. Sizes near the limit keep
+the layout of the largest size that fits, which takes a fraction of a second each. In
+the end, a search over all layouts confirms the limit from both sides.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ from whalejax.planner.search.user_shares import samples_at_a_time
 
 
 GROWTH: Final = 16
-"""Ratio of the next batch size to the last, while batches fit."""
+"""Ratio of successive batch sizes, while batches fit."""
 
 CLOSENESS: Final = 1.125
-"""If no layout can be kept (unequal replicas, stage programs), the search ends at this
-ratio of a size that does not fit to one that fits.
+"""Ratio of the smallest size that does not fit to the largest that fits, at which the
+search over all layouts ends if no layout can be kept (unequal replicas, stage
+programs).
 """
 
 _PARTS: Final = 256
-"""Number of equal parts of a size. The smallest size that does not fit exceeds the
-largest that fits by at most one of them, or by a sample of each device and part.
+"""Precision of the result: sizes are told apart in steps of the size divided by this
+number, or of one sample of each device and part if that is more.
 """
 
 _COARSE: Final = 1.25
-"""Ratio at which the layout of the size that fits is kept."""
+"""The same ratio if the layout of the size that fits can be kept."""
 
 MOST_PLANS: Final = 16
-"""Number of searches over all layouts after which the limit is not narrowed further."""
+"""Maximum number of searches over all layouts."""
 
 MOST_SAMPLES: Final = 2**30
 """Largest number of samples that is tried."""
@@ -64,12 +65,14 @@ class LargestBatch:
 
     Attributes:
         name: Name of the cluster, as given.
-        samples: Samples of the largest global batch that fits; 0 if none does.
-        micro_batch: Samples that one replica of the model processes at a time.
+        samples: Number of samples of the largest global batch that fits; 0 if none
+            does.
+        micro_batch: Number of samples that one replica of the model processes at a
+            time.
         plan: Plan of this batch; None if none fits.
         next_samples: Number of samples of the smallest tried batch that does not fit;
-            None if all do, up to ``MOST_SAMPLES``: larger ones may fit too.
-        problem: Error of the smallest batch that does not fit; None if all do.
+            None if all up to ``MOST_SAMPLES`` fit, so that larger ones may fit too.
+        problem: Error of the smallest batch that does not fit; None if all fit.
         num_plans: Number of searches over all layouts.
     """
 
@@ -92,8 +95,8 @@ class LargestBatch:
 class LargestBatches(Sequence[LargestBatch]):
     """The largest batch on each of several clusters, in the order they were given.
 
-    It is a sequence: ``found[0]`` is the result for the first cluster,
-    ``found["h100:8"]`` that for the cluster of this name.
+    It is a sequence: ``found[0]`` is the result for the first cluster, and
+    ``found["h100:8"]`` is the result for the cluster of this name.
 
     Attributes:
         batches: Result for each cluster.
@@ -199,22 +202,25 @@ def largest_batch(
     """Finds the largest batch that fits on each cluster, with its plan and throughput.
 
     Args:
-        loss_fn, model, optimizer: Arguments of ``wh.plan``, unchanged.
+        loss_fn: Loss: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+        model: NNX module, Linen variables, or any pytree. Abstract leaves suffice.
         batch: A batch of any size, for the shapes of its samples.
         clusters: Clusters, or their texts such as ``"h100:8"``.
+        optimizer: Optax transformation, whose state counts as memory; default None.
         prices: Hourly price of one device, by the name of its kind.
-        options: Further options of ``wh.plan``, such as ``precision="bf16"``. With
-            ``num_micro_batches=n`` the batch is computed in ``n`` parts; default: one,
-            and on devices of several kinds also one for each kind, so that all work;
-            ``remat="none"`` finds the largest batch without recomputation. Nothing is
-            offloaded unless ``offload=`` is given.
+        options: Other options of ``wh.plan``, such as ``precision="bf16"``. With
+            ``num_micro_batches=n`` the batch is computed in ``n`` parts. The default is
+            one part. On devices of several kinds, one part for each kind is tried too,
+            so that all devices work. ``remat="none"`` finds the largest batch without
+            recomputation. Nothing is offloaded unless ``offload=`` is given.
 
     Returns:
         A sequence with one entry for each cluster; ``print`` shows a table.
 
     Raises:
         WhaleError: Arguments are invalid; the message lists all problems.
-        PlanError: No batch can be planned on any cluster, for a reason besides memory.
+        PlanError: No batch can be planned on any cluster, for another reason than
+            memory.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -239,14 +245,13 @@ def largest_batch(
     problems = [batch.problem for batch in result.batches if batch.plan is None]
     other = [p for p in problems if p and not isinstance(p, NothingFits)]
     if other and len(problems) == len(result):
-        raise other[0]  # Not for lack of memory: no batch size helps.
+        raise other[0]  # Memory is not the reason, so no batch size helps.
     return result
 
 
 def _largest_of(
     question: PlanQuestion, name: str, cluster: Cluster, is_free: bool
 ) -> LargestBatch:
-    """Returns the largest batch on a cluster, in one part or in one for each kind."""
     counts = {question.num_micro_batches or 1}
     if is_free:
         counts.add(len(cluster.kinds))
@@ -325,7 +330,7 @@ def _bisected(
 ) -> int:
     """Returns the largest size that fits, by bisection with a layout that fits.
 
-    ``low`` fits and ``high`` does not; tried sizes differ by ``unit``.
+    ``low`` fits and ``high`` does not. Tried sizes differ by ``unit``.
     """
 
     def fits_alike(samples: int, layout: Mapping[str, Any]) -> bool:
@@ -346,7 +351,7 @@ def _bisected(
                 first = middle
             else:
                 last = middle
-        # Another layout may be better at this size, or fit the next one.
+        # At this size another layout may be better, or fit the next size.
         if first != low and not fits(first):
             high, first = first, low
             continue
@@ -360,9 +365,8 @@ def _bisected(
 def _between(low: int, high: int, tried: Mapping[int, Plan | PlanError]) -> int:
     """Returns the next size to try: where memory is full if it grows linearly.
 
-    The estimate uses the memory of the size that does not fit, and the part of memory
-    that does not grow with the samples. It is clamped away from both ends, so that the
-    search ends.
+    The estimate uses the memory of the size that does not fit, and the memory that does
+    not grow with the samples. It keeps away from both ends, so that the search ends.
     """
     fitting, problem = tried[low], tried[high]
     assert isinstance(fitting, Plan)
@@ -380,7 +384,6 @@ def _between(low: int, high: int, tried: Mapping[int, Plan | PlanError]) -> int:
 
 
 def _smallest(parts: int, fits: Callable[[int], bool]) -> int:
-    """Returns the first size: one sample for each part, or fewer; 0 if none fits."""
     samples = parts
     while samples and not fits(samples):
         samples = samples // 2

@@ -1,8 +1,9 @@
 """Notes of a plan on its loss, and a refusal of losses without a gradient.
 
 JAX cannot differentiate a loop with an unknown number of iterations, or a callback
-without its own rule. It says so only when a gradient is taken. Tracing the gradient
-takes as long as tracing the loss, so only losses with such operations are tried.
+without its own rule. It reports this only when a gradient is taken. Tracing the
+gradient takes as long as tracing the loss, so it is tried only for losses with such
+operations.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ def check_has_gradient(captured: Captured) -> None:
     """Refuses a loss whose gradient JAX cannot take.
 
     Args:
-        captured: The loss.
+        captured: The traced loss.
 
     Raises:
-        WhaleError: Has JAX's reason, and the lines of the operations in doubt.
+        WhaleError: The loss has no gradient. The message has JAX's reason, and the
+            lines of the operations in question.
     """
     graph = captured.graph
     doubtful = {op.kind for op in graph.ops} & _DOUBTFUL
     doubtful |= {*graph.unknown_primitives}
-    if not doubtful or captured.axes:  # Axes of the user's are bound elsewhere.
+    if not doubtful or captured.axes:  # The user's axes are not bound here.
         return
     loss = _compat.needed(captured.jaxpr, [0])
     avals = [
@@ -65,11 +67,13 @@ def check_has_gradient(captured: Captured) -> None:
 
 
 def loss_notes(captured: Captured, found: Plan) -> list[str]:
-    """Returns notes on unread parameters, unused collections, state that samples
-    change, named axes, and averaged values.
+    """Returns notes on what a user may have overlooked in a loss.
+
+    They are about unread parameters, unused collections, state that samples change,
+    named axes, and averaged values.
 
     Args:
-        captured: Captured loss.
+        captured: The traced loss.
         found: Plan of the loss.
     """
     changing = _changing_note(captured.changing, found.num_micro_batches)
@@ -120,7 +124,7 @@ def optimizer_note(optimizer: object) -> list[str]:
 
 
 def with_unread_noted(leaves: Sequence[LeafPlan], graph: Graph) -> tuple[LeafPlan, ...]:
-    """Returns the leaves of a plan, with the reason why unread ones are unsharded."""
+    """Returns the leaves of a plan, with the reason on unread ones for no shards."""
     unread = {tensor.path for tensor in graph.unread_weights()}
     return tuple(
         dataclasses.replace(leaf, note=NOT_READ)
@@ -163,7 +167,7 @@ def _averaged_note(captured: Captured, found: Plan) -> list[str]:
 
 
 def remat_note(asked: Remat, found: Plan) -> list[str]:
-    """Returns a note if a policy changes nothing."""
+    """Returns the note on a remat policy that changes nothing."""
     if not asked or found.remat:
         return []
     return [

@@ -1,8 +1,8 @@
 """Reserves a memory margin, and chooses plans that a compiler accepts.
 
-A plan fits if its predicted memory plus a margin fits, as the prediction may be too
-low. ``margin`` is a fraction of the prediction, so the search uses ``memory / (1 +
-margin)`` as a device's memory.
+Predicted memory may be too low. So a plan fits if its predicted memory plus a margin
+fits. The margin is a fraction of the prediction, so the search takes ``memory / (1 +
+margin)`` for a device's memory.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from whalejax.verification.targets import NoCompiler, VerifyError
 
 
 MOST_MARGIN: Final = 10.0
-"""Largest margin with which a refused plan is made again."""
+"""Largest margin with which a refused plan is replaced by another."""
 
 MOST_COMPILED: Final = 6
 """Largest number of plans that are compiled before planning gives up."""
 
 NEARLY_FULL: Final = 0.8
-"""Fraction of a device's memory above which a plan's notes give the band."""
+"""Fraction of a device's memory above which a note gives the prediction error."""
 
 _CHOICES: Final = (
     *"mesh num_micro_batches zero shares".split(),
     *(f.name for f in dataclasses.fields(UserOptions) if f.default is None),
 )
-"""Settings that fix choices of the search."""
+"""Settings that restrict the search."""
 
 COMPILE_SECONDS: Final = 3600.0
-"""Deadline of a compiler for one plan, in seconds."""
+"""Seconds that a compiler has for one plan."""
 
 
 def without_margin(cluster: Cluster, margin: float) -> Cluster:
@@ -47,7 +47,7 @@ def without_margin(cluster: Cluster, margin: float) -> Cluster:
 
     Args:
         cluster: Cluster with the full memory of its devices.
-        margin: Fraction of the predicted memory that is kept free in addition.
+        margin: Free memory, as a fraction of the predicted memory.
     """
     if not margin:
         return cluster
@@ -63,12 +63,12 @@ def _usable_bytes(kind: DeviceKind, margin: float) -> int:
 def with_margin_said(
     error: NothingFits, cluster: Cluster, margin: float
 ) -> NothingFits:
-    """Returns an error in terms of devices' full memory that also states the margin.
+    """Returns an error in terms of devices' full memory, which also states the margin.
 
     Args:
         error: Error of a search in the memory without the margin.
         cluster: Cluster with the full memory of its devices.
-        margin: Fraction of the predicted memory that was left free.
+        margin: Free memory, as a fraction of the predicted memory.
     """
     if not margin or error.what != "device memory":
         return error
@@ -109,21 +109,23 @@ def with_fixed_settings(
 
 
 def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
-    """Returns the note on the error of predicted memory, for a nearly full plan or a
-    hardly measured kind of program.
+    """Returns the note on the error of predicted memory.
+
+    There is a note if the plan nearly fills the memory, or if few programs of its kind
+    were measured.
 
     Args:
         plan: Plan on its devices with their full memory.
-        band: Band of its prediction.
-        margin: Fraction of the predicted memory that was left free.
+        band: Range in which compiled memory lies, relative to the prediction.
+        margin: Free memory, as a fraction of the predicted memory.
     """
     predicted, room = plan.memory.total_bytes, plan.room_bytes
     low, high = int(band.low * predicted), int(band.high * predicted)
     if band.unmeasured:
         patterns = " and ".join(band.unmeasured)
         return (
-            f"memory: few or no programs with {patterns} were compiled to hold "
-            f"predictions against. {gigabytes(predicted)} is predicted, and "
+            f"memory: few or no programs with {patterns} were compiled to check "
+            f"predictions. {gigabytes(predicted)} is predicted, and a need of "
             f"{gigabytes(low)} to {gigabytes(high)} is allowed for: margin={margin:g} "
             "was kept free. "
             "whalejax verify compiles the plan",
@@ -165,7 +167,7 @@ def _with_memory(plan: Plan, memory: Mapping[str, int]) -> Plan:
 
 
 def _pipelines(plan: Plan) -> tuple[Plan, ...]:
-    pipelines: Any = plan.pipelines  # of one class with this plan
+    pipelines: Any = plan.pipelines  # Plans of the same class as this one.
     return tuple(pipelines)
 
 
@@ -174,14 +176,14 @@ def accepted(
 ) -> Plan:
     """Returns the best plan that the compiler accepts.
 
-    Without a compiler, the plan is returned with the note that it is not verified. If
-    the compiler refuses a plan for its memory, the next one is made with a larger
-    margin, at least the error of the refused plan's prediction.
+    Without a compiler, the plan gets the note that it is not verified. If the compiler
+    refuses a plan for its memory, the next one is made with a larger margin, at least
+    the error of the refused plan's prediction.
 
     Args:
         plan: First choice.
         verify: Function that compiles a plan and returns a ``Verification``.
-        again: Function that plans once more with a given margin.
+        again: Function from a margin to a plan.
 
     Raises:
         PlanError: A plan cannot be compiled, none fits with the larger margin, or the
@@ -201,7 +203,7 @@ def accepted(
         try:
             verification = verify(plan)
         except NoCompiler as error:
-            text = f"not verified, for want of a compiler: {error}"
+            text = f"not verified, as there is no compiler: {error}"
             return dataclasses.replace(plan, notes=(*plan.notes, text))
         except VerifyError as error:
             raise PlanError(
@@ -227,7 +229,7 @@ def accepted(
             f"{_words(plan)} was refused ({gigabytes(needed)} compiled, "
             f"{gigabytes(predicted)} predicted)"
         )
-        tell("planning with the room that was lacking")
+        tell("planning with a larger margin")
         lacked = 1.02 * needed / max(1, predicted) - 1
         margin = min(max(lacked, 1.5 * margin, 0.02), MOST_MARGIN)
         try:

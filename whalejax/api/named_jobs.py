@@ -1,4 +1,4 @@
-"""Finds the models that the command line names: reference models and users' files."""
+"""Finds the models that the command line names: reference models, or users' files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYNONYMS = {"hidden": "embed", "ffn": "mlp", "seq": "sequence"}
 
 
 def lasting_name(model: str) -> str:
-    """Returns a name that is valid in any folder: files by their absolute path.
+    """Returns a name that is valid in any folder; a file gets its absolute path.
 
     Args:
         model: Name of the model on the command line.
@@ -45,7 +45,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def is_file(model: str) -> bool:
-    """Whether a model's name is that of a file, not of a reference model.
+    """Returns whether a model's name is that of a file, not of a reference model.
 
     Args:
         model: Name of the model on the command line.
@@ -61,8 +61,8 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
         options: Options of the model, or arguments of the function.
 
     Raises:
-        WhaleError: No such model, file, function or option exists, its code raises, or
-            it returns no job.
+        WhaleError: There is no such model, file, function or option; the user's code
+            raises; or it returns no job.
 
     >>> find_job("mlp").name
     'mlp'
@@ -93,7 +93,6 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """Returns the numbers of a text such as ``64,32``; else the value itself."""
     if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)+", value):
         return tuple(map(int, value.split(",")))
     return value
@@ -102,7 +101,7 @@ def _whole_numbers(value: Any) -> Any:
 def named_values(
     words: Sequence[str], option: str = "--set", example: str = "layers=24"
 ) -> dict[str, Any]:
-    """Parses ``NAME=VALUE`` words.
+    """Parses words of the form ``NAME=VALUE``.
 
     Values are numbers, ``true`` and ``false``, or text.
 
@@ -112,7 +111,8 @@ def named_values(
         example: Example of a word, for the message.
 
     Raises:
-        WhaleError: A word has no ``=``, or a name is given twice; lists all.
+        WhaleError: A word has no ``=``, or a name is given twice. The message lists
+            all.
 
     >>> named_values(["layers=2", "annotated=false", "dtype=bfloat16"])
     {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}
@@ -189,7 +189,7 @@ def _load(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise WhaleError(f"{path} is no Python file; expected a name that ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.modules.setdefault(path.stem, module)  # Dataclasses look up their module.
     sys.path.insert(0, str(path.absolute().parent))
     _of_the_user(path, functools.partial(spec.loader.exec_module, module))
     return module

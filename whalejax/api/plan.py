@@ -1,8 +1,8 @@
 """``wh.plan``: makes a Plan from a model, a batch and a cluster; uses no device.
 
-Its options are a ``PlanRequest``, whose module does the planning.
-``wh.plan(..., tables=...)`` returns a plan that includes the tables. Without it, the
-plan of a model that is mostly tables has a note on the savings.
+Its options are a ``PlanRequest``, whose module does the planning. With ``tables=`` the
+plan includes the embedding tables. Without it, the plan of a model that is mostly
+tables has a note on the possible savings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TABLE_SETTINGS: Final = (
     *("tables", "splits", "together", "pins", "counts", "staleness", "times"),
     "in_processes",
 )
-"""Arguments of ``wh.plan`` that apply only to tables."""
+"""Arguments of ``wh.plan`` that apply to tables alone."""
 
 _SHARED: Final = ("optimizer", "cluster", "mesh", "precision", "trainable")
 _FIXED: Final = frozenset(("rows", "optimizer", "trainable", "dense"))
@@ -101,11 +101,14 @@ class TablesQuestion:
     def verify(
         self, plan: Plan, topology: str | None, *, timeout_seconds: float
     ) -> Any:
-        """Compiles a step with the real compiler; with two sections or stage programs,
-        only its dense part.
+        """Compiles a step with the real compiler.
+
+        With two sections or stage programs, it compiles the dense part alone.
 
         Args:
-            plan, topology, timeout_seconds: Arguments of ``Plan.verify``, unchanged.
+            plan: Plan to verify.
+            topology: Topology to compile for, or None for the devices of the plan.
+            timeout_seconds: Seconds after which compilation is abandoned.
         """
         from whalejax.verification.checking import check
 
@@ -150,10 +153,10 @@ def _left_out(names: list[str], *, in_processes: bool) -> str:
 
 
 def tables_question(plan: Plan, job: Job, model: Any, batch: Any) -> TablesQuestion:
-    """Returns the question of a plan with tables, such as one from a file.
+    """Returns the question that a plan with tables answers.
 
     Args:
-        plan: Plan with tables.
+        plan: Plan with tables, for instance from a file.
         job: Job of the plan.
         model: Abstract model of the job.
         batch: Global batch of the plan.
@@ -175,8 +178,10 @@ def plan_with_tables(
     """Returns the plan of a model with its tables.
 
     Args:
-        request: Settings.
-        loss_fn, model, batch: Arguments of ``wh.plan``, unchanged.
+        request: Settings of the plan.
+        loss_fn: Loss of the model.
+        model: Abstract model.
+        batch: Global batch.
     """
     found = request.plan(loss_fn, model, batch)
     given = loss_fn, model, jax.tree.map(aval_of, batch)
@@ -185,7 +190,7 @@ def plan_with_tables(
 
 
 def table_request(settings: Mapping[str, Any]) -> TablesRequest:
-    """Returns the tables request from the arguments of ``wh.plan``.
+    """Returns the request for tables from the arguments of ``wh.plan``.
 
     Args:
         settings: All arguments except loss, model and batch.
@@ -229,10 +234,10 @@ def refuse_table_settings(settings: Mapping[str, Any]) -> None:
 
 @without_mesh
 def table_notes(plan: Plan) -> tuple[str, ...]:
-    """Returns the note on the savings of placed tables.
+    """Returns the note on savings if tables are placed.
 
-    It is empty if tables are less than half of the parameters, or the loss cannot be
-    cut at their lookups.
+    There is no note if tables are less than half of the parameters, or if the loss
+    cannot be cut at their lookups.
 
     Args:
         plan: Plan without placed tables.
@@ -246,7 +251,7 @@ def table_notes(plan: Plan) -> tuple[str, ...]:
         return ()
     try:
         program = cut_program(adapter, question.batch)
-    except Exception:  # The loss was planned, so it is not at fault.
+    except Exception:  # The loss was planned before, so the error is not the user's.
         return ()
     stored = sum(sizes[n] for n in program.tables)
     if 2 * stored < sum(sizes):

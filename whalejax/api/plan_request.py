@@ -6,8 +6,8 @@ the order of this module:
     request     ``PlanRequest``: settings, checked as they are given
     question    ``PlanQuestion``: a request about one model and batch
     capture     ``Programs``: the loss, traced at most once for equal shapes, and its
-                variants with attention, logits or layers run otherwise
-    strategies  ``decider``: the executors that may run it, with the search of each
+                variants in attention, logits and remat
+    strategies  ``decider``: the executors that may run it, and the search of each
     search      layouts of the variants with their costs, and the best one
     plan        that layout, checked against the optimizer, with notes
 
@@ -120,9 +120,9 @@ from whalejax.user_code.argument_checks import check_order
 
 @contextlib.contextmanager
 def collections_paused() -> Iterator[None]:
-    """Disables cyclic garbage collection inside; reference counts still free objects.
+    """Disables cyclic garbage collection in a block; reference counts still free.
 
-    A collector that was already disabled stays so.
+    A collector that was disabled before the block stays disabled after it.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -160,13 +160,14 @@ class PlanRequest(PlanSettings):
             batch.
         axis_names, trainable, batch_axes: Facts about the model and its batch.
         compiler_options: XLA options of the step.
-        margin: Fraction of the predicted memory that plans leave free, below 1.
+        margin: Free memory that plans leave, as a fraction of the predicted memory,
+            below 1.
         verified: Whether the compiler must accept the plan.
-        swarm, bandwidth, wire, sum_wire: Whether to plan a swarm, its links' rate, and
-            its wire formats.
+        swarm, bandwidth, wire, sum_wire: Whether to plan a swarm, the rate of its
+            links, and its wire formats.
 
     Raises:
-        PlanError: Settings are invalid for every model; lists all.
+        PlanError: Settings are invalid for every model. The message lists all.
         WhaleError: The cluster cannot be read, and nothing else is wrong.
 
     >>> import dataclasses, jax, jax.numpy as jnp, optax
@@ -184,7 +185,9 @@ class PlanRequest(PlanSettings):
         """Returns the plan for a model.
 
         Args:
-            loss_fn, model, batch: Arguments of ``wh.plan``, unchanged.
+            loss_fn: Loss: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+            model: NNX module, Linen variables, or any pytree. Abstract leaves suffice.
+            batch: GLOBAL batch, abstract or real.
 
         Raises:
             WhaleError: The arguments cannot be planned; the message lists all problems.
@@ -195,7 +198,7 @@ class PlanRequest(PlanSettings):
 # Question.
 
 _PLANNED_AGAIN: Final = ("loss_fn", "model", "optimizer", "trainable", "batch_axes")
-"""Arguments of ``wh.plan`` that no ``what_if`` changes."""
+"""Arguments of ``wh.plan`` that ``what_if`` cannot change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +210,9 @@ class PlanQuestion:
         batch: Global batch, abstract.
         cluster: Cluster of the request, parsed or detected.
         request: Settings.
-        traced: Captures of the model, by the settings that they depend on.
-        beside_swarm: Whether plans over slow links get a note on a swarm's time.
-        least_margin: Smallest fraction of the predicted memory that plans leave free.
+        traced: Traced losses of the model, by the settings that they depend on.
+        beside_swarm: Whether a plan over slow links gets a note on the time of a swarm.
+        least_margin: Least free memory of plans, as a fraction of the predicted memory.
     """
 
     adapter: Adapter
@@ -223,7 +226,7 @@ class PlanQuestion:
     @collections_paused()
     @without_mesh
     def plan(self) -> Plan:
-        """Makes the plan, in all steps of the module's list."""
+        """Makes the plan, by the steps in the docstring of the module."""
         if self.request.swarm:
             from whalejax.swarm.planning import swarm_plan
 
@@ -292,11 +295,15 @@ class PlanQuestion:
         def plan_again(margin: float) -> Plan:
             return dataclasses.replace(self, least_margin=margin).replan(verified=False)
 
-        # Later questions use the request's margin, not the one found here.
+        # Later questions use the margin of the request, and not the one found here.
         return dataclasses.replace(accepted(plan, verify, plan_again), question=self)
 
     def replan(self, **changes: Any) -> Plan:
-        """Implements ``Plan.what_if``."""
+        """Returns the plan with other settings, for ``Plan.what_if``.
+
+        Raises:
+            PlanError: A setting cannot be changed.
+        """
         known = changeable()
         problems = Arguments("what_if", PlanError)
         for name in changes:
@@ -324,7 +331,7 @@ class PlanQuestion:
                 )
             cluster = changes["cluster"] = parsed_cluster(changes["cluster"])
         if changes.get("runnable") is False:
-            changes.setdefault("verified", False)  # nothing compiles an estimate
+            changes.setdefault("verified", False)  # An estimate is not compiled.
         request = dataclasses.replace(self.request, **changes)
         asked = dataclasses.replace(self, batch=batch, cluster=cluster, request=request)
         if length is None:
@@ -332,8 +339,9 @@ class PlanQuestion:
         return asked._plan_for_length(int(length), self._sample_tokens)
 
     def _plan_for_length(self, length: int, tokens: int) -> Plan:
-        """Returns the plan for sequences of another length; the model reads ``tokens``
-        now.
+        """Returns the plan for sequences of another length.
+
+        The model reads ``tokens`` tokens of the sequences in this question's batch.
         """
         failed: Exception | None = None
         for batch in with_length(self.batch, self.request.batch_axes, length, tokens):
@@ -347,8 +355,8 @@ class PlanQuestion:
         else:
             first = str(failed).strip().partition("\n")[0]
             raise PlanError(
-                f"the loss takes no sequences of {length} ({first}). A table of "
-                "positions has a length of its own: make the model for it"
+                f"the loss takes no sequences of {length} ({first}). If a table of "
+                "positions limits the length, make the model for the longer one"
             ) from failed
         beyond = [note for note in plan.notes if note.startswith(BEYOND)]
         if beyond:
@@ -375,13 +383,14 @@ class PlanQuestion:
         timeout_seconds: float,
         better: bool = True,
     ) -> Any:
-        """Implements ``Plan.verify``.
+        """Compiles a plan with the real compiler, for ``Plan.verify``.
 
         Args:
             plan: Plan of this model.
             topology: Topology to compile for; None uses the plan's cluster.
-            timeout_seconds: Deadline of the compiler.
-            better: Whether to search for a plan that fits if this one does not.
+            timeout_seconds: Seconds after which compilation is abandoned.
+            better: Whether to search for a plan that fits if this one does not; default
+                True.
         """
         from whalejax.verification.checking import check
 
@@ -398,7 +407,7 @@ class PlanQuestion:
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """The request's optimizer, or one that does nothing."""
+        """The optimizer of the request, or an optimizer that does nothing."""
         given = self.request.optimizer
         return NO_OPTIMIZER if given is None else given
 
@@ -409,20 +418,20 @@ class PlanQuestion:
 
     @property
     def margin(self) -> float:
-        """The fraction of the predicted memory that plans leave free."""
+        """Free memory that plans leave, as a fraction of the predicted memory."""
         given, least = self.request.margin, self.least_margin
         return self._margin(self.programs()) if given is None else max(given, least)
 
     @property
     def precision(self) -> str:
-        """The precision of the whole model; ``"f32"`` if TaskGraphs differ."""
+        """Precision of the whole model; ``"f32"`` if TaskGraphs have their own."""
         given = self.request.precision
         return given if isinstance(given, str) else "f32"
 
     # Capture.
 
     def programs(self) -> Programs:
-        """Returns the traced model; its variants are made at first use."""
+        """Returns the traced model, whose variants are made at their first use."""
         return self.traced.of(
             self.adapter,
             self.batch,
@@ -432,7 +441,6 @@ class PlanQuestion:
         )
 
     def _with_precision(self) -> tuple[PlanQuestion, list[str]]:
-        """Returns the question with its effective precision, and notes on it."""
         given = self.request.precision
         if not isinstance(given, str):
             return self, []
@@ -449,7 +457,6 @@ class PlanQuestion:
     # Strategies and search.
 
     def _check_mesh(self) -> None:
-        """Refuses a mesh that does not fit the cluster, before anything is traced."""
         request = self.request
         axes = PLANNED_AXES if request.runnable else MESH_AXES
         mesh = {} if request.mesh is None else request.mesh
@@ -492,7 +499,7 @@ class PlanQuestion:
             zero=request.zero,
             policies=tuple(p for p in REMAT_POLICIES if traced.names or p != "named"),
             hosted=hosts,
-            one_part=not self.beside_swarm,  # Each peer of a swarm has one part.
+            one_part=not self.beside_swarm,  # A peer of a swarm has one part.
             sliced=functools.partial(
                 programs.of_optimizer, elementwise, self.optimizer
             ),
@@ -538,7 +545,7 @@ class PlanQuestion:
     def _may_couple(self, programs: Programs) -> bool:
         weights = sum(tensor.nbytes for tensor in programs.graph.params)
         if weights > self.cluster.num_devices * self.cluster.memory_bytes:
-            return False  # Nothing will fit, which one search finds out.
+            return False  # No plan fits anyway, and a search is to report it.
         program = ProgramAnalyses(
             graph=programs.graph,
             cluster=self.cluster,
@@ -555,7 +562,7 @@ class PlanQuestion:
         return next(x.shape[x.axis] for x in leaves if x.axis is not None)
 
     def _judged(self, programs: Programs) -> Captured:
-        """Returns the captured loss; in evaluation mode if there is no optimizer."""
+        """Returns the traced loss; in evaluation mode if there is no optimizer."""
         evaluating = programs.adapter.evaluating()
         if self.request.optimizer is not None or evaluating is None:
             return programs.traced.captured
@@ -574,7 +581,7 @@ class PlanQuestion:
             wanted: Request of the search.
 
         Raises:
-            PlanError: No plan exists; for lack of memory, the message states the bytes.
+            PlanError: No plan exists. If memory is short, the message has the bytes.
         """
         request, idle = self.request, self.request.allow_idle
         margin = self._margin(programs)
@@ -657,7 +664,7 @@ class PlanQuestion:
         )
         band = band_note(found, self._band(programs), self._margin(programs))
         found = dataclasses.replace(found, notes=(*found.notes, *band))
-        # Averages within a node need its ranks in sequence.
+        # Means within a node need consecutive ranks in a node.
         return found if found.combine == "adasum_nodes" else ordered(found)
 
 
@@ -669,7 +676,9 @@ def question_about(
 
     Args:
         request: Settings.
-        loss_fn, model, batch: Arguments of ``wh.plan``; their arrays are not kept.
+        loss_fn: Loss: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+        model: NNX module, Linen variables, or any pytree; its arrays are not kept.
+        batch: GLOBAL batch, abstract or real; its arrays are not kept.
 
     Raises:
         WhaleError: An argument is invalid, such as a batch in place of the model.
@@ -700,7 +709,6 @@ def _at_once(decided: Callable[[Request], Plan], request: Request) -> Plan:
 
 
 def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> Plan:
-    """Returns the plan that uses most devices; without one, raises the best error."""
     problems: list[PlanError] = []
     fixed = math.prod((request.mesh or {}).values())
     for count in range(request.num_devices // fixed * fixed, 0, -fixed):

@@ -1,4 +1,4 @@
-"""Settings of ``wh.plan`` except the model, checked before it is traced.
+"""Settings of ``wh.plan`` except the model, checked before the model is traced.
 
 Checks that depend on the model run when its graph is known.
 """
@@ -40,7 +40,7 @@ _NUMBERS: Final = (
     "margin",
     "bandwidth",
 )
-"""Settings with numbers, which may be NumPy's."""
+"""Settings with numbers, which NumPy types may represent."""
 
 _SWITCHES: Final = (
     "runnable allow_idle sync_batch_stats per_micro_batch verified swarm".split()
@@ -101,7 +101,7 @@ class PlanSettings(UserOptions):
         )
 
     def _parse_cluster(self) -> None:
-        """Parses a cluster's text, except "local", which is slow to measure."""
+        """Parses the text of a cluster, except "local", which measures devices."""
         local = (
             isinstance(self.cluster, str) and self.cluster.strip().lower() == "local"
         )
@@ -115,7 +115,7 @@ class PlanSettings(UserOptions):
 
 
 def together(*checks: Callable[[], Any]) -> None:
-    """Runs all checks, then reports all failures.
+    """Runs all checks, and then reports all failures.
 
     Raises:
         WhaleError: One check failed; its error is raised unchanged.
@@ -134,19 +134,19 @@ def together(*checks: Callable[[], Any]) -> None:
 
 
 def changeable() -> list[str]:
-    """Returns the arguments of ``Plan.what_if``: settings, and the batch's sizes."""
+    """Returns the names that ``Plan.what_if`` can change: settings, and batch sizes."""
     own = [f.name for f in fields(PlanSettings) if f.name not in _KEPT]
     return ["batch", "sequence", *own]
 
 
 def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
-    """Parses the argument ``cluster`` of ``wh.plan``.
+    """Returns the cluster for the argument ``cluster`` of ``wh.plan``.
 
     Args:
         cluster: Cluster, its text, or None for the devices of this process.
 
     Raises:
-        WhaleError: It is neither a cluster nor the text of one.
+        WhaleError: The value is neither a cluster nor the text of one.
     """
     if cluster is None:
         return Cluster.detect()
@@ -206,7 +206,7 @@ def _check_numbers(settings: PlanSettings, problems: Arguments) -> None:
     if shares is None or (isinstance(shares, str) and shares == "even"):
         return
     if several and len(shares) and not any(map(_is_word, shares)):
-        return  # devices and batch are checked later
+        return  # Devices and batch are checked later.
     problems.refuse(
         "shares",
         shares,
@@ -239,7 +239,7 @@ def _check_swarm(settings: PlanSettings, problems: Arguments) -> None:
         verb = "is" if len(several) == 1 else "are"
         problems.add(
             f"{' and '.join(several)} {verb} given without "
-            "swarm=True, which alone reads it; add swarm=True, or leave it out"
+            "swarm=True, which alone uses it; add swarm=True, or leave it out"
         )
 
 
@@ -253,13 +253,13 @@ def _check_margin(settings: PlanSettings, problems: Arguments) -> None:
         problems.refuse(
             "margin",
             margin,
-            "the part of the predicted memory that stays free on top of it, from 0 to "
+            "the free memory to leave, as a fraction of the predicted memory from 0 to "
             "below 1, such as 0.1, or None",
         )
     if settings.verified is True and settings.runnable is False:
         problems.add(
-            "verified=True compiles the plan, and runnable=False takes plans that "
-            "nothing compiles. Leave one of them out"
+            "verified=True compiles the plan, and runnable=False allows plans that "
+            "cannot be compiled. Leave one of them out"
         )
     if settings.verified is True and settings.swarm is True:
         problems.add(

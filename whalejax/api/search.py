@@ -1,6 +1,6 @@
 """``wh.search``: the plans of one model on several clusters, best first.
 
-The model is traced once; every cluster then has its own search.
+The model is traced once. Then every cluster has its own search.
 """
 
 from __future__ import annotations
@@ -45,19 +45,22 @@ def search(
     """Plans a training step on several clusters, and ranks the plans.
 
     Args:
-        loss_fn, model, batch, optimizer: Arguments of ``wh.plan``, unchanged.
+        loss_fn: Loss: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+        model: NNX module, Linen variables, or any pytree. Abstract leaves suffice.
+        batch: GLOBAL batch, abstract or real.
         clusters: Clusters, or their texts such as ``"h100:8"``.
+        optimizer: Optax transformation, whose state counts as memory; default None.
         prices: Hourly price of one device, by the name of its kind such as ``"h100"``,
             all in one currency. With prices, the result has the price of a step. Kinds
             whose cluster file has ``price_per_hour`` need none.
         each: Largest number of plans for each cluster, on different meshes. With
-            ``verified=True`` only the first of each is compiled.
-        options: Further options of ``wh.plan``, such as ``precision="bf16"``. With a
-            fixed ``num_micro_batches`` a device may process more samples at a time on
-            one cluster than on another; ``notes`` of the result report this.
+            ``verified=True``, the first plan of each cluster is compiled, and no other.
+        options: Other options of ``wh.plan``, such as ``precision="bf16"``. With a
+            fixed ``num_micro_batches``, devices of one cluster may process more samples
+            at a time than devices of another. ``notes`` of the result report this.
 
     Returns:
-        Plans, fastest step first; ``print`` shows a table. Clusters on which nothing
+        Plans, fastest step first; ``print`` shows a table. Clusters on which no plan
         fits are listed with the missing memory.
 
     Raises:
@@ -84,8 +87,8 @@ def search_on(
     """Answers a question on several clusters.
 
     Args:
-        question: Question whose cluster is replaced.
-        places: Names and clusters.
+        question: Question, whose cluster is replaced.
+        places: Name of each cluster, and the cluster.
         each: Largest number of plans for each cluster.
 
     Raises:
@@ -162,7 +165,7 @@ def _others(best: Plan, count: int) -> list[Plan]:
         if not candidate.fits or mesh is None or mesh in tried:
             continue
         tried.append(mesh)
-        with contextlib.suppress(PlanError):  # infeasible with a fixed mesh; try others
+        with contextlib.suppress(PlanError):  # If this mesh does not fit, others may.
             result.append(best.what_if(mesh=mesh, verified=False))
     return result
 
@@ -177,8 +180,8 @@ def mesh_of(candidate: Candidate) -> dict[str, int] | None:
         candidate: Candidate with a layout such as ``"data 2 × tensor 4, ZeRO-1"``.
 
     Returns:
-        Sizes of the axes, ``stage`` and spatial ones only if the layout names them;
-        None if stages have meshes of their own.
+        Sizes by axis; ``stage`` and spatial axes occur only if the layout names them.
+        None if stages have their own meshes.
     """
     words = candidate.layout.partition(",")[0]
     if "(" in words:
@@ -216,7 +219,7 @@ def named_clusters(
         problems: Collector of earlier errors.
 
     Raises:
-        WhaleError: Arguments are invalid; lists all problems.
+        WhaleError: Arguments are invalid. The message lists all problems.
     """
     problems = Arguments(function) if problems is None else problems
     known = [f.name for f in dataclasses.fields(PlanRequest)]
@@ -261,9 +264,9 @@ def _check_prices(
 ) -> None:
     if not isinstance(prices, Mapping):
         problems.add(
-            f"prices is {short_repr(prices)}; expected prices of one device for an "
-            "hour by "
-            'the name of its kind, such as {"h100": 2.5}'
+            f"prices is {short_repr(prices)}; expected the hourly price of one "
+            "device by the name of its kind, "
+            'such as {"h100": 2.5}'
         )
         return
     kinds = list(dict.fromkeys(kind.name for c in clusters for kind in c.kinds))
@@ -271,8 +274,8 @@ def _check_prices(
         if not is_number(price) or not price > 0:
             problems.add(
                 f"prices[{short_repr(name)}] is {short_repr(price)}; expected the "
-                "price of one "
-                "device for an hour, above 0"
+                "hourly price of one "
+                "device, above 0"
             )
         if clusters and name not in kinds:
             problems.add(

@@ -26,13 +26,13 @@ from whalejax.planner.plan.report.search_data import SearchData
 class SearchResult(SearchData):
     """Plans of one model on several clusters, best first; the result of ``wh.search``.
 
-    It is a sequence: ``found[0]`` is the best plan, and ``found["h100:8"]`` the best on
-    this cluster. ``print`` shows a table.
+    It is a sequence: ``found[0]`` is the best plan, and ``found["h100:8"]`` is the best
+    plan on this cluster. ``print`` shows a table.
 
     Attributes:
         plans: Plans, best first.
         names: Cluster of each plan, as the user named it.
-        refused: Clusters without a plan, those that lack least memory first.
+        refused: Clusters without a plan; those that lack least memory come first.
         weighed: Evaluated candidates of all clusters.
         notes: Reasons why the plans cannot be compared directly.
     """
@@ -45,12 +45,12 @@ class SearchResult(SearchData):
     def chart(self) -> searches.SearchChart:
         """Returns a chart of the step time and peak memory of all candidates.
 
-        Hovering shows the mesh and the largest costs; a click on a plan shows it. The
-        chart needs the extra ``whalejax[notebook]``, but no network.
+        The pointer over a plan shows the mesh and the largest costs; a click shows the
+        plan. The chart needs the extra ``whalejax[notebook]``, but no network.
 
         Returns:
-            Chart that a notebook draws. ``save`` writes it as ``.html`` or ``.svg``;
-            its attribute ``altair`` is the chart to modify.
+            Chart that a notebook draws. ``save`` writes it as ``.html`` or ``.svg``.
+            Its attribute ``altair`` is an Altair chart, which can be changed.
 
         Raises:
             WhaleError: The extra is not installed.

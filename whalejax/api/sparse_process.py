@@ -1,7 +1,7 @@
 """A process of the sparse section, which stores, looks up and updates rows.
 
 ``whalejax.sections.sparse_section`` starts it with ``python -m``, and replaces it if it
-dies. It ends with its parent process, or with the ssh connection.
+dies. It ends with its parent process, or when the ssh connection ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _HELLO_SECONDS = 60.0
 
 
 def find_maker(model: str, settings: Mapping[str, Any], batch_size: int) -> BatchMaker:
-    """Returns a function that makes a job's batches, with the ids of all lookups last.
+    """Returns a function that makes a job's batches.
+
+    The last arrays of a batch are the ids of all lookups.
 
     Args:
         model: Name of the job on the command line.
@@ -60,7 +62,7 @@ def main(words: Sequence[str]) -> None:
     """Serves until the parent process ends.
 
     Args:
-        words: Command-line arguments: one, the settings as JSON.
+        words: Command-line arguments; the only one has the settings as JSON.
     """
     settings = json.loads(words[0])
     die_with_parent()

@@ -132,15 +132,17 @@ def count_lookups(
     """Counts how often each row of each table is looked up.
 
     Args:
-        loss_fn, model, trainable: Arguments of ``plan_tables``, unchanged.
+        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+        model: An NNX module, Linen variables or any pytree; abstract leaves suffice.
         batches: Batches with values, all of one shape.
+        trainable: Selection of trained parameters, in the form of ``wh.plan``.
 
     Returns:
         ``int64[rows]`` by the path of each table, for ``counts=`` of ``plan_tables``.
 
     Raises:
-        WhaleError: No batch or table exists, an id is out of range or too wide, or an
-            argument is invalid.
+        WhaleError: There is no batch or no table, an id is out of range or too wide, or
+            an argument is invalid.
 
     >>> import jax.numpy as jnp
     >>> import whalejax as wh

@@ -1,7 +1,7 @@
-"""The table arguments of ``wh.plan``, and their plan.
+"""The arguments of ``wh.plan`` for tables, and their plan.
 
 Tables are found in the program of the loss. They are placed on the devices, or in
-separate CPU processes. The rest of the loss is planned like any other, with the
+separate CPU processes. The rest of the loss is planned like any other loss, with the
 looked-up vectors as a part of its batch.
 
 The module is long because it has all checks of these arguments.
@@ -58,8 +58,8 @@ from whalejax.user_code.argument_checks import check_optimizer
 _CPU_KINDS: Final = ("cpu",)
 
 _SEARCHED_AXES: Final = ("expert", "context", "tensor", STAGE)
-"""Mesh axes of the dense part that have size 1 unless the user fixes it, or marks
-stages."""
+"""Mesh axes of the dense part that have size 1 unless the user fixes their size, or
+marks stages."""
 
 _REFUSED: Final[Mapping[str, str]] = {
     "allow_idle": "all devices hold tables",
@@ -71,7 +71,7 @@ _REFUSED: Final[Mapping[str, str]] = {
     "sum_wire": "peers of a swarm hold no tables",
     "batch_axes": "batches have samples along dimension 0",
 }
-"""Arguments of ``wh.plan`` that exclude tables, and why."""
+"""Arguments of ``wh.plan`` that cannot be given with tables, and why."""
 
 _MEMORY_NOTE: Final = "memory: "
 """Beginning of notes on the memory of the dense part alone."""
@@ -79,10 +79,10 @@ _MEMORY_NOTE: Final = "memory: "
 _MOST_ROWS: Final = 2**31 - 1
 
 _PLACEMENTS: Final = 4
-"""Maximum number of placements to try, each with more room for exchanges."""
+"""Maximum number of placements that are tried, each with more room for exchanges."""
 
 _DENSE_PLANS: Final = 6
-"""Maximum number of plans of the dense part to try, each in less memory."""
+"""Maximum number of plans of the dense part that are tried, each in less memory."""
 
 USUAL_SPLITS: Final = ("whole", "rows", "columns", "node_rows", "replicate")
 """Ways of storing a table that every backend supports."""
@@ -121,7 +121,9 @@ class TablesRequest:
         """Returns the plan for a model.
 
         Args:
-            loss_fn, model, batch: Arguments of ``wh.plan_tables``, unchanged.
+            loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+            model: An NNX module, Linen variables or any pytree.
+            batch: Global batch, abstract or real.
 
         Raises:
             WhaleError: No table was found, nothing fits, or an argument is invalid.
@@ -156,12 +158,12 @@ class TablesRequest:
         least = 0 if sparse else self._least_bytes(tables) // known.num_devices
         dense, found, use = _fit(question, known.memory_bytes, least, place)
         check_divisible(program.lookups, dense.num_devices)
-        if dense.combine != "mean":  # The dense part does not show how ids are made.
+        if dense.combine != "mean":  # The dense part lacks the computation of ids.
             check_split(capture(adapter, batch), dense)
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
         refused |= {
-            f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
-            "else. Look it up in the loss, or leave it out"
+            f"batch {path}": f"neither a table nor anything else reads {path} of the "
+            "batch. Look it up in the loss, or leave it out"
             for path in program.unread
         }
         return TablesPlan(
@@ -195,8 +197,8 @@ class TablesRequest:
     ) -> tuple[TwoSections, DeviceUse]:
         """Places tables so that they, exchanges and the dense part fit in memory.
 
-        All devices have buffers of the fullest one's length, and need room for the
-        vectors of an exchange; both depend on the placement.
+        The placement decides two sizes. Every device has buffers as long as those of
+        the fullest device, and room for the vectors of an exchange.
         """
         reserved, left = 0, _PLACEMENTS
         while True:
@@ -235,7 +237,7 @@ class TablesRequest:
     ) -> TwoSections:
         """Places tables on the dense part's devices, or in CPU processes.
 
-        ``reserved`` bytes per device stay free, besides those of the dense part.
+        The dense part and another ``reserved`` bytes of each device stay free.
         """
         used = dense.memory.total_bytes + reserved
         devices = Ranks.of(cluster, used_bytes=used)
@@ -280,7 +282,9 @@ class TablesRequest:
         """Returns the question of the dense part of a model.
 
         Args:
-            loss_fn, model, batch: Arguments of ``wh.plan_tables``, unchanged.
+            loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+            model: An NNX module, Linen variables or any pytree.
+            batch: Global batch, abstract or real.
         """
         adapter = adapt(model, loss_fn, trainable=self.trainable).without_values()
         batch = jax.tree.map(aval_of, batch)
@@ -293,7 +297,7 @@ class TablesRequest:
         own = dense_adapter(adapter, program, batch)
         precision = self.precision
         if isinstance(precision, str) and precision != "f32":
-            # Tables and vectors stay as they are, so that only products are cast.
+            # Products alone are cast, as tables and vectors keep their types.
             precision = {ALL: precision}
         question = PlanQuestion(
             adapter=own,
@@ -312,7 +316,7 @@ class TablesRequest:
 
     @property
     def dense_request(self) -> PlanRequest:
-        """Request of the dense part's plan, as far as it depends on no model."""
+        """Request for the dense part, as far as it does not depend on a model."""
         given = {"shares": "even", **self.dense}
         return PlanRequest(
             optimizer=self.optimizer, mesh=self.mesh, precision=self.precision, **given
@@ -351,10 +355,9 @@ def _fit(
     least: int,
     place: Callable[[Plan], tuple[TwoSections, DeviceUse]],
 ) -> tuple[Plan, TwoSections, DeviceUse]:
-    """Returns the fastest dense plan that leaves room for the tables, and their
-    placement.
+    """Returns the fastest dense plan with room for the tables, and the placement.
 
-    Plans may fill ``room`` bytes of a device; tables take at least ``least``.
+    Plans may fill ``room`` bytes of a device. Tables take at least ``least`` bytes.
     """
     whole, room = room, room - least if least < room else room
     refused: NothingFits | None = None
@@ -364,7 +367,7 @@ def _fit(
         except NothingFits as error:
             if refused is not None or room == whole:
                 raise refused or error from error
-            dense = _plan_dense(question, whole)  # The tables may be at fault.
+            dense = _plan_dense(question, whole)  # Shows whether tables are at fault.
         try:
             return dense, *place(dense)
         except NothingFits as error:
@@ -385,7 +388,6 @@ def _samples(question: PlanQuestion) -> int:
 
 
 def _plan_dense(question: PlanQuestion, room: int) -> Plan:
-    """Returns the dense part's plan, within ``room`` predicted bytes of a device."""
     devices, margin = question.cluster, question.margin
     short = devices.with_memory(max(1, int(room * (1 + margin)) + 1))
     request = dataclasses.replace(question.request, margin=margin)
@@ -404,13 +406,13 @@ def _plan_dense(question: PlanQuestion, room: int) -> Plan:
         ) from error
     if plan.pipelines:
         raise PlanError(
-            "with tables, all pipelines have equal devices; these would run side by "
-            "side with programs of their own. Give devices of one kind, or leave "
+            "with tables, all pipelines need equal devices, and these pipelines would "
+            "have programs of their own. Give devices of one kind, or leave "
             "stages out"
         )
     if plan.stage_plans and plan.scales_loss:
         raise PlanError(
-            'precision="f16" scales the loss, and stages with programs of their own '
+            'precision="f16" scales the loss, but stages with programs of their own '
             'skip no rows of tables. Use precision="bf16", or leave stages out'
         )
     notes = tuple(note for note in plan.notes if not note.startswith(_MEMORY_NOTE))
@@ -526,11 +528,11 @@ def _check_dense(problems: Arguments, dense: Mapping[str, Any]) -> None:
 
 
 def is_given(value: Any, default: Any) -> bool:
-    """Returns whether an argument is not its default.
+    """Returns whether an argument differs from its default.
 
     Args:
         value: The argument.
-        default: Its default.
+        default: Default of the argument.
     """
     if value is default:
         return False
@@ -583,15 +585,14 @@ def check_tables(adapter: Adapter, program: TableProgram, counts: Any) -> None:
 
 
 _BAGS: Final = (
-    "Bags of unlike lengths are given padded: ids of one shape, (samples, longest), "
-    "with -1 where there is none, and summed as "
-    "jnp.where((ids >= 0)[..., None], table[ids], 0).sum(1); offsets and flat ids do "
-    "not say which samples a device has"
+    "Pad bags of unequal lengths: ids of one shape, (samples, longest), "
+    "with -1 in unused places, summed as "
+    "jnp.where((ids >= 0)[..., None], table[ids], 0).sum(1). Offsets and flat ids do "
+    "not show which samples a device has"
 )
 
 
 def _check_bags(batch: Any) -> None:
-    """Refuses an invalid batch; for ragged bags, the message explains padding."""
     ragged = [
         jax.tree_util.keystr(path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)

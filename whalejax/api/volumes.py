@@ -1,4 +1,4 @@
-"""Reads volumes from files; each process reads only the parts of its own devices.
+"""Reads volumes from files; each process reads the parts of its own devices alone.
 
 A plan that shards the space of samples (mesh axes ``depth``, ``height``, ``width``)
 gives every process a slab of each volume. Devices exchange halos, so no process reads
@@ -33,14 +33,14 @@ Region = tuple[tuple[slice, ...], ...]
 class Volumes:
     """Samples in files: a source for ``wh.Feed`` that reads slabs.
 
-    A file is ``.npy`` or a folder with a Zarr array (version 2 or 3). Of the first the
-    requested part is mapped into memory; of the second the chunks with that part are
-    read. A chunk without a file has the array's fill value, as Zarr defines it.
+    A file is ``.npy``, or a folder with a Zarr array (version 2 or 3). The requested
+    part of an ``.npy`` file is mapped into memory. Of a Zarr array, the chunks that
+    contain the part are read. A chunk without a file has the array's fill value, as
+    Zarr defines it.
 
     Attributes:
-        bytes_read: Bytes read from files so far; for Zarr, of full chunks before
-            compression.
-
+        bytes_read: Bytes read from files so far. For Zarr these are the bytes of full
+            chunks before compression.
     Example:
         >>> import os, tempfile
         >>> import numpy as np
@@ -56,17 +56,17 @@ class Volumes:
     def __init__(
         self, leaves: Mapping[str, Any], step: TrainStep | None = None
     ) -> None:
-        """Prepares the volumes; nothing is read yet.
+        """Prepares the volumes, and reads nothing yet.
 
         Args:
-            leaves: Files, one for each sample, by the name of a batch leaf; or an array
+            leaves: For each name of a batch leaf, a file for each sample, or an array
                 or list with a value for each sample, such as labels.
-            step: Step that takes the batches and defines the parts for this process's
+            step: Step that takes the batches and defines the parts of this process's
                 devices. None reads full volumes.
 
         Raises:
-            WhaleError: Leaves are not in the plan or differ in length; lists all
-                problems.
+            WhaleError: Leaves are not in the plan or differ in length. The message
+                lists all problems.
         """
         problems = Problems("Volumes", WhaleError)
         if not isinstance(leaves, Mapping) or not leaves:
@@ -80,8 +80,8 @@ class Volumes:
                 problems.add(
                     f"leaves[{short_repr(name)}] is the one path {short_repr(each)}; "
                     "expected a "
-                    "list with a file for each sample: give "
-                    f"[{short_repr(each)}] where there is one sample"
+                    "list with a file for each sample: for a single sample, give "
+                    f"[{short_repr(each)}]"
                 )
                 continue
             several = isinstance(each, list | tuple) or _is_array(each)
@@ -107,7 +107,7 @@ class Volumes:
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{name} {n}" for name, n in counts.items())
             problems.add(f"leaves have unlike numbers of samples: {listed}")
-        # Indexing a device array would run a program for every sample.
+        # Indexing a device array would run a program for each sample.
         self._leaves = {
             name: np.asarray(each) if _is_array(each) else each
             for name, each in leaves.items()
@@ -143,8 +143,8 @@ class Volumes:
         """Returns this process's part of a sample.
 
         Raises:
-            WhaleError: No such sample exists, or a file cannot be read or has another
-                shape or type than the plan.
+            WhaleError: There is no such sample, or a file cannot be read, or its shape
+                or type is not the plan's.
         """
         if not is_whole(number) or not 0 <= number < self._count:
             raise WhaleError(
@@ -183,7 +183,7 @@ class Volumes:
                 f"{where} has shape {shape}; the plan is for samples of {wanted}. "
                 "Give files of that shape, or plan again for this one"
             )
-        # Values in memory are cast later, like those of any source.
+        # Values in memory are cast later, like values of any source.
         planned = self._dtypes.get(name)
         dtype = getattr(array.dtype, "name", str(array.dtype))
         if file and planned is not None and dtype != planned:
@@ -198,7 +198,6 @@ def _is_array(each: Any) -> bool:
 
 
 def _path(value: Any) -> Path | None:
-    """Returns the path of a sample's file, or None if it is the sample itself."""
     return (
         Path(os.fsdecode(value))
         if isinstance(value, str | bytes | os.PathLike)
@@ -261,7 +260,7 @@ def _read_region(array: Any, region: Region) -> Any:
 
 
 def _begins(pieces: Sequence[slice]) -> dict[int, int]:
-    """Returns the target offset of each chunk of a dimension, by its first index."""
+    """Returns, by the first index of each chunk of a dimension, its target offset."""
     begins, place = {}, 0
     for piece in pieces:
         begins[piece.start] = place
@@ -275,7 +274,6 @@ def _piece(array: Any, piece: tuple[slice, ...]) -> Any:
 
 
 def _touched(array: Any, region: Region) -> int:
-    """Returns the bytes of a file that are read for a region."""
     chunk = (1,) * len(region)
     itemsize = getattr(array, "itemsize", None)
     if itemsize is None:

@@ -1,7 +1,7 @@
-"""Turns a user's loss into plain data: tracing, walking, regions.
+"""Turns a user's loss into plain data: it traces, flattens and finds TaskGraphs.
 
-This is the one place that reads a jaxpr. It gives ``planner.model.graph.Graph``, which
-holds no JAX type, and passes the jaxpr itself to lowering.
+The result is a ``planner.model.graph.Graph``, which holds no JAX type, and the jaxpr of
+the loss, from which ``lowering`` makes programs.
 """
 
 from whalejax.capture.trace import Captured as Captured

@@ -1,16 +1,17 @@
-"""Makes the planner's graph of a walked program: names, gradients, regions, hash.
+"""Makes the planner's graph of a flat program: names, gradients, TaskGraphs, hash.
 
-It is a module of its own because it needs no JAX: its inputs and results are plain
-data. Gradients need the whole program: a loop's carry may depend on parameters only
-through the end of the loop's body. If a call has its own derivative rule, gradients may
-flow from any of its inputs to any result, whatever the call contains: a
-straight-through estimator, for instance, contains a rounding.
+Inputs and results are plain data, so this module needs no JAX.
 
-An entry of an annotation is a *mark instance*; the operations directly inside one are a
-region. Equal layers enter equal marks repeatedly. Instances with the same mark,
-surrounding region and operations become one TaskGraph. Only pipelines stay separate, as
-their stages have devices of their own. The position of a call decides its instance,
-because JAX traces a jitted block once and calls it often.
+Which values have gradients is decided for the whole program, as a loop's carry may
+depend on parameters only through the end of the loop's body. A call with a derivative
+rule of its own may pass gradients from any of its inputs to any of its results. A
+straight-through estimator, for instance, contains a rounding and yet passes gradients.
+
+Each time the program enters an annotation, a *mark instance* begins. Equal layers enter
+equal marks repeatedly. Instances become one TaskGraph if their marks, their surrounding
+instances and their operations are equal. Pipelines alone stay separate, as their stages
+have devices of their own. JAX traces a jitted block once and calls it often, so the
+position of the call decides the instance.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from whalejax.user_code.annotations import nesting_problem, scope_name
 _COPY = re.compile(r"\d+|\b(?:jvp|transpose|vmap|checkpoint)\(|\)")
 
 _DERIVED_STAGE = re.compile(r"transpose\(.*wh\.stage\[")
-"""Matches a stage inside a differentiated function, not one that differentiates."""
+"""Matches a stage inside a differentiated function, but no derivative in a stage."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,21 +61,21 @@ class _Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regions:
-    """TaskGraphs, and for every operation the index of its TaskGraph."""
+    """TaskGraphs of a program, and for every operation the index of its TaskGraph."""
 
     task_graphs: tuple[TaskGraph, ...]
     of_op: tuple[int, ...]
 
 
 def regions(ops: Sequence[OpDraft], tensors: Sequence[TensorDraft]) -> Regions:
-    """Finds the TaskGraphs of a walked program.
+    """Returns the TaskGraphs of a flat program.
 
     Args:
         ops: Operations in program order.
         tensors: Tensors that the operations compute.
 
     Raises:
-        WhaleError: Marks nest in a forbidden way; lists all.
+        WhaleError: Marks nest in a forbidden way. The message lists every case.
     """
     _check_nesting(ops)
     tree = _Tree()
@@ -89,8 +90,8 @@ def _check_nesting(ops: Sequence[OpDraft]) -> None:
     problems = Problems()
     if any(_DERIVED_STAGE.search(scope) for scope in {op.scope for op in ops}):
         problems.add(
-            "stages are marked inside a function that the loss differentiates "
-            "(jax.grad, jax.vjp): its backward pass runs through them from the last to "
+            "the loss differentiates a function in which stages are marked (jax.grad, "
+            "jax.vjp): the backward pass runs through the stages from the last to "
             "the first. Put the whole derivative into one stage, or drop the stage "
             "marks and give the pipeline num_stages"
         )
@@ -112,7 +113,6 @@ class _Tree:
         self._open: list[int] = []
 
     def enter(self, op: OpDraft) -> int:
-        """Returns the innermost instance around an operation."""
         shared = 0
         for label, index in zip(op.labels, self._open, strict=False):
             if self.instances[index].label != label:
@@ -126,7 +126,10 @@ class _Tree:
         return self._open[-1] if self._open else 0
 
     def _restart(self, labels: Sequence[Label], depth: int) -> int:
-        """Returns the depth of the first new mark; a lower stage starts a pipeline."""
+        """Returns the depth from which marks open again.
+
+        A stage with a lower number than the open one starts its pipeline again.
+        """
         old, site = self.instances[self._open[depth]].label or labels[depth]
         mark, new_site = labels[depth]
         if old.kind == mark.kind == "stage" and site == new_site:
@@ -146,7 +149,7 @@ class _Tree:
         return len(self.instances) - 1
 
     def _numbered(self, mark: Mark, parent: int) -> Mark:
-        """Returns the stage numbered among the stages that really ran."""
+        """Returns the mark of a stage, numbered by the order in which stages run."""
         around = parent
         while around and self._kind(around) != "pipeline":
             around = self.instances[around].parent
@@ -162,7 +165,7 @@ class _Tree:
         return "" if mark is None else mark.kind
 
     def fold(self, of_op: Sequence[int]) -> Regions:
-        """Folds equal instances and numbers those with operations."""
+        """Makes one TaskGraph of equal instances; drops those without operations."""
         groups: dict[object, int] = {None: 0}
         group_of = [0]
         for index, instance in enumerate(self.instances[1:], start=1):
@@ -292,7 +295,7 @@ def _backward(walk: FlatProgram, loss: int, reached: Sequence[bool]) -> list[boo
 
 
 def loss_id(results: Sequence[Value]) -> int:
-    """Returns the tensor of the loss's total.
+    """Returns the id of the tensor that is the loss's total.
 
     Raises:
         WhaleError: The loss is a constant.
@@ -326,9 +329,9 @@ def name_inputs(
     """Sets kinds, paths and metadata of the tensors that are inputs.
 
     Args:
-        walk: The walked program.
+        walk: The flat program.
         adapter: The model.
-        leaves: The batch.
+        leaves: Leaves of the batch.
         still: For each non-trained leaf, whether a step leaves it unchanged.
     """
     kinds: tuple[tuple[TensorKind, Sequence[str]], ...] = (
@@ -362,9 +365,8 @@ def _frozen_weights(
 ) -> list[int]:
     """Returns the indices of the non-trained leaves that are weights.
 
-    Those are the model's own parameters, and other leaves by which products multiply
-    values. An example is quantised kernels in variables of another kind. A step must
-    not change them.
+    A weight is a leaf that no step changes. It is a parameter of the model, or products
+    multiply values by it, such as a quantised kernel in a variable of another kind.
     """
     first = len(adapter.param_paths)
     rest = walk.tensors[first : first + len(still)]
@@ -377,11 +379,11 @@ def _frozen_weights(
 
 
 def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]:
-    """Returns the inputs that products multiply values with, through casts and scales.
+    """Returns the inputs by which products multiply values, through casts and scales.
 
-    ``small`` has inputs that no step changes and that are too small to be candidates:
-    scales and zero points. A value computed from them and constants alone is neither a
-    weight nor a value of the batch.
+    ``small`` has the inputs that no step changes and that have at most one dimension,
+    such as scales and zero points. A value that is computed from them and from
+    constants alone is neither a weight nor a value of the batch.
     """
     if not given:
         return set()
@@ -401,7 +403,7 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
             weight.update(op.results)
             source |= dict.fromkeys(op.results, frozenset[int]().union(*own))
         elif op.kind in LOOKUPS:
-            # Tables of positions are not weights; those of quantised embeddings are.
+            # A table of positions is no weight, but a table of quantised embeddings is.
             table = walk.tensors[op.operands[0]]
             quantised = table.itemsize_bytes == 1 and table.dtype != "bool"
             result |= own[0] if quantised else set[int]()
@@ -413,7 +415,6 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
 
 
 def _reads_values(op: OpDraft, weight: set[int]) -> bool:
-    """Returns whether an operation is a product, or a lookup in a weight."""
     return op.behaviour.matmul is not None or (
         op.kind in LOOKUPS and op.operands[0] in weight
     )
@@ -430,17 +431,17 @@ def graph_of(
 ) -> Graph:
     """Returns the graph of a flat program whose inputs have been named.
 
-    It lacks the residuals of loops, which need a derivative of each loop; see
-    ``with_stacked``.
+    The graph lacks the residuals of loops; ``with_stacked`` adds them, because they
+    need a derivative of each loop.
 
     Args:
-        walk: The program.
-        loss: Id of the loss's total.
-        leaves: The batch.
-        num_micro_batches: Number of parts into which the batch was cut.
+        walk: The flat program.
+        loss: Id of the tensor that is the loss's total.
+        leaves: Leaves of the batch.
+        num_micro_batches: Number of micro-batches into which the batch was cut.
         weighted: Whether the user gave the loss's weight.
         entered: Marks that were entered while tracing.
-        others: Other results of the program.
+        others: Results of the program besides the total.
 
     Raises:
         WhaleError: No parameter reaches the loss, or marks nest in a forbidden way.
@@ -475,11 +476,11 @@ def graph_of(
 
 
 def with_stacked(graph: Graph, walk: FlatProgram) -> Graph:
-    """Returns a graph with the residuals of loops.
+    """Returns a graph to which the residuals of loops were added.
 
     Args:
-        graph: From ``graph_of``.
-        walk: The program of the graph.
+        graph: Graph from ``graph_of``.
+        walk: The flat program of the graph.
     """
     flows = [tensor.differentiable for tensor in graph.tensors]
     if not walk.kept:
@@ -538,12 +539,14 @@ def _ops(
 
 
 def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
-    """Returns a hash of sixteen hex digits over leaves, global batch, marks and counts
-    of products; after a dash, eight digits over the operations of the loss.
+    """Returns the hash by which plans recognise their model and loss.
+
+    Sixteen hex digits cover leaves, global batch, marks and the number of products of
+    each kind. After a dash, eight digits cover the operations of the loss.
 
     Args:
         graph: Graph of the loss as the user wrote it.
-        leaves: The batch.
+        leaves: Leaves of the batch.
     """
     model = [
         ("state" if t.frozen else t.kind, t.path, t.shape, t.dtype)
@@ -551,8 +554,8 @@ def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
         if t.kind in ("param", "state")
     ]
     batch = [(leaf.path, leaf.shape, str(leaf.dtype), leaf.axis) for leaf in leaves]
-    # Counts of products by kind: few enough to stay the same in another version of JAX
-    # and with other micro-batches, enough to distinguish two losses on one model.
+    # The number of products of each kind is the same in other versions of JAX and with
+    # other micro-batches, and yet distinguishes two losses of one model.
     kinds = Counter(op.kind for op in graph.ops if op.matmul is not None)
     marks = {mark for region in graph.task_graphs for mark in region.marks}
     marked = sorted(map(scope_name, marks))
@@ -569,11 +572,11 @@ _OF_SHAPES: Final = {
     "squeeze",
     "transpose",
 }
-"""Operations that depend on sizes and on the precision, and compute nothing."""
+"""Operations that change the shape or the dtype alone; sizes decide how many occur."""
 
 
 def _loss_hash(graph: Graph) -> str:
-    # Numbers are left out: a mean divides by the size of a micro-batch.
+    # Literal numbers are left out, as a mean divides by the size of a micro-batch.
     kinds = Counter(op.kind for op in graph.ops if op.kind not in _OF_SHAPES)
     text = json.dumps(sorted(kinds.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,6 +1,6 @@
-"""The batch as it is traced: cut into micro-batches and checked.
+"""The batch as it is traced: checked, and cut into micro-batches.
 
-All leaves must agree on the number of samples; all that do not are reported at once.
+All leaves must have the same number of samples. One error lists all that differ.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TracedLeaf:
 
 
 def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns a leaf's shape and dtype as JAX reads it: 64 bits only where enabled."""
+    """Returns a leaf's shape and dtype as JAX reads them: 64 bits only if enabled."""
     aval = jax.typeof(leaf) if not hasattr(leaf, "dtype") else leaf
     return _compat.abstract(
         tuple(aval.shape), jax.dtypes.canonicalize_dtype(aval.dtype, True)
@@ -61,9 +61,10 @@ def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
 def batch_leaves(
     batch: Any, batch_axes: Any, num_micro_batches: int
 ) -> tuple[list[TracedLeaf], Any]:
-    """Returns the checked leaves at micro-batch shape, and the tree.
+    """Returns the leaves of a batch at the shape of a micro-batch, and their pytree.
 
-    All problems are reported at once.
+    Raises:
+        WhaleError: The batch cannot be traced. The message lists every problem.
     """
     if not is_whole(num_micro_batches, 1):
         raise WhaleError(
@@ -92,8 +93,8 @@ def batch_leaves(
         if isinstance(dtype, np.dtype) and dtype.kind in _NO_NUMBERS:
             problems.add(
                 f"{name} has dtype {dtype}; expected numbers or booleans. Encode texts "
-                "as integers (such as token ids or classes) before the step, and leave "
-                "out of the batch what the loss does not read"
+                "as integers before the step, such as token ids or classes. Remove "
+                "values that the loss does not read from the batch"
             )
             continue
         aval = aval_of(value)
@@ -102,8 +103,8 @@ def batch_leaves(
         if axis is not None:
             if not -len(shape) <= axis < len(shape):
                 problems.add(
-                    f"{name}: shape {shape} has no dimension {axis}. Every leaf holds "
-                    "its samples along dimension 0; say otherwise with batch_axes= "
+                    f"{name}: shape {shape} has no dimension {axis}. By default, "
+                    "dimension 0 has the samples. Give another one by batch_axes= "
                     "(None for a leaf without samples)."
                 )
                 continue
@@ -122,15 +123,15 @@ def batch_leaves(
 
 
 def check_batch(batch: Any, batch_axes: Any) -> None:
-    """Raises if no loss could be traced with a batch.
+    """Raises an error if no loss could be traced with a batch.
 
     Args:
         batch: Arrays or shapes.
-        batch_axes: The batch dimension of its leaves.
+        batch_axes: Batch dimension of each leaf, or one for all leaves.
 
     Raises:
-        WhaleError: A leaf is not an array, or has another number of samples than the
-            others; lists all.
+        WhaleError: A leaf is not an array, or leaves differ in their number of samples.
+            The message lists every problem.
     """
     batch_leaves(batch, batch_axes, 1)
 
@@ -140,7 +141,9 @@ _NO_NUMBERS: Final = "OSUMm"
 
 
 def list_problem(path: tuple[Any, ...], value: Any) -> str:
-    """Returns the message on a list in place of an array; equal for all its items.
+    """Returns the message about a list in place of an array.
+
+    The message is equal for all items of a list.
 
     Args:
         path: Path of a leaf of the batch.
@@ -170,7 +173,7 @@ def resize_batch(batch: Any, batch_axes: Any, size: int) -> Any:
 
     Args:
         batch: Arrays or shapes.
-        batch_axes: The batch dimension of its leaves.
+        batch_axes: Batch dimension of each leaf, or one for all leaves.
         size: Number of samples.
     """
     leaves, tree = jax.tree.flatten(batch)
@@ -192,17 +195,19 @@ def has_one_batch_size(tree: Any) -> bool:
 
 
 def sequence_length(batch: Any, batch_axes: Any, tokens: int) -> int | None:
-    """Returns the length of the sequences that a model reads; None if it reads none, or
-    sequences of several lengths.
+    """Returns the length of the sequences that a model reads.
 
-    It is the dimension after the samples in leaves of integers. The lengths of these
-    leaves may differ by one element, since targets may be shifted. If all of them
-    include the last target, the model reads one token less.
+    The length is the size of the dimension after the samples, in leaves of integers.
+    The lengths of these leaves may differ by one, since targets may be shifted. If all
+    of them include the last target, the model reads one token less.
 
     Args:
         batch: Arrays or shapes.
-        batch_axes: The batch dimension of its leaves.
+        batch_axes: Batch dimension of each leaf, or one for all leaves.
         tokens: Number of tokens of a sample that the model reads.
+
+    Returns:
+        The length in tokens; None without sequences, or with several lengths.
     """
     lengths = {leaf.shape[axis + 1] for leaf, axis in _sequences(batch, batch_axes)}
     if not tokens or not lengths or max(lengths) - min(lengths) > 1:
@@ -213,15 +218,18 @@ def sequence_length(batch: Any, batch_axes: Any, tokens: int) -> int | None:
 def with_length(batch: Any, batch_axes: Any, size: int, tokens: int) -> list[Any]:
     """Returns the shapes of a batch with sequences of another length.
 
-    Floating-point leaves of the same length may be masks, which change with the tokens,
-    or features, which do not. If there are any, two batches of shapes are returned: the
-    first for masks, the second for features.
+    A floating-point leaf of the same length may be a mask, which changes with the
+    tokens, or a feature, which does not.
 
     Args:
         batch: Arrays or shapes.
-        batch_axes: The batch dimension of its leaves.
-        size: Length that replaces ``sequence_length``.
+        batch_axes: Batch dimension of each leaf, or one for all leaves.
+        size: Length in tokens that replaces ``sequence_length``.
         tokens: Number of tokens of a sample that the model reads.
+
+    Returns:
+        One batch of shapes; two if there are such floating-point leaves. The first
+        changes their length too, the second does not.
 
     Raises:
         WhaleError: The samples are not sequences, or have several lengths.
@@ -237,7 +245,7 @@ def with_length(batch: Any, batch_axes: Any, size: int, tokens: int) -> list[Any
                 f"this batch has sequences of {lengths} elements. Plan a batch of the "
                 "other lengths with wh.plan"
                 if tokens and every
-                else "this loss reads no sequences of tokens. Leave it out"
+                else "this loss reads no sequences of tokens. Drop sequence"
             )
         )
     changed = _sequences(batch, batch_axes)
@@ -266,8 +274,8 @@ def _longer(batch: Any, changed: Sequence[tuple[Any, int]], more: int) -> Any:
 def _sequences(batch: Any, batch_axes: Any) -> list[tuple[Any, int]]:
     """Returns the sequences of a batch, each with the axis of its samples.
 
-    These are leaves of integers with one dimension after the samples, and other such
-    leaves of the same lengths (masks).
+    A sequence is a leaf of integers with one dimension after the samples. A
+    floating-point leaf with an equal length counts too, as it may be a mask.
     """
     leaves, tree = jax.tree.flatten(batch)
     axes = _axes_of(batch_axes, batch, tree)
@@ -290,13 +298,13 @@ def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
         if not is_whole(axis):
             raise WhaleError(
                 f"batch_axes has {short_repr(axis)}; expected the number of a "
-                "dimension for "
-                "all leaves of the batch or for each, None where one has no samples."
+                "dimension, or None for a leaf without samples. Give one for all "
+                "leaves, or one for each leaf."
             )
     batch_axes = plain(batch_axes)
     if batch_axes is None or isinstance(batch_axes, int):
         return [batch_axes] * tree.num_leaves
-    # Where the batch has a gap (None), the axes may have one too, or any value.
+    # Where the batch has None in place of a leaf, the axes may have any value.
     given, result = _with_gaps(batch_axes), _with_gaps(batch)
     if [path for path, _ in given] == [path for path, _ in result]:
         return [
@@ -307,7 +315,7 @@ def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
         return axes
     structure = jax.tree.structure(batch_axes, is_leaf=lambda x: x is None)
     raise WhaleError(
-        f"batch_axes has the structure {structure}, the batch {tree}. Give one "
+        f"batch_axes has the structure {structure}, the batch has {tree}. Give one "
         "integer, or one for every leaf of the batch."
     )
 
@@ -322,10 +330,10 @@ def _no_samples(num_leaves: int) -> str:
     arrays = "the 1 array" if num_leaves == 1 else f"none of the {num_leaves} arrays"
     has = "has no batch dimension" if num_leaves == 1 else "has a batch dimension"
     return (
-        f"{arrays} {has} by batch_axes=, and a step is divided among devices and "
-        "micro-batches by samples. Give the dimension of what the loss is a mean over, "
-        "such as the nodes of a graph, and None for the others: batch_axes= takes a "
-        'tree like the batch, as in {"nodes": 0, "edges": None}'
+        f"{arrays} {has} by batch_axes=, and a step divides the samples among devices "
+        "and micro-batches. Choose the dimension over which the loss is a mean, such "
+        "as the nodes of a graph, and give None for leaves without it: batch_axes= "
+        'takes a tree like the batch, as in {"nodes": 0, "edges": None}'
     )
 
 
@@ -341,20 +349,20 @@ def _check_sizes(
         listed = ", ".join([*first, *["…"][: len(sizes) - len(first)]])
         problems.add(
             f"the leaves differ in their number of samples: {listed}. Give all of them "
-            "the same batch dimension, or say which it is with batch_axes=."
+            "the same batch dimension, or name it by batch_axes=."
         )
         return
     size = next(iter(sizes.values()))
     if size > MOST_SAMPLES:
         problems.add(
-            f"the batch has {size} samples; expected at most {MOST_SAMPLES}. Is that "
-            "dimension the samples? batch_axes= says which is"
+            f"the batch has {size} samples; expected at most {MOST_SAMPLES}. If "
+            "another dimension has the samples, give it by batch_axes="
         )
         return
     if size == 0:
         problems.add(
-            "the batch has 0 samples; expected 1 or more. Is that dimension the "
-            "samples? batch_axes= says which is"
+            "the batch has 0 samples; expected 1 or more. If another dimension has the "
+            "samples, give it by batch_axes="
         )
         return
     if size % num_micro_batches:

@@ -1,12 +1,12 @@
 """State that does not depend on samples: step counts, and counters of random streams.
 
-A loss is traced for one micro-batch, and a module that counts its calls would count
-micro-batches. So micro-batches leave such state alone: each reads it as it was at the
-beginning of the step, and it advances once at the step's end. Then it is the same for
-every number of micro-batches, and with every plan.
+A loss is traced for one micro-batch. A module that counts its calls would therefore
+count micro-batches. So each micro-batch reads such state as it was at the beginning of
+the step, and leaves it unchanged. The state advances once, at the end of the step, and
+is then equal for every number of micro-batches and every plan.
 
-Streams of random numbers count their calls. Micro-batch m finds m times the increment
-added, whichever device computes it, so stages need not pass counters on.
+Streams of random numbers count their calls too. Micro-batch m adds m times the
+increment to the counter that it reads. So stages need not pass counters on.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
 
     Args:
         rest: Non-trainable state.
-        jaxpr: The traced loss; the last of its outputs are the new leaves.
+        jaxpr: The traced loss; its last outputs are the leaves after the micro-batch.
         first: Index of the input that is the first leaf.
 
     Returns:
-        The increment of each leaf: 0 where it does not change, as with keys at the end
-        of a step; None where the change is not a constant increment.
+        The increment of each leaf: 0 for random keys and for leaves that do not change,
+        None for changes other than a constant integer increment.
     """
     leaves = jax.tree.leaves(rest)
     count = len(leaves)
@@ -54,7 +54,7 @@ def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
 
 
 def _added(jaxpr: Any, atom: Any) -> tuple[int, int] | None:
-    """Returns the input and the increment whose sum a value is, or None."""
+    """Returns the index of an input and the increment whose sum is the value."""
     body, _ = _compat.open_jaxpr(jaxpr)
     made = {v: (e, slot) for e in body.eqns for slot, v in enumerate(e.outvars)}
     inputs = {v: place for place, v in enumerate(body.invars)}
@@ -71,7 +71,7 @@ def _added(jaxpr: Any, atom: Any) -> tuple[int, int] | None:
 
 
 def _before(equation: Any, slot: int) -> tuple[Any, int] | None:
-    """Returns the operand and the increment whose sum a result is, or None."""
+    """Returns the operand and the increment whose sum is the result."""
     name = equation.primitive.name
     if (
         name in _SAME
@@ -111,10 +111,10 @@ class BatchIndependentState:
     """State that changes once a step, and the function that advances it.
 
     Attributes:
-        leaves: Its indices among the non-trained leaves.
-        advance: Function from all inputs of the loss to the new values; it reads only
-            parameters and this state.
-        avals: Abstract values of these inputs.
+        leaves: Indices of this state among the non-trained leaves.
+        advance: Function from all inputs of the loss to the values after the step; it
+            reads parameters and this state alone.
+        avals: Abstract values of the inputs of the loss.
         reads: For each leaf, indices of the inputs that it depends on, except itself.
     """
 
@@ -124,13 +124,14 @@ class BatchIndependentState:
     reads: tuple[tuple[int, ...], ...] = ()
 
     def homes(self, params: Sequence[int]) -> dict[int, int]:
-        """Returns the owner of each leaf of this state: that of its first parameter.
+        """Returns the owner of each leaf: that of the first parameter it depends on.
 
         Args:
             params: Owner of each parameter.
 
         Returns:
-            Owners by index of the leaf, without leaves that depend on no parameter.
+            Owner by index of the leaf. Scalars and leaves that depend on no parameter
+            have none.
         """
         homes = {}
         for number, reads in zip(self.leaves, self.reads, strict=True):
@@ -144,8 +145,8 @@ class BatchIndependentState:
 
         Args:
             params: Flat parameters at the beginning of the step.
-            before, rest: Non-trainable state before the step and after its
-                micro-batches.
+            before: Non-trainable state before the step.
+            rest: Non-trainable state after the step's micro-batches.
         """
         if self.advance is None:
             return rest
@@ -162,17 +163,17 @@ class BatchIndependentState:
 def held_back(
     jaxpr: Any, rest: Any, first: int, size: int, resized: Callable[[], Any]
 ) -> tuple[Any, BatchIndependentState, tuple[int, ...]]:
-    """Returns a traced loss that leaves alone the state that changes once a step.
+    """Returns a traced loss that does not change the state that advances once a step.
 
     Args:
-        jaxpr: The traced loss; the last of its outputs are the new leaves.
+        jaxpr: The traced loss; its last outputs are the leaves after the micro-batch.
         rest: Non-trainable state.
-        first: Index of the input that is its first leaf.
+        first: Index of the input that is the first leaf of ``rest``.
         size: Number of samples of the traced micro-batch.
-        resized: Traces the loss with twice as many samples.
+        resized: Function that traces the loss with twice as many samples.
 
     Returns:
-        The loss, the state that it leaves alone, and the indices of the leaves that
+        The loss, the state that it does not change, and the indices of the leaves that
         change with every micro-batch.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
@@ -205,22 +206,22 @@ def held_back(
 
 
 def left_alone(jaxpr: Any, steady: Sequence[int], first: int, count: int) -> Any:
-    """Returns a traced loss that passes some of the state on unchanged.
+    """Returns a traced loss that passes some leaves on unchanged.
 
     Args:
-        jaxpr: The traced loss; the last of its outputs are the new leaves.
-        steady: Indices of these leaves.
-        first: Index of the input that is its first leaf.
-        count: Number of leaves.
+        jaxpr: The traced loss; its last outputs are the leaves after the micro-batch.
+        steady: Indices of the leaves to pass on, among the non-trained leaves.
+        first: Index of the input that is the first non-trained leaf.
+        count: Number of non-trained leaves.
     """
     start = len(_compat.open_jaxpr(jaxpr)[0].outvars) - count
     same = {start + i: first + i for i in steady}
-    # Inputs that only the new values depended on would otherwise still be read.
+    # Pruning removes inputs that only the replaced outputs depended on.
     return _compat.pruned(_compat.passing_on(jaxpr, same)) if same else jaxpr
 
 
 def _varying(jaxpr: Any, leaves: Sequence[Any], first: int) -> set[int]:
-    """Returns indices of leaves that depend on samples, random keys or such leaves."""
+    """Returns indices of leaves that depend on samples or keys, or on such leaves."""
     count = len(_compat.open_jaxpr(jaxpr)[0].invars)
     flags = [not first <= i < first + len(leaves) for i in range(count)]
     flags[:first] = [False] * first
@@ -242,13 +243,12 @@ def _of_any_size(
     size: int,
     resized: Callable[[], Any],
 ) -> list[int]:
-    """Returns the leaves that change in the same way for every size of micro-batch."""
     places = [start + i for i in steady]
     if not steady or not _may_hold(_compat.needed_jaxpr(jaxpr, places), size):
         return steady
     try:
         other = resized()
-    except Exception:  # The model takes no other batch; it may count its samples.
+    except Exception:  # A model that takes no other batch may count its samples.
         return []
     return [
         i

@@ -1,8 +1,9 @@
-"""Finds the scan over layers that pipeline stages divide, in a traced loss.
+"""Finds, in a traced loss, the scan over layers that pipeline stages divide.
 
-Equal stages run one program: each holds some turns of the scan over stacked parameters,
-and passes what the scan carries to the next. This module returns the scan's position
-and the parameters that it slices, or the reason why its turns cannot be divided.
+Equal stages run one program. Each stage runs some iterations of a scan over stacked
+parameters, and passes the scan's carry to the next stage. This module returns the
+position of the scan and the parameters that it slices, or the reason why stages cannot
+divide its iterations.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class IndivisibleLayersError(PlanError):
     """The layers of a model cannot be divided among equal stages.
 
     Attributes:
-        reason: Reason, as a clause.
+        reason: Reason why they cannot, as a clause.
         remedy: Remedy, as the beginning of a sentence.
     """
 
@@ -46,8 +47,8 @@ class Stack:
     """A scan over layers.
 
     Attributes:
-        position: Position of the scan.
-        params: Indices of the trained parameters that it slices.
+        position: Position of the scan's equation.
+        params: Indices of the trained parameters that the scan slices.
         frozen: Indices, among the non-trained leaves, of the weights that it slices.
         length: Number of layers.
         advances: Increment of each non-trainable leaf in one micro-batch.
@@ -64,19 +65,19 @@ def stack_of(captured: Captured) -> Stack:
     """Returns the scan over layers of a traced loss.
 
     Args:
-        captured: The loss.
+        captured: The traced loss.
 
     Raises:
-        IndivisibleLayersError: No scan has turns that pipeline stages could divide.
+        IndivisibleLayersError: Stages cannot divide the iterations of any scan.
     """
     position = stacked_loop(captured.graph)
     if position is None:
         raise IndivisibleLayersError(*NO_LAYERS)
     if len(position) != 1:
         raise IndivisibleLayersError(
-            "the scan over layers stands inside a jit, a remat or another loop; stages "
-            "divide one at the top of the loss",
-            "Take it out of there, or leave the axis stage out",
+            "the scan over layers is inside a jit, a remat or another loop; stages "
+            "divide only a scan at the top of the loss",
+            "Move the scan to the top, or drop the axis stage",
         )
     (place,) = position
     jaxpr, _ = _compat.open_jaxpr(captured.jaxpr)
@@ -105,26 +106,24 @@ def stack_of(captured: Captured) -> Stack:
 
 
 def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] | None:
-    """Returns why stages cannot divide a scan, and the remedy; else None."""
     parts = _compat.scan_parts(equation)
     carried = equation.outvars[: parts.num_carries]
     if equation.params["reverse"]:
-        return "they run from the last to the first", "Turn them round"
+        return "they run from the last to the first", "Reverse their order"
     if not all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in carried):
         return (
-            "their scan carries values that are no floating-point numbers beside the "
-            "activations",
-            "Give those as slices",
+            "besides the activations, their scan carries values that are no "
+            "floating-point numbers",
+            "Let the scan slice those values",
         )
     used = _read_by_loss(captured, jaxpr)
     given = sum(v in used for v in equation.outvars[parts.num_carries :])
     if given:
         return (
-            f"each gives {given} value{'s' if given > 1 else ''} beside what it hands "
-            "to the next (metrics, auxiliary losses, statistics), which the loss reads "
-            "of all",
-            "Let the scan give its values through what it carries: return (x, total + "
-            "aux), None",
+            f"each returns {given} value{'s' if given > 1 else ''} per layer (metrics, "
+            "auxiliary losses, statistics) besides the carry, and the loss reads those "
+            "of all layers",
+            "Let the scan carry these values: return (x, total + aux), None",
         )
     weights = _weights(captured, jaxpr)
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
@@ -141,20 +140,19 @@ def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] 
         return (
             "their parameters are read outside the scan too (as a penalty on weights "
             "does), where no stage has all of them",
-            "Do that inside the layers, or in the optimizer",
+            "Read them inside the layers, or in the optimizer",
         )
     changed = next(_changed(captured, jaxpr), "")
     if changed:
         return (
-            f"the step changes {changed}, which is not trained: stages would each have "
-            "their own",
-            "Leave it as it is (use running statistics), or drop it",
+            f"the step changes {changed}, which is not trained: each stage would have "
+            "a different value",
+            "Keep it constant (use running statistics), or drop it",
         )
     return None
 
 
 def _source(atom: Any, made: Any) -> Any:
-    """Returns the variable before casts and reshapes within layers."""
     while atom in made and made[atom].primitive.name in FORMS:
         (before,) = made[atom].invars
         if before.aval.shape[:1] != atom.aval.shape[:1]:
@@ -196,7 +194,6 @@ def _weights(captured: Captured, jaxpr: Any) -> set[Any]:
 
 
 def _changed(captured: Captured, jaxpr: Any) -> Iterator[str]:
-    """Yields non-trained leaves that a step changes, except keys and counters."""
     leaves = jax.tree.leaves(captured.adapter.rest)
     added = _advances(captured, jaxpr)
     for path, leaf, n in zip(captured.adapter.rest_paths, leaves, added, strict=True):

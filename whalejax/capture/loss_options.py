@@ -1,7 +1,8 @@
-"""Options of a step for one loss: checked against it, and applied to it.
+"""Options of a step for one loss: checked against the loss, and applied to it.
 
-``fixed_options`` returns what a search must respect, or raises an error that says why
-the loss cannot run so; ``as_planned`` makes the program for a plan's options.
+``fixed_options`` returns the options that a search must respect, or raises an error
+that says why the loss does not support one. ``as_planned`` returns the loss with a
+plan's options.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def fixed_options(
     Args:
         options: Options that the user gave.
         programs: Programs of the loss.
-        runnable: Whether the plan is to run.
+        runnable: Whether an executor has to run the plan.
         has_optimizer: Whether an optimizer was given.
         hosts: Function that returns the offloadable state, called only if needed.
 
     Raises:
-        PlanError: This loss or its optimizer cannot have an option.
+        PlanError: The loss or the optimizer does not support an option.
     """
     remat = checked_policies(options.remat, programs.graph, programs.traced.names)
     return FixedOptions(
@@ -85,15 +86,16 @@ def _loss_chunks(count: int | None, programs: Programs) -> int | None:
     cut = programs.cut((), count)
     if cut is programs.captured:
         raise PlanError(
-            f"loss_chunks is {count}, and the model makes no logits that can be "
-            "made in parts: a product after which each token is treated alone, "
-            "until no vocabulary is left. Reduce over tokens last, or drop it"
+            f"loss_chunks is {count}, and the model has no logits that can be computed "
+            "in chunks: each token must be treated alone from the product that makes "
+            "its logits until they are reduced over the vocabulary. Reduce over tokens "
+            "last, or drop loss_chunks"
         )
     most = most_tokens(cut.jaxpr)
     if count > most:
         raise PlanError(
-            f"loss_chunks is {count}, and a micro-batch has {most} tokens of which "
-            f"logits are made (num_micro_batches is {programs.graph.num_micro_batches})"
+            f"loss_chunks is {count}, and a micro-batch computes the logits of {most} "
+            f"tokens (num_micro_batches is {programs.graph.num_micro_batches})"
             f"; expected at most {most}, divided by the devices that share them"
         )
     return count
@@ -105,11 +107,11 @@ def check_runs(
     """Refuses state that no executor of this version keeps in host memory.
 
     Args:
-        offload: State to keep in host memory, as ``fixed_options`` returns it.
+        offload: Kinds of state to keep in host memory, as ``fixed_options`` returns it.
         hosts: Function that returns the offloadable state.
 
     Raises:
-        PlanError: Some state cannot be kept there; lists all.
+        PlanError: Some state cannot be kept in host memory. The message lists it all.
     """
     problems = Problems("offload", PlanError)
     for problem in unhosted(offload or (), hosts, has_optimizer=True):
@@ -123,9 +125,6 @@ def _offload(
     has_optimizer: bool,
     hosts: Callable[[], OffloadableState],
 ) -> tuple[str, ...] | None:
-    """Returns the state to keep in host memory, in order; None lets the planner
-    choose.
-    """
     if offload is None:
         return None
     if is_nothing(offload):
@@ -134,13 +133,13 @@ def _offload(
     given = [offload] if isinstance(offload, str) else offload
     if "gradients" in given and "params" not in given:
         problems.add(
-            "gradients are in host memory only beside the parameters that they are of. "
+            "gradients can be kept in host memory only together with their parameters. "
             "Add 'params', or leave 'gradients' out"
         )
     if "optimizer" in given and not has_optimizer:
         problems.add(
-            "no optimizer was given, so there is no state of one to keep in host "
-            "memory. Pass optimizer=, or leave 'optimizer' out"
+            "no optimizer was given, so it has no state to keep in host memory. Pass "
+            "optimizer=, or leave 'optimizer' out"
         )
     if runnable:
         for problem in unhosted(given, hosts, has_optimizer=has_optimizer):

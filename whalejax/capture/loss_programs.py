@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 class Programs:
-    """A loss as it was written, and its variants in attention, logits and remat.
+    """A loss as the user wrote it, and its variants in attention, logits and remat.
 
     Args:
         adapter: The model and its loss.
-        capture: Traces the loss as it was written.
+        capture: Function that traces the loss as the user wrote it.
 
     Attributes:
         adapter: The model and its loss.
@@ -43,8 +43,8 @@ class Programs:
             with attention in blocks.
         cut: Function from these pairs and a number of chunks to the same loss with
             logits computed in chunks of tokens.
-        again: Function from (TaskGraph, policy) pairs and the arguments of ``cut`` to
-            the graph with remat.
+        again: Function from (TaskGraph, remat policy) pairs and the arguments of
+            ``cut`` to the graph of that loss with remat.
     """
 
     def __init__(self, adapter: Adapter, capture: Callable[[], Captured]) -> None:
@@ -57,10 +57,10 @@ class Programs:
         self.again = functools.cache(self._trace_again)
 
     def of_optimizer(self, compute: Callable[[Adapter, Any], T], optimizer: Any) -> T:
-        """Returns a fact about the model and an optimizer, computed at the first call.
+        """Returns a result that depends on the model and an optimizer, computed once.
 
         Args:
-            compute: Computes the fact from the adapter and the optimizer.
+            compute: Function from the adapter and the optimizer to the result.
             optimizer: Optax transformation.
         """
         key = compute, id(optimizer)
@@ -72,20 +72,20 @@ class Programs:
 
     @functools.cached_property
     def captured(self) -> Captured:
-        """The loss as it was written; traced at the first access."""
+        """The traced loss as the user wrote it; traced at the first access."""
         return self._capture()
 
     @functools.cached_property
     def traced(self) -> Programs:
-        """Programs of the same loss that are traced in any case.
+        """Programs of the same loss from which facts that no batch changes are read.
 
-        Their batch may differ. Facts that do not depend on it are read from them.
+        Their batch may differ. They need no trace beyond those that exist anyway.
         """
         return self
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """The loss as it was written, as plain data."""
+        """Graph of the loss as the user wrote it."""
         return self.captured.graph
 
     @functools.cached_property
@@ -104,13 +104,13 @@ class Programs:
 
 
 class ResizedPrograms(Programs):
-    """A loss with another batch than the traced one.
+    """Programs of a loss for another batch than the traced one.
 
     Args:
         like: Programs with the traced batch.
-        capture: Traces the loss with this batch; called only if needed.
-        leaves: The batch.
-        num_micro_batches: Number of parts into which it is cut.
+        capture: Function that traces the loss with this batch, called only if needed.
+        leaves: Leaves of the batch.
+        num_micro_batches: Number of micro-batches into which the batch is cut.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class ResizedPrograms(Programs):
 
     @functools.cached_property
     def traced(self) -> Programs:
-        """``like`` if this graph can be derived from its graph; else these programs."""
+        """``like`` if its graph can be resized to this batch; else these programs."""
         return self if self._resize_graph(self._like.graph) is None else self._like
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """The loss as it was written, as plain data."""
+        """Graph of the loss as the user wrote it."""
         return self._resize_graph(self._like.graph) or self.captured.graph
 
     def _trace_again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
@@ -158,7 +158,8 @@ class ResizedPrograms(Programs):
 class Traces:
     """Cache of a loss's programs by precision, batch and number of micro-batches.
 
-    Traces as seldom as possible.
+    If only the number of samples or of micro-batches differs, no new trace is made
+    where the graph can be resized.
     """
 
     def __init__(self) -> None:
@@ -176,15 +177,15 @@ class Traces:
         """Returns the programs for a batch.
 
         Args:
-            adapter: The model and its loss; always the same.
+            adapter: The model and its loss, the same in every call.
             batch: The GLOBAL batch, abstract.
-            batch_axes: The batch dimension of its leaves; always the same.
-            num_micro_batches: Number of parts into which it is cut.
+            batch_axes: Batch dimension of each leaf, the same in every call.
+            num_micro_batches: Number of micro-batches into which the batch is cut.
             precision: Precision of the model, or of each TaskGraph.
 
         Raises:
-            WhaleError: The batch cannot be divided into so many parts, or the loss
-                cannot be traced.
+            WhaleError: The batch cannot be divided into so many micro-batches, or the
+                loss cannot be traced.
         """
         cast = at_precision(adapter, precision if isinstance(precision, str) else "f32")
 
@@ -222,10 +223,10 @@ def check_reports(programs: Programs, plan: Plan) -> None:
 
     Args:
         programs: Programs of the loss, perhaps for another number of micro-batches.
-        plan: Plan; only a runnable one is checked.
+        plan: Plan to check; a plan that cannot run passes unchecked.
     """
     count = plan.num_micro_batches
-    # Ranks that report separately count as more micro-batches.
+    # Ranks that combine their own gradients report separately, as micro-batches do.
     ranks = 1 if plan.combine == "mean" else plan.axis_sizes["data"]
     if plan.runnable and count * ranks > 1:
         captured = programs.traced.captured

@@ -1,18 +1,19 @@
 """Axes that a model itself names: in collectives, layouts and metadata.
 
-Code written for ``jax.pmap`` runs on one device's samples and names the axis over all
-devices, as in ``pmean(x, "batch")``. Here a loss is traced for all samples of a
-micro-batch at once, whichever device holds them. So such an axis has size 1. A mean
-over it is the value itself, which is already the mean over all samples.
+Collectives: code for ``jax.pmap`` runs on the samples of one device, and names the axis
+over all devices, as in ``pmean(x, "batch")``. Here a loss is traced for all samples of
+a micro-batch at once. So the axis has size 1, and a mean over it is the value itself,
+which is already the mean over all samples.
 
-Layouts of ``with_sharding_constraint`` name axes of the user's mesh. The plan's mesh
-may lack these axes, and it divides the work in another way. A plan's program omits such
+Layouts: ``with_sharding_constraint`` names axes of the user's mesh. The plan's mesh may
+lack these axes, and divides the work in another way. A plan's program omits such
 layouts, and a note says so. Explicit axes, along which JAX itself determines the layout
 of every value, are refused.
 
-``nnx.vmap`` adds a dimension to all variables that it makes, but to their metadata only
-if it is given the name. Metadata alone would assign the first names to the first
-dimensions. The program shows the dimension of the layers: it reads them one by one.
+Metadata: ``nnx.vmap`` adds a dimension to every variable that it makes. It adds a name
+to the metadata only if it is given one; otherwise the remaining names would describe
+the wrong dimensions. The program shows which dimension was added, as the model reads
+its elements one by one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from whalejax.planner.model.graph import LOOPS, Graph, Op
 
 
 Flat = Callable[..., list[Any]]
-"""Function from flat leaves to flat results."""
+"""Function from flat leaves to a list of flat results."""
 
 
 def traced_with_axes(
@@ -41,9 +42,9 @@ def traced_with_axes(
     """Returns the jaxpr of a function, and the unbound axes that it names.
 
     Args:
-        trace: Returns the jaxpr of a flat function for abstract arguments.
-        function: The user's function.
-        arguments: Arguments of the function.
+        trace: Function from a flat function and abstract arguments to the jaxpr.
+        function: The user's flat function.
+        arguments: Abstract arguments of ``function``.
     """
     names: tuple[str, ...] = ()
     while True:
@@ -57,11 +58,11 @@ def traced_with_axes(
         except Exception as error:
             for name in names:
                 error.add_note(
-                    f'whalejax: the axis "{name}" stands for all samples and has one '
-                    "member. pmean, psum, pmax, pmin and all_gather over it are those "
-                    "of all samples; what needs several members (ppermute, all_to_all, "
-                    "axis_index_groups) has no meaning there: write it on the samples "
-                    "themselves"
+                    f'whalejax: the axis "{name}" stands for all samples and has size '
+                    "1. pmean, psum, pmax, pmin and all_gather along it cover all "
+                    "samples. Operations that need several members (ppermute, "
+                    "all_to_all, axis_index_groups) have no meaning there: apply them "
+                    "to the dimension of the samples"
                 )
             raise
 
@@ -85,21 +86,21 @@ def _bound(function: Flat, name: str) -> Flat:
         except ValueError as error:
             if "out_axes is None" not in str(error):
                 raise
-        # A result that depends on the index along the axis has a dimension for it.
+        # A result that depends on the index along the axis gets a dimension of size 1.
         return [x[0] for x in mapped(0)(*leaves)]
 
     return run
 
 
 CONSTRAINT: Final = "sharding_constraint"
-"""Name of the primitive."""
+"""Name of the primitive of ``with_sharding_constraint``."""
 
 
 def constraint_notes(jaxpr: Any) -> list[str]:
-    """Returns notes on layouts that the program itself constrains.
+    """Returns notes on the layouts that the loss fixes by ``with_sharding_constraint``.
 
     Args:
-        jaxpr: Traced loss.
+        jaxpr: Jaxpr of the loss.
     """
     result = [*_constraints(jaxpr)]
     if not result:
@@ -111,8 +112,8 @@ def constraint_notes(jaxpr: Any) -> list[str]:
     are = "is" if count == 1 else "are"
     return [
         f"{layouts} of values that the model fixes by with_sharding_constraint (the "
-        f"first: {spec} in {line}) {are} left out: this plan lays values out itself. "
-        "What an axis is to shard is said by the metadata of parameters, or by "
+        f"first: {spec} in {line}) {are} omitted: this plan chooses layouts itself. "
+        "Choose what an axis shards by the metadata of parameters, or by "
         "wh.split(axis=...)"
     ]
 
@@ -120,23 +121,23 @@ def constraint_notes(jaxpr: Any) -> list[str]:
 _DIVIDES: Final = "the plan divides the work itself"
 _EXPLICIT: Final = (
     "loss_fn asks for layouts along explicit mesh axes (out_sharding=, reshard), and "
-    "programs with explicit axes are not planned yet: {what}. Leave these layouts out, "
-    f"as {_DIVIDES}; what an axis is to shard is said by the metadata of parameters, "
-    "or by wh.split(axis=...)"
+    "programs with explicit axes are not supported: {what}. Remove these layouts, as "
+    f"{_DIVIDES}. Choose what an axis shards by the metadata of parameters, or by "
+    "wh.split(axis=...)"
 )
 _OTHER_KIND: Final = (
     "loss_fn names a mesh with explicit axes in {what}, and is traced without a layout "
-    "along them. Make that mesh with axis_types=(jax.sharding.AxisType.Auto,) * its "
-    "number of axes, or leave the call out: " + _DIVIDES
+    "along these axes. Make that mesh with axis_types=(jax.sharding.AxisType.Auto,) * "
+    "its number of axes, or remove the call: " + _DIVIDES
 )
 _OF_MESHES: Final = {
     "context mesh cannot be empty": "loss_fn calls jax.shard_map without a mesh, and "
-    "the plan's own is chosen after the loss is traced. Give the call mesh=, plan and "
-    "compile under jax.set_mesh(mesh), or leave jax.shard_map out: " + _DIVIDES,
+    "the plan's own mesh is chosen after the loss is traced. Give the call mesh=, plan "
+    f"and compile under jax.set_mesh(mesh), or remove jax.shard_map: {_DIVIDES}",
     "with_sharding_constraint requires a non-empty mesh": "loss_fn calls "
-    "with_sharding_constraint with a PartitionSpec, and no mesh says what its axes "
-    f"are. Leave the call out: {_DIVIDES}, and takes no such layout; or plan and "
-    "compile under jax.set_mesh(mesh), whose axes may be any",
+    "with_sharding_constraint with a PartitionSpec, and no mesh defines its axes. "
+    f"Remove the call, as {_DIVIDES} and ignores the layout; or plan and compile "
+    "under jax.set_mesh(mesh), with a mesh of any axes",
     "can only refer to Auto axes of the mesh": _OTHER_KIND.format(
         what="with_sharding_constraint"
     ),
@@ -145,20 +146,23 @@ _OF_MESHES: Final = {
         what="jax.shard_map"
     ),
 }
-"""Texts of JAX's errors for missing or unsuitable meshes, with the message for each."""
+"""Our message by JAX's error text about a missing or unsuitable mesh."""
 
 _OF_EXPLICIT: Final = (
     "when you are not under a mesh context is not allowed",
     "cannot contain axis names that are of type Auto or Manual",
 )
-"""JAX's error texts for layouts along axes that are not explicit, or do not exist."""
+"""JAX's error texts about layouts along axes that do not exist or are not explicit."""
 
 
 def mesh_error_text(error: Exception) -> str:
-    """Returns the message for an error about a loss's mesh; empty for others.
+    """Returns the message for JAX's error about the mesh of a loss.
 
     Args:
         error: Error that was raised while the loss was traced.
+
+    Returns:
+        The message; empty if the error has another cause.
     """
     given = str(error)
     if any(text in given for text in _OF_EXPLICIT):
@@ -173,7 +177,8 @@ def refuse_explicit_axes(jaxpr: Any) -> None:
         jaxpr: Jaxpr of the loss as the user wrote it.
 
     Raises:
-        WhaleError: A value is so sharded; names the first, and the line that makes it.
+        WhaleError: A value is sharded along an explicit axis. The message has the
+            first such value and the line that makes it.
     """
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         for variable in equation.outvars:
@@ -200,18 +205,19 @@ _INDEXING = ("slice", "dynamic_slice", "split")
 
 
 def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
-    """Returns the graph with the names moved to the dimensions that they describe.
+    """Returns the graph with each metadata name at the dimension that it describes.
 
     Args:
-        graph: The captured loss, whose names are at the first dimensions.
-        short: Number of missing names, by the paths of weights whose metadata does not
+        graph: Graph of the loss, in which the names are at the first dimensions.
+        short: Number of missing names by path, for each weight whose metadata does not
             name all dimensions.
 
     Returns:
         The graph, and notes for the user.
 
     Raises:
-        WhaleError: Nothing shows which dimensions have no name; lists all such weights.
+        WhaleError: Nothing shows which dimensions have no name. The message lists all
+            such weights.
     """
     if not short:
         return graph, []
@@ -230,8 +236,8 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
         result = next((dims for dims in stacks if len(dims) == missing), None)
         if result is None:
             problems.add(
-                f"{said}, and nothing says which of them has no name, as after "
-                "nnx.vmap without a name for its dimension. Name each dimension, with "
+                f"{said}, and nothing shows which of them has no name. nnx.vmap "
+                "without a name for its dimension does this. Name each dimension, with "
                 "None for one that has no name, or give "
                 "transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap"
             )
@@ -243,9 +249,9 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
             called=_align_to_unstacked_dims(result, t.called),
         )
         notes.append(
-            f"{said}: they are taken for those beside dimension "
-            f"{' and '.join(map(str, sorted(result)))}, which the model takes one by "
-            "one as layers; name it, or say that it has no name, with "
+            f"{said}: they are taken for those besides dimension "
+            f"{' and '.join(map(str, sorted(result)))}, which the model reads one by "
+            "one as layers. Name that dimension, or declare that it has no name, with "
             "transform_metadata={nnx.PARTITION_NAME: None}"
         )
     problems.raise_if_any()
@@ -260,11 +266,12 @@ def _align_to_unstacked_dims(stacks: Collection[int], texts: Texts) -> Texts:
 def _taken_singly(
     graph: Graph,
 ) -> tuple[defaultdict[int, set[int]], defaultdict[int, set[int]]]:
-    """Returns dimensions of parameters that a loop, or an index, reads one by one.
+    """Returns the dimensions of each parameter whose elements are read one by one.
 
-    They are followed through casts and transpositions.
+    The first mapping has those that loops read, the second those that indices read.
+    Casts and transpositions before the read are followed.
     """
-    # The parameter's dimension at each dimension of a value; -1 where there is none.
+    # For each dimension of a value, the dimension of the parameter, or -1 without one.
     origin = {t.id: (t.id, tuple(range(len(t.shape)))) for t in graph.params}
     looped, indexed = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
     for op in graph.ops:
@@ -287,7 +294,6 @@ def _taken_singly(
 
 
 def _indexed(before: Shape, after: Shape) -> list[int]:
-    """Returns the dimension that a slice cuts to one element, if it cuts no other."""
     if len(before) != len(after):
         return []
     cut = [
@@ -299,7 +305,7 @@ def _indexed(before: Shape, after: Shape) -> list[int]:
 
 
 def _through(op: Op, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the positions of dimensions after an operation that only permutes."""
+    """Returns the dimension of the parameter at each dimension of the result."""
     result = [-1] * len(dims)
     for factor in op.factors:
         ends = dict(factor.members)

@@ -1,9 +1,9 @@
 """Mixed precision: compute in 16 bits, keep parameters and gradients in float32.
 
-The cast is inside the traced loss. So everything after it (gathers of parameters,
-products, activations) is counted and moved at 16 bits. The gradient arrives at the
-master weights in float32 through the cast's own transpose. In float16 the loss is
-scaled too; see ``lowering.loss_scale``.
+The cast is part of the traced loss. So all that follows the cast (gathers of
+parameters, products, activations) is counted and moved at 16 bits. The transpose of the
+cast returns gradients in float32 to the master weights. In float16 the loss is scaled
+too; see ``lowering.loss_scale``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}
 """Ratio of a parameter's bytes in computation to its stored bytes."""
 
 SMALL_PART: Final = 0.05
-"""Largest fraction of the products' work in float32 products, such as a router's, at
-which the rest of the model is still cast.
+"""Largest share of float32 products, such as a router's, in the work of all products
+with which the rest of the model is still cast as a whole.
 """
 
 
@@ -36,7 +36,7 @@ def at_precision(adapter: Adapter, precision: str) -> Adapter:
     """Returns an adapter whose loss computes at a precision.
 
     Args:
-        adapter: The model.
+        adapter: The model and its loss.
         precision: One of ``PRECISIONS``.
 
     Raises:
@@ -55,22 +55,22 @@ def at_precision(adapter: Adapter, precision: str) -> Adapter:
 def taken_precision(
     asked: str, traced: Callable[[str | Mapping[str, str]], Any]
 ) -> tuple[str | Mapping[str, str], list[str]]:
-    """Returns the precision in the form that takes effect, and notes on it.
+    """Returns the form in which a precision takes effect, and notes on it.
 
     Normally parameters and batches are cast once, and the model's own promotion does
-    the rest. If the model insists on float32 for more than a small part, such as a
-    router, a cast would change nothing or give types that do not fit. Then the
-    products are made 16-bit one by one, as if all TaskGraphs asked for it.
+    the rest. This fails if much of the model computes in float32 whatever its inputs
+    are, or if types do not fit after the cast. The products are then cast to 16 bits
+    one by one, as if the user had asked for it in all TaskGraphs.
 
     Args:
         asked: One of ``PRECISIONS``.
-        traced: Returns the programs of the loss at a precision.
+        traced: Function from a precision to the programs of the loss.
 
     Returns:
         The precision for planning, and notes for the user.
 
     Raises:
-        Exception: The loss can be traced in neither way; its own error.
+        Exception: The loss can be traced in neither way. The error is the loss's own.
     """
     if asked == "f32":
         return asked, []
@@ -88,7 +88,7 @@ def taken_precision(
             raise error from None
         said = str(error).strip().partition("\n")[0]
         return by_product, [
-            f"{start}with parameters and batch cast to it the loss cannot be traced "
+            f"{start}the loss cannot be traced with parameters and batch cast to it "
             f"({type(error).__name__}: {said:.100})"
         ]
     free = wide.pop("", 0)
@@ -96,7 +96,7 @@ def taken_precision(
         are = "product is" if free == 1 else "products are"
         where = f", the largest at {captured.float32_line}"
         return by_product, [
-            f"{start}{free} {are} of float32 whatever parameters and batch are, as in "
+            f"{start}{free} {are} in float32 whatever parameters and batch are, as in "
             f"modules with a dtype of their own{where}"
         ]
     if free:
@@ -108,7 +108,7 @@ def taken_precision(
 
 
 def product_words(count: int) -> str:
-    """Returns the text of a number of products.
+    """Returns the text for a number of products.
 
     >>> product_words(1), product_words(2)
     ('1 product', '2 products')
@@ -117,7 +117,7 @@ def product_words(count: int) -> str:
 
 
 def widest_work(graph: Graph) -> str:
-    """Returns the dtype of most of a model's product work; float32 if it has none."""
+    """Returns the dtype in which products do most work; float32 without products."""
     work: dict[str, float] = {}
     for op in graph.ops:
         if op.matmul is not None:
@@ -127,11 +127,11 @@ def widest_work(graph: Graph) -> str:
 
 
 def bf16_note(plan: Plan, graph: Graph) -> list[str]:
-    """Returns notes on 16-bit products on devices without units for them.
+    """Returns notes on 16-bit products on devices without 16-bit units.
 
     Args:
-        plan: Plan for any devices.
-        graph: The captured loss.
+        plan: Any plan.
+        graph: Graph of the loss.
     """
     products = [op for op in graph.ops if op.matmul is not None]
     types = {graph.tensors[op.operands[0]].dtype for op in products}
@@ -150,11 +150,12 @@ def bf16_note(plan: Plan, graph: Graph) -> list[str]:
     if "bfloat16" not in types:
         return without
     asked = "bf16" in (plan.precision, *dict(plan.precisions).values())
-    remedy = "precision='f16' takes" if asked else "A model that says float16 takes"
+    remedy = "precision='f16' uses" if asked else "A model in float16 uses"
     return without + [
         f"{kind.display_name()} has no units for bfloat16: XLA multiplies in float32 "
         f"there, with {kind.peak_flops('f32') / 1e12:g} instead of "
-        f"{kind.peak_flops('f16') / 1e12:g} TFLOP/s. {remedy} its units (if it has "
-        f"some for bfloat16, say so: kinds.{kind.name}.flops_per_second.bf16)"
+        f"{kind.peak_flops('f16') / 1e12:g} TFLOP/s. {remedy} its units. If the "
+        "device does have bfloat16 units, give their rate: "
+        f"kinds.{kind.name}.flops_per_second.bf16"
         for kind in kinds
     ]

@@ -1,4 +1,4 @@
-"""A traced loss as units that a pipeline may assign to stages; see ``program_cut``."""
+"""Divides a traced loss into units, which a pipeline assigns to stages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 COSTLY = frozenset(
     "dot_general ragged_dot_general conv_general_dilated sort top_k pallas_call".split()
 )
-"""Operations that only one stage may do; loops and branches are others."""
+"""Operations that a single stage may do; loops and branches belong to them too."""
 
 
 def units_of(captured: Captured) -> Units:
-    """Splits a traced loss into units.
+    """Returns the units of a traced loss.
 
     Args:
-        captured: The loss.
+        captured: The traced loss.
     """
     units: list[Unit] = []
     acting: set[Position] = set()
@@ -123,7 +123,6 @@ def _cheap(equation: Any) -> bool:
 def _live(
     units: Sequence[Unit], ends: Sequence[Value | None], acting: Collection[Position]
 ) -> tuple[Unit, ...]:
-    """Returns units that are needed: others read them, or they have an effect."""
     wanted = set(ends)
     live = []
     for unit in reversed(units):

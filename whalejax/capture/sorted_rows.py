@@ -1,10 +1,10 @@
 """Finds rows that are sorted across the batch and put back, such as experts' tokens.
 
-Tokens are sorted by their expert, multiplied by its matrices and put back in their
-order. Read literally, the sort mixes all samples, and every device would need the rows
-of all others. The proof of ``separability`` shows that each row put back depends on its
-own sample alone. Such equations become one call, whose rows each device may sort by
-itself.
+A mixture of experts sorts tokens by expert, multiplies them by the expert's matrices,
+and restores their order. Taken literally, the sort mixes all samples, and every device
+would need the rows of all others. ``separability`` proves that each restored row
+depends on its own sample alone. Such equations become one call, and each device may
+sort its own rows in it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from whalejax.user_code.annotations import parse_scope
 
 
 CALL: Final = "whalejax_sorted_rows_"
-"""Prefix of the name of a call that sorts rows of samples and puts them back; the
-call's number in the program follows."""
+"""Prefix of the name of a call that sorts rows of samples and restores their order. The
+number of the call in the program follows."""
 
 _BOUND: Final = (Order, Sorted, IdCounts, Places)
-"""Facts of values that change if only some of the samples are computed."""
+"""Facts about values that change if only some of the samples are computed."""
 
 
 def sorts_rows(equation: Any) -> bool:
@@ -56,17 +56,17 @@ def sorts_rows(equation: Any) -> bool:
 def with_sorted_rows(
     jaxpr: Any, other: Any, inputs: Sequence[Value], sizes: tuple[int, int]
 ) -> tuple[Any, dict[str, BatchRows]]:
-    """Returns the program, with operations on rows sorted across the batch in calls.
+    """Returns the program with one call for each group of equations on sorted rows.
 
     Args:
-        jaxpr: Closed jaxpr, as captured.
+        jaxpr: Closed jaxpr of the loss.
         other: The same loss with more samples.
         inputs: Facts about the inputs in both programs.
-        sizes: Number of samples in each.
+        sizes: Number of samples in each program.
 
     Returns:
-        The program, and the positions of rows in each of its calls, by name; the given
-        program if there are none.
+        The program, and the positions of rows in each call by the call's name. A
+        program without such rows is returned unchanged.
     """
     seen: dict[Position, Mapping[Any, Value]] = {}
     follower = Interpreter(share=sizes[0] / sizes[1], seen=seen)
@@ -93,11 +93,12 @@ def rows_after(
     """Returns the positions of rows in the calls of a program that was traced again.
 
     Args:
-        rows: Positions of the rows in each call, by its name.
-        before, after: Program before and after the new trace.
+        rows: Positions of the rows in each call, by the call's name.
+        before: Program before the new trace.
+        after: Program after the new trace.
 
     Returns:
-        The positions, without calls for which they are no longer known.
+        The positions; calls for which they are no longer known are missing.
     """
     if not rows:
         return {}
@@ -174,7 +175,6 @@ class _Builder:
         at: Position,
         name: str,
     ) -> tuple[rebuild.EquationReplacement, BatchRows] | None:
-        """Returns the call of a group of equations, if each device can run it alone."""
         equations = [body.eqns[i] for i in group]
         made = {v for e in equations for v in e.outvars}
         read = dict.fromkeys(_variables(a for e in equations for a in e.invars))
@@ -389,7 +389,6 @@ def _scoped_function(
 
 
 def _depends(body: Any, outputs: set[Any], inputs: set[Any], group: set[int]) -> bool:
-    """Returns whether inputs of a group depend on its outputs, through others."""
     behind = set(outputs)
     for i, equation in enumerate(body.eqns):
         if i not in group and behind.intersection(_variables(equation.invars)):
@@ -412,8 +411,6 @@ def _runs(run: Any, inputs: Sequence[Any], rows: BatchRows) -> bool:
     floats = [k for k, v in enumerate(inputs) if _compat.is_inexact(v.aval.dtype)]
 
     def pushed(*xs: Any) -> Any:
-        """Evaluates the program with the tangent rules that some equations have."""
-
         def of(*changed: Any) -> list[Any]:
             given = dict(zip(floats, changed, strict=True))
             values = [given.get(k, x) for k, x in enumerate(xs)]

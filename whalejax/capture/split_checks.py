@@ -1,7 +1,7 @@
-"""Checks if a batch may be split: for plans, shares, stages, runs and swarms.
+"""Checks whether a batch may be split: for plans, shares, stages, runs and swarms.
 
-If a loss is not proven to treat samples independently, its batch is split only if the
-user asks for each part's own loss: ``per_micro_batch=True``. All code that splits a
+A loss may not be proven to treat samples independently. Its batch is then split only if
+the user asks for each part's own loss: ``per_micro_batch=True``. All code that splits a
 batch asks here, and refuses with the same message.
 """
 
@@ -21,11 +21,11 @@ from whalejax.planner.plan_errors import PlanError
 
 
 class DependentSamplesError(PlanError):
-    """A batch is to be split though its samples are not proven independent.
+    """A batch would be split although its samples are not proven independent.
 
     Attributes:
-        unit: Number that a part's number of samples should be a multiple of, because
-            the loss takes samples together; 0 if unknown.
+        unit: Number of samples that the loss takes together, of which the size of each
+            part should be a multiple; 0 if unknown.
     """
 
     unit: int = 0
@@ -38,7 +38,7 @@ class SplitBatch:
     Attributes:
         whole: Number of samples of the batch.
         part: Number of samples of a part.
-        what: Name of a part, for messages.
+        what: Name of a part in messages.
         asked: The user's option that asks for parts, such as ``"num_micro_batches=4"``;
             empty if the plan asks for them.
     """
@@ -78,18 +78,19 @@ def check_split(captured: Captured, plan: Plan, whole: int | None = None) -> Non
     Args:
         captured: The loss, traced with any number of samples in a micro-batch.
         plan: Plan to run.
-        whole: Samples of the plan's batch, if the loss was traced for another.
+        whole: Number of samples of the plan's batch, if the loss was traced for another
+            number.
 
     Raises:
-        DependentSamplesError: An operation combines samples; names it, its line and
-            the remedy. Or the parts split groups that the loss takes together, or the
-            ranks of a plan that does not combine by ``"mean"`` separate its runs.
+        DependentSamplesError: An operation combines samples; the message names it, its
+            line and the remedy. The error is also raised if a part would divide samples
+            that the loss takes together.
     """
     split = split_of(plan, whole or samples_of(captured))
     if split.part % plan.group_size:
         raise DependentSamplesError(
-            f"group_size is {plan.group_size}, and the plan has {split}: expected a "
-            "divisor. Plan again, with this group_size"
+            f"group_size is {plan.group_size}, and the plan has {split}, which are "
+            "not whole groups. Plan again, with this group_size"
         )
     if plan.per_micro_batch or split.part == split.whole:
         return
@@ -104,9 +105,9 @@ def check_split(captured: Captured, plan: Plan, whole: int | None = None) -> Non
         )
     if result.runs > 1 and plan.combine != "mean":
         raise DependentSamplesError(
-            f"the loss parts the batch into {result.runs} runs, as of a half and the "
-            f'other, and ranks that combine by "{plan.combine}" take neighbours. Leave '
-            "combine out"
+            f"the loss divides the batch into {result.runs} equal runs, such as two "
+            f'halves, but ranks that combine by "{plan.combine}" have neighbouring '
+            "samples. Leave combine out"
         )
 
 
@@ -116,10 +117,10 @@ def refusal(
     """Returns the error for a batch that may not be split.
 
     Args:
-        found: Proof that failed, with its reason.
+        found: Failed proof of independence, with its reason.
         split: Split that was asked for.
         weighted: Whether the loss is a ``WeightedLoss``.
-        tried: Reason why one part fails too, if that was tried.
+        tried: Reason why the whole batch at once fails too, if that was tried.
     """
     assert found.reason is not None
     asked = f"{split.asked}: " if split.asked else ""
@@ -152,8 +153,8 @@ def reason_text(reason: Reason) -> str:
 
 
 _CONSENT: Final = (
-    "per_micro_batch=True (--per-micro-batch) if each part's own loss is meant, as on "
-    "one device with as much accumulation"
+    "per_micro_batch=True (--per-micro-batch) to use each part's own loss, as gradient "
+    "accumulation on one device does"
 )
 
 
@@ -169,7 +170,7 @@ def _remedy(
         )
     if group > 1 and split.whole % group == 0 and split.part % group:
         return (
-            f"Parts of whole groups would do: give micro-batches of a multiple of "
+            f"Parts of whole groups are possible: give micro-batches of a multiple of "
             f"{group} samples, or num_micro_batches=1; or {_CONSENT}."
         )
     mean = ""
@@ -177,8 +178,8 @@ def _remedy(
     counts = operation in _COUNTS and "sum over" in why
     if (counts or (operation == "add" and why == OTHER_RATIO)) and not weighted:
         mean = (
-            ", wh.WeightedLoss(total, weight) with the plain sum as weight if that is "
-            "the number of what counts"
+            ", wh.WeightedLoss(total, weight) with the plain sum as weight if it "
+            "is the number of counted items"
         )
     one = f"num_micro_batches=1{mean}, or " if whole_fits else ""
     give = f"Give {one}{_CONSENT}."
@@ -191,13 +192,13 @@ def _remedy(
 _COUNTS: Final = ("div", "max", "clamp", "integer_pow", "gt", "ge", "lt", "eq", "ne")
 _WEIGHT: Final = (
     "Give the plain sum over the samples as the weight, without a maximum, a choice or "
-    "a number added: weights of all micro-batches are added up before anything is "
-    "divided, so one of weight 0 counts for nothing. Where a whole batch may have a "
-    "weight of 0, which gives NaN, add a small number to each sample's own weight."
+    "an added number. The weights of all micro-batches are summed before the division, "
+    "so a micro-batch of weight 0 counts for nothing. If the weight of a whole batch "
+    "may be 0, which gives NaN, add a small number to each sample's own weight."
 )
 _PENALTY: Final = (
-    "Multiply what is no sum over the samples, such as a regulariser, by the weight: "
-    "wh.WeightedLoss(total + weight * penalty, weight)."
+    "Multiply terms that are no sum over the samples, such as a regulariser, by the "
+    "weight: wh.WeightedLoss(total + weight * penalty, weight)."
 )
 _HELPS: Final[Mapping[str, str]] = {
     OTHER_OPERATION: "Use jax.vmap where Python loops over the samples.",
@@ -206,19 +207,19 @@ _HELPS: Final[Mapping[str, str]] = {
         "products of two operands each."
     ),
     FOREIGN: (
-        "Split the keys from the rng that a loss of three parameters is given: "
+        "Split the keys from the rng that is the third argument of a loss: "
         "loss(model, batch, rng)."
     ),
 }
 
 
 def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:
-    """Returns the notes on how a plan splits its batch; none if it does not.
+    """Returns notes on how a plan splits its batch; none if it does not.
 
     Args:
         captured: The loss.
         plan: The plan.
-        whole: Number of samples of its batch.
+        whole: Number of samples of the batch.
     """
     split = split_of(plan, whole)
     notes: list[str] = []
@@ -233,23 +234,23 @@ def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:
         if result.reason is not None:
             notes.append(
                 f"per_micro_batch=True: each of the {split} computes its own loss, as "
-                "on one device with as much accumulation, because "
+                "gradient accumulation on one device does, because "
                 f"{reason_text(result.reason)}"
             )
     return notes
 
 
 def largest_part(whole: int, unit: int = 1) -> int:
-    """Returns the largest part if a batch is divided equally, in whole groups.
+    """Returns the largest size of a part when a batch is divided into equal parts.
 
-    There are at least two parts; a part is a number of samples.
+    There are at least two parts, and each consists of whole groups.
 
     Args:
         whole: Number of samples of the batch.
         unit: Number of samples of a group.
 
     Returns:
-        ``whole`` if no such part exists.
+        Number of samples of a part; ``whole`` if the batch cannot be divided so.
 
     >>> largest_part(16), largest_part(15, 5), largest_part(7, 7)
     (8, 5, 7)
@@ -259,5 +260,5 @@ def largest_part(whole: int, unit: int = 1) -> int:
 
 
 def unit_of(found: Separability) -> int:
-    """Returns the number that a micro-batch's samples must be a multiple of."""
+    """Returns the number of which a micro-batch's samples must be a multiple."""
     return found.group * found.runs

@@ -1,10 +1,10 @@
 """Finds reads of rows that a table does not have, such as positions of long sequences.
 
-JAX does not raise for an index outside an array: a gather clamps it or gives NaN. A
-table of positions that is too short for its sequence goes unnoticed in this way.
+JAX raises no error for an index outside an array. A gather clamps the index or returns
+NaN, so a position table that is too short for the sequence goes unnoticed.
 
-Indices are known while tracing if they follow from positions and constants alone; their
-bounds are computed as those of attention masks are.
+An index that depends only on positions and constants is known while tracing. Its bounds
+are computed like those of attention masks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.capture.patterns.score_bounds import ANY, Interval, equation_inter
 
 
 BEYOND: Final = "reads beyond a table: "
-"""Beginning of the notes."""
+"""Beginning of each note."""
 
 _LARGEST_CONSTANT: Final = 2**20
 
@@ -27,7 +27,7 @@ _PASSING_ON: Final = frozenset(("convert_element_type", "copy", "reshape"))
 
 
 def short_table_notes(program: Any, paths: Sequence[str]) -> list[str]:
-    """Returns a note for each table that is shorter than the rows that are read.
+    """Returns a note for each table of which rows beyond its end are read.
 
     Args:
         program: Traced loss, whose first inputs are the parameters.
@@ -94,7 +94,7 @@ def _result_bounds(equation: Any, operands: list[Interval]) -> dict[Any, Interva
     if equation.primitive.name != "iota" and ANY in operands:
         return {}
     if equation.primitive.name == "select_n" and operands[0][0] != operands[0][1]:
-        return {}  # Which values are chosen is not known, so neither is the largest.
+        return {}  # The chosen values are unknown, and so is the largest of them.
     if equation.primitive.name == "mul" and all(low != high for low, high in operands):
         return {}  # A mask may be 0 where the other factor is large.
     low, high = equation_interval(equation, operands)
@@ -122,7 +122,7 @@ def _inner_notes(
     for program in inner:
         body, _ = _compat.open_jaxpr(program)
         if len(equation.invars) != len(body.invars):
-            continue  # Such as a loop whose length is computed.
+            continue  # For instance a loop whose length is computed.
         carried: range | tuple[()] = ()
         if equation.primitive.name == "scan":
             parts = _compat.scan_parts(equation)
@@ -140,10 +140,9 @@ def _inner_notes(
 def _gather_note(
     equation: Any, indices: Interval, names: Mapping[Any, str]
 ) -> Iterator[str]:
-    """Yields a note if the last index lies behind the table's last row."""
     numbers = equation.params["dimension_numbers"]
     if len(numbers.start_index_map) != 1 or "CLIP" in str(equation.params["mode"]):
-        return  # Who clips the indices knows of it.
+        return  # The user clips the indices on purpose.
     dim = numbers.start_index_map[0]
     rows = equation.invars[0].aval.shape[dim]
     last = float(indices[1]) + equation.params["slice_sizes"][dim]
@@ -153,6 +152,6 @@ def _gather_note(
     fills = "FILL" in str(equation.params["mode"])
     yield (
         f"{BEYOND}{table} has {rows:,} rows, and row {int(last) - 1:,} is read, "
-        f"counted from 0. JAX gives {'NaN' if fills else 'the last row'} instead of an "
-        "error. Make the model for sequences of this length"
+        f"counted from 0. JAX returns {'NaN' if fills else 'the last row'} and raises "
+        "no error. Make the table long enough for sequences of this length"
     )

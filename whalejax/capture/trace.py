@@ -1,10 +1,11 @@
 """Traces a loss at micro-batch shape and returns its graph.
 
-Capture begins here: this module checks the batch, flattens model and batch into one
-flat function, traces it once with ``jax.make_jaxpr`` and passes the jaxpr to the walk.
+Capture begins here. The module checks the batch, and makes one flat function of model
+and batch. It traces that function with ``jax.make_jaxpr``, and gives the jaxpr to
+``FlatProgram``.
 
-The module is long because ``Captured`` has every other form of a traced loss, and all
-of them come from one trace.
+The module is long because ``Captured`` returns every other form of a traced loss, and
+all of them come from one trace.
 """
 
 from __future__ import annotations
@@ -102,26 +103,29 @@ class Captured:
         adapter: The model that was traced.
         batch_tree: Structure of the batch.
         out_tree: Structure of ``(total, weight, metrics, new_rest)``.
-        outputs: For every equation by position, call-like ones included, the tensor
-            ids of its results; None for a scalar constant.
-        results: The same for the flat function's own results.
-        given: For every checkpointed region by position, the tensor ids of its inputs.
-        given_rules: The same for every call with a derivative rule of its own.
-        sorted_rows: Calls by position that sort rows across the batch.
-        batch_axes: The batch dimension of each batch leaf; None if it has none.
+        outputs: Tensor ids of the results of every equation, call-like ones included,
+            by the equation's position; None for a scalar constant.
+        results: Tensor ids of the results of the flat function.
+        given: Tensor ids of the inputs of every checkpointed region, by its position.
+        given_rules: Tensor ids of the inputs of every call with a derivative rule of
+            its own, by its position.
+        sorted_rows: Calls that sort rows across the batch, by position.
+        batch_axes: Batch dimension of each batch leaf; None for a leaf without one.
         reader: Reader of other programs with the same inputs and results.
-        apart: Function that returns how reported values of parts are combined.
+        apart: Function that returns how the reported values of micro-batches are
+            combined.
         notes: Sentences on work that could not be counted.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of attention in blocks.
         precisions: (TaskGraph, precision) pairs if only some compute in 16 bits.
-        chunks: Number of chunks of the tokens for which logits are made at a time.
+        chunks: Number of chunks of tokens in which logits are computed.
         axes: Names of unbound axes that the loss uses; they stand for all samples.
-        steady: State that the program passes on unchanged: it changes once a step.
-        changing: Paths of other non-trained leaves, which change with each micro-batch.
+        steady: State that changes once a step; the program passes it on unchanged.
+        changing: Paths of non-trained leaves that change with each micro-batch.
         whole: Position and reason of each attention that cannot run in blocks.
-        independence: Proves that parts of a batch compute the same as the whole batch,
-            from the numbers of samples of both, and of samples that stay together
-            (None for the number that the program needs).
+        independence: Function that proves that parts of a batch compute the same as the
+            whole batch. Its arguments are the number of samples of a part, of the whole
+            batch, and of neighbours that stay together (None for as many as the program
+            needs).
     """
 
     graph: Graph
@@ -161,10 +165,10 @@ class Captured:
 
     @property
     def wide_products(self) -> Counter[str]:
-        """Float32 products that a gradient flows through, or that read weights.
+        """Number of float32 products by the reason why they cannot compute in 16 bits.
 
-        Returns their number by the reason why they cannot compute in 16 bits; the
-        reason is empty if they can.
+        The reason is empty for products that can. Products count if a gradient flows
+        through them, or if they read weights.
         """
         weight = self.graph.weight_tensors()
         reads = {
@@ -180,13 +184,13 @@ class Captured:
 
     @property
     def float32_part(self) -> float:
-        """Fraction of the products' work that is needlessly in float32."""
+        """Share of FLOPs in float32 products that could compute in 16 bits."""
         every = sum(op.flops * op.trip for op in self.graph.ops)
         return sum(op.flops * op.trip for op in self._free_float32) / max(1, every)
 
     @property
     def float32_line(self) -> str:
-        """The user's line of the product with the most of that work, or empty."""
+        """Source line of the largest of these products; empty without one."""
         free = self._free_float32
         widest = max(free, key=lambda op: op.flops * op.trip, default=None)
         if widest is None:
@@ -206,7 +210,7 @@ class Captured:
                 plan.
 
         Returns:
-            The same program if no TaskGraph does.
+            The loss; with an unchanged program if no TaskGraph computes in 16 bits.
         """
         chosen, graph = dict(precisions), analyse_graph(self.graph).graph
         kinds = [precision_for(g.name, chosen) for g in graph.task_graphs]
@@ -229,7 +233,6 @@ class Captured:
         casts: bool = False,
         wide: Mapping[str, int] | None = None,
     ) -> Captured:
-        """Records the requested precisions, and notes products that stay in float32."""
         words, notes = ", ".join(precision_words(tuple(precisions))), [*self.notes]
         for where, count in (wide or {}).items():
             some = "1 product" if count == 1 else f"{count} products"
@@ -248,7 +251,8 @@ class Captured:
             chosen: (TaskGraph, ``"ring"`` or ``"gather"``) pairs, as in a plan.
 
         Returns:
-            This loss, with only ``whole`` changed, if no attention can run in blocks.
+            The loss. If no attention can run in blocks, ``whole`` has the reasons and
+            the program is unchanged.
         """
         if "ring" not in dict(chosen).values():
             return self
@@ -262,13 +266,13 @@ class Captured:
         return replace(attention if some else self, whole=reasons)
 
     def with_chunks(self, count: int) -> Captured:
-        """Returns the same loss, with logits made for some tokens at a time.
+        """Returns the same loss, with logits computed in chunks of tokens.
 
         Args:
             count: Number of chunks of a device's tokens; 1 changes nothing.
 
         Returns:
-            This loss itself if no logits can be made in chunks.
+            The loss; this loss itself if no logits can be computed in chunks.
         """
         if count == 1:
             return self
@@ -287,7 +291,7 @@ class Captured:
         return replace(
             self,
             reader=reader,
-            # The model is the same, so a plan for one is valid for both.
+            # The loss is the same, so a plan for one program is valid for both.
             graph=replace(with_stacked(graph, walk), model_hash=self.graph.model_hash),
             jaxpr=program,
             outputs=walk.outputs,
@@ -307,7 +311,7 @@ class Captured:
         """
         if not remat:
             return self
-        # TaskGraphs without a mark are needed only if one of them is named.
+        # TaskGraphs without a mark are found only if remat names a TaskGraph.
         named = {name for name, _ in remat} - {ALL}
         graph = analyse_graph(self.graph).graph if named else self.graph
         result = regions(graph, dict(remat))
@@ -337,7 +341,7 @@ class _Reader:
     ) -> tuple[Graph, FlatProgram, tuple[Value, ...]]:
         """Returns a program as plain data.
 
-        With ``tiled``, slices that cut a value into equal parts are read as a split.
+        With ``tiled``, slices that cut a value into equal parts are read as one split.
         """
         if not attention:
             walk = FlatProgram(
@@ -347,7 +351,7 @@ class _Reader:
                 rules=self.rules,
             )
             return self._read(walk, program)
-        # A first read, with all attention as operations, shows which can run in blocks.
+        # A first read makes one operation of each attention, and shows which can be so.
         every = FlatProgram(
             rings=lambda position: True, chunks=chunks, rows=self.rows, rules=self.rules
         )
@@ -388,14 +392,13 @@ _Read = tuple[Graph, FlatProgram, tuple[Value, ...]]
 
 
 def _rewritten(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
-    """Returns the program, rewritten if that lets more dimensions be sharded."""
     jaxpr, (graph, walk, results) = _lengthened(jaxpr, reader, read)
     if picks(graph):
         whole, plain = jaxpr, graph
 
         def tiled(program: Any) -> Graph:
             if program is whole and not holds_tiles(program):
-                return plain  # Already read without tiles.
+                return plain  # This program was read before, and has no tiles.
             return reader.read(program, tiled=True)[0]
 
         apart = _taken_apart(jaxpr, tiled)
@@ -424,20 +427,21 @@ def capture(
 
     Args:
         adapter: The model and its loss.
-        batch: The GLOBAL batch, arrays or anything with a shape and a dtype.
+        batch: The GLOBAL batch: arrays, or objects with a shape and a dtype.
         rng: A random key like the one that training will use; any key by default.
-        num_micro_batches: Number of parts into which the batch is cut; one is traced.
-        batch_axes: The batch dimension of every leaf, or a pytree of them; None for a
-            leaf without one.
+        num_micro_batches: Number of micro-batches into which the batch is cut. One is
+            traced.
+        batch_axes: Batch dimension of all leaves, or a pytree with one for each leaf.
+            None stands for a leaf without samples.
 
     Returns:
         Graph, jaxpr, and the data that lowering needs to call it.
 
     Raises:
-        WhaleError: The loss is not a scalar or depends on no parameter, the batch
-            leaves disagree or do not divide, annotations nest in a forbidden way, or
-            the loss raises for a part of the batch but not for the whole. Errors that
-            it raises for the whole batch pass unchanged.
+        WhaleError: The loss is not a scalar or depends on no parameter; leaves of the
+            batch disagree or do not divide; annotations nest in a forbidden way; or the
+            loss fails for a micro-batch but not for the whole batch. An error for the
+            whole batch passes unchanged.
     """
     leaves, batch_tree = batch_leaves(batch, batch_axes, num_micro_batches)
     size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
@@ -497,15 +501,14 @@ def _sorting_rows(
     steady: BatchIndependentState,
     inputs: Sequence[LossInput],
 ) -> tuple[Any, dict[str, BatchRows]]:
-    """Returns the program, with operations on rows sorted across the batch in calls."""
     size = next(x.micro_shape[x.axis] for x in reader.leaves if x.axis is not None)
     if size == 1 or not holds_sort(jaxpr):
         return jaxpr, {}
     try:
-        with warnings.catch_warnings():  # The user did not ask for this size.
+        with warnings.catch_warnings():  # Warnings about this size would only confuse.
             warnings.simplefilter("ignore")
             other = traced(2 * size)
-    except Exception:  # The loss takes no other number of samples.
+    except Exception:  # The loss does not accept this number of samples.
         return jaxpr, {}
     adapter = reader.adapter
     first, count = len(adapter.param_paths), len(adapter.rest_paths)
@@ -531,7 +534,7 @@ def _loss_programs(
         return _compat.needed_closed(program, places)
 
     rest = [
-        # Step and micro-batch are folded into the model's keys, as into the loss's rng.
+        # Step and micro-batch are folded into the model's keys as into the loss's rng.
         LossInput(
             key="rng" if is_key(leaf) else "",
             state=adapter.rest_paths[i] if i in changing else "",
@@ -571,7 +574,6 @@ def _program_of(
 
 
 def _lengthened(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
-    """Moves cuts of the last tokens later in a program, if that gathers fewer bytes."""
     cuts = last_tokens_cut(read[0])
     if cuts:
         program = lengthened(jaxpr, cuts)
@@ -587,10 +589,10 @@ def _reported_values(
     again: Callable[[int], Trace],
     changing: Sequence[int],
 ) -> tuple[Any, Callable[[], Reports]]:
-    """Finds how reported values are combined; refuses those that cannot be.
+    """Returns the tree of the loss's results, and how its reported values are combined.
 
-    Returns the structure of the loss's results, and a function that returns how parts
-    are combined. It traces the loss once more, so it is not called for one micro-batch.
+    The second is a function. It traces the loss once more, so it is called here only if
+    there are several micro-batches. Values that cannot be combined are refused then.
     """
     check_keys(trace, flat.out_tree)
     first, rest = len(flat.adapter.param_paths), jax.tree.leaves(flat.adapter.rest)
@@ -631,7 +633,7 @@ def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:
 
 
 def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
-    """Returns a program with fused dimensions cut, if that separates their parts."""
+    """Returns a program with fused dimensions cut, if their parts become separate."""
     fused = fused_dimensions(graph_of_program(jaxpr))
     while fused:
         apart = taken_apart(jaxpr, fused)
@@ -644,20 +646,25 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
 
 
 def _trace(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Returns the jaxpr of a loss without unused values, which XLA removes too."""
+    """Returns the jaxpr of a loss without values that no result needs.
+
+    XLA removes them too.
+    """
     traced = _compat.trace(function, arguments)
     return _compat.without_dead_equations(traced, _is_staged)
 
 
 @functools.lru_cache(maxsize=2**12)
 def _is_staged(scope: str) -> bool:
-    """Returns whether a stage is marked there: one that nothing needs is refused."""
+    """Returns whether a scope is in a stage; unneeded equations there are kept.
+
+    A stage that no result needs can then be named in an error.
+    """
     marks = map(parse_scope, scope.split("/"))
     return any(mark is not None and mark.kind == "stage" for mark in marks)
 
 
 def _unread_marks(marks: Sequence[Mark], written: Any, needed: Any) -> list[Mark]:
-    """Returns the marks that cover only values that no result of the loss needs."""
     if needed is written or not marks:
         return []
     covering, kept = (
@@ -674,7 +681,6 @@ def _unread_note(mark: Mark) -> str:
 def _traced(
     flat: _FlatLoss, arguments: list[Any], part: str
 ) -> tuple[Any, tuple[str, ...]]:
-    """Returns the jaxpr of the loss as written, and the unbound axes that it names."""
     try:
         jaxpr, axes = traced_with_axes(tracing(_compat.trace), flat, arguments)
     except Exception as error:
@@ -700,7 +706,6 @@ VALUE_ERRORS: Final = (
 
 
 def _value_read(error: Exception, part: str) -> str:
-    """Returns the message for a loss that reads a value while it is traced."""
     ours = Path(__file__).parents[1]
     frames = [
         frame
@@ -713,8 +718,8 @@ def _value_read(error: Exception, part: str) -> str:
     line = f": {text:.80}{'…' if len(text) > 80 else ''}" if text else ""
     return (
         f"loss_fn reads the value of an array{where}{part}{line}. It is traced with "
-        "shapes alone, as jax.jit does: float(), bool(), int(), if, .item() and numpy "
-        "need values. Use jnp functions, jnp.where or jax.lax.cond"
+        "shapes alone, as in jax.jit, so float(), bool(), int(), if, .item() and numpy "
+        "functions fail. Use jnp functions, jnp.where or jax.lax.cond"
     )
 
 
@@ -722,7 +727,6 @@ def _value_read(error: Exception, part: str) -> str:
 def _of_a_part(
     adapter: Adapter, batch: Any, rng: Any, batch_axes: Any, num_micro_batches: int
 ) -> Iterator[None]:
-    """Replaces a micro-batch's error if the loss accepts the whole batch."""
     try:
         yield
     except WhaleError:
@@ -735,11 +739,11 @@ def _of_a_part(
             raise
         first = str(error).splitlines()[0] if str(error) else ""
         raise WhaleError(
-            f"num_micro_batches={num_micro_batches}: the loss takes the batch's {size} "
-            f"samples, but no micro-batch of {size // num_micro_batches}: "
-            f"{type(error).__name__}: {first} ({_compat.raised_at(error)}). Take fewer "
-            "micro-batches, of as many samples as it needs together, and group_size= "
-            "where neighbours belong together; or num_micro_batches=1"
+            f"num_micro_batches={num_micro_batches}: the loss accepts the batch of "
+            f"{size} samples, but no micro-batch of {size // num_micro_batches}: "
+            f"{type(error).__name__}: {first} ({_compat.raised_at(error)}). Use fewer "
+            "micro-batches, so that each has all samples that the loss takes together, "
+            "with group_size= for neighbouring samples; or num_micro_batches=1"
         ) from error
 
 

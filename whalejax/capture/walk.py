@@ -1,14 +1,15 @@
 """Flattens a jaxpr into a list of operations, with calls inlined.
 
-The position of an equation is its index in its jaxpr. Inside a call-like equation at
-position ``p``, the k-th equation of the j-th inner jaxpr has position ``(*p, j, k)``.
-So the third equation of a jitted function that is called by equation 5 of the program
-is at ``(5, 0, 2)``. ``j`` is the index of the branch in a ``cond``, 0 for the condition
-and 1 for the body of a ``while``, and 0 in every other call. An evaluator that recurses
-with ``recursion`` and ``inner_jaxprs`` visits the same positions.
+Every equation has a position, a tuple of integers. At the top it is the equation's
+index. Inside a call-like equation at position ``p``, the k-th equation of the j-th
+inner jaxpr has position ``(*p, j, k)``. For instance ``(5, 0, 2)`` is the third
+equation of a jitted function that equation 5 of the program calls. For a ``cond``,
+``j`` is the index of the branch. For a ``while``, it is 0 for the condition and 1 for
+the body. For any other call it is 0. ``recursion`` and ``inner_jaxprs`` give the same
+positions.
 
-Added operations of kind ``scan`` and ``while`` connect a loop's carries and slices.
-They have the position of the loop, and compute nothing.
+Operations of kind ``scan`` and ``while`` are added, to connect a loop's carries and
+slices. They have the position of the loop, and compute nothing.
 
 The module is long because one walk reads every kind of equation, at any nesting.
 """
@@ -50,7 +51,7 @@ class KeptScan:
     Attributes:
         equation: The scan.
         inputs: Input tensors of one iteration: constants, carries, slices.
-        inside: Constants, and all other tensors of the body.
+        inside: Constants of the scan, and all tensors of the body that are no inputs.
     """
 
     equation: Any
@@ -60,7 +61,7 @@ class KeptScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedRows:
-    """A call that sorts rows across the batch and puts them back.
+    """A call that sorts rows across the batch and restores their order.
 
     Its tensors have the samples as a separate first dimension.
 
@@ -93,15 +94,15 @@ class KnownRules:
     ) -> _EquationView:
         """Returns an equation as rules see it; the same object for a known equation.
 
-        Equations of several programs of one loss share parameter objects, so an
-        object's id can be a part of the key.
+        Programs of one loss share the parameter objects of their equations, so the id
+        of such an object can be part of the key.
         """
         name, params = equation.primitive.name, equation.params
         key = id(params), inputs, outputs
         known = self._seen.get(key)
         if known is None:
             view = Equation(name=name, params=params, inputs=inputs, outputs=outputs)
-            # The view keeps the parameters alive, so that their ids are not reused.
+            # The view keeps the parameters alive, so their ids are not reused.
             known = self._seen[key] = _EquationView(view)
         return known
 
@@ -122,22 +123,22 @@ class KnownRules:
         return known
 
     def of_attention(self, jaxpr: Any) -> Behaviour:
-        """Returns the behaviour of a call that is attention; ``jaxpr`` is its body."""
+        """Returns the behaviour of an attention call whose body is ``jaxpr``."""
         key = id(jaxpr)
         if key not in self._attention:
-            # The body is kept alive, so that its id is not reused.
+            # The body is kept alive, so its id is not reused.
             self._attention[key] = jaxpr, attention_behaviour(jaxpr)
         return self._attention[key][1]
 
     def without_literals(
         self, rule: Behaviour, operands: Sequence[Value], num_results: int
     ) -> Behaviour:
-        """Returns a rule whose slots do not count operands that are literals."""
+        """Returns a rule with operands numbered without those that are literals."""
         if None not in operands:
             return rule
         key = id(rule), tuple(t is None for t in operands), num_results
         if key not in self._without:
-            # The rule is kept alive, so that its id is not reused.
+            # The rule is kept alive, so its id is not reused.
             self._without[key] = rule, without_literals(rule, operands, num_results)
         return self._without[key][1]
 
@@ -147,24 +148,26 @@ class FlatProgram:
     """A flattened program, and the state of the walk that makes it.
 
     Attributes:
-        tiled: Whether slices that cut a value into equal parts are read as a split.
-        rings: Function that returns whether the call at a position counts as one
-            attention operation; others are flattened.
-        chunks: Number of chunks of the tokens in calls that make logits; if more than
-            one, the backward pass recomputes these calls.
-        rows: Positions of the rows in calls that sort them across the batch, by name.
-        rules: Rules of equations; other walks may share them.
+        tiled: Whether slices that cut a value into equal parts are read as one split.
+        rings: Function from a position to whether the attention call there becomes one
+            operation; other calls are flattened.
+        chunks: Number of chunks of tokens in calls that make logits; above 1, the
+            backward pass recomputes these calls.
+        rows: Positions of the rows in calls that sort rows across the batch, by name.
+        rules: Rules of equations, which other walks may share.
         tensors: Tensors by id; the program's inputs come first.
         ops: Operations in program order.
-        outputs: For every equation by position, call-like ones included, the tensor
-            ids of its results.
-        given: For every checkpointed region by position, the tensor ids of its inputs.
-        given_rules: The same for every call with a derivative rule of its own.
+        outputs: Tensor ids of the results of every equation, call-like ones included,
+            by the equation's position.
+        given: Tensor ids of the inputs of every checkpointed region, by its position.
+        given_rules: Tensor ids of the inputs of every call with a derivative rule of
+            its own, by its position.
         sorted_rows: Calls that sort rows across the batch, by position.
-        loops: (carry as produced, carry as consumed) pairs of every loop.
-        ruled: Operands and results of each call with its own derivative rule; gradients
-            may flow through it even if operations inside have no derivative.
-        kept: Outermost scans, whose iterations save residuals for their backward pass.
+        loops: For every loop, pairs of a carry as an iteration produces it and as the
+            next consumes it.
+        ruled: Operands and results of each call with a derivative rule of its own.
+            Gradients may flow through it even if operations inside have no derivative.
+        kept: Outermost scans whose iterations save residuals for their backward pass.
         notes: Sentences on work that could not be counted.
     """
 
@@ -190,7 +193,7 @@ class FlatProgram:
     _tiles: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
     def run(self, jaxpr: Any) -> tuple[Value, ...]:
-        """Walks a complete program; the first tensors are its inputs in order."""
+        """Flattens a complete program, whose inputs become the first tensors."""
         body, _ = _compat.open_jaxpr(jaxpr)
         inputs = [self._tensor(var.aval) for var in body.invars]
         return self._body(jaxpr, inputs, Context())
@@ -234,7 +237,7 @@ class FlatProgram:
         return self._constant(atom.val, atom.aval) if atom.aval.shape else None
 
     def constant(self, tensor: int) -> Any:
-        """Returns the value of a tensor that is a constant of the program."""
+        """Returns the value of a constant of the program, by its tensor id."""
         return next(value for value, t in self._constants.values() if t == tensor)
 
     # Equations.
@@ -367,7 +370,6 @@ class FlatProgram:
         results: tuple[int, ...],
         here: Context,
     ) -> None:
-        """Writes an equal split as a reshape that makes the parts a dimension."""
         axis, count = parts
         (whole,) = operands
         if whole is None:
@@ -389,7 +391,7 @@ class FlatProgram:
         rule = Behaviour(factors=tuple(factors))
         self._emit(view.name, position, [middle], results, rule, here)
 
-    # Rows sorted across the batch, handled as if each sample's were sorted separately.
+    # Rows sorted across the batch, treated as if each sample were sorted separately.
 
     def _sorted_rows(
         self,
@@ -432,7 +434,6 @@ class FlatProgram:
     def _split(
         self, tensor: Value, samples: int, position: Position, here: Context
     ) -> Value:
-        """Returns a tensor whose rows are split: samples become the first dimension."""
         if tensor is None:
             return None
         draft = self.tensors[tensor]
@@ -450,7 +451,6 @@ class FlatProgram:
         operands: tuple[Value, ...],
         here: Context,
     ) -> tuple[Value, ...]:
-        """Adds an operation that treats the rows of each sample separately."""
         assert here.sorted_rows is not None
         one = here.sorted_rows
         dims = one.rows.results[position[here.depth :]]
@@ -569,7 +569,7 @@ class FlatProgram:
         return tuple(results)
 
     def scan_residuals(self, flows: Sequence[bool]) -> tuple[LoopResidual, ...]:
-        """Returns the residuals of scans, each with a similar tensor of the body.
+        """Returns the residuals of scans, each with a tensor of the body like it.
 
         Args:
             flows: For every tensor, whether a gradient flows through it.
@@ -632,8 +632,8 @@ class FlatProgram:
         self._close("while", position, produced, carried, results, here)
         place = f" at {here.scope}" if here.scope else ""
         self.notes.append(
-            f"a while loop{place} runs an unknown number of times; its work is counted "
-            "once"
+            f"a while loop{place} runs an unknown number of times; the work of one "
+            "iteration is counted"
         )
         return tuple(results)
 
@@ -653,7 +653,7 @@ class FlatProgram:
             where = f" at {here.scope}" if here.scope else ""
             self.notes.append(
                 f"one of {len(branches)} branches{where} runs in each of {here.trip} "
-                "turns; the work of all is counted, which is the most that can run"
+                "iterations; the work of all branches is counted as an upper bound"
             )
         results = [self._tensor(v.aval) for v in equation.outvars]
         for place, result in enumerate(results):
@@ -696,7 +696,7 @@ class FlatProgram:
         *,
         shift: int = 0,
     ) -> None:
-        """Records that a result has its sources' dimensions, moved by ``shift``."""
+        """Gives a result the dimensions of its sources, moved by ``shift``."""
         kept = [t for t in sources if t is not None]
         shape = self.tensors[result].shape
         factors: list[Factor] = []
@@ -714,10 +714,9 @@ _FULL = "broadcast_in_dim"
 
 
 def _is_constant(equation: Any, operands: Sequence[Value], rule: Behaviour) -> bool:
-    """Returns whether an operation moves, sums or multiplies only scalar literals.
+    """Returns whether all operands are literals, so that one number fills the result.
 
-    Literals are no operands, so the result is filled with one number, as in
-    ``jnp.zeros``. A random key made of a number does not count.
+    ``jnp.zeros`` is an example. A random key made of a number does not count.
     """
     if not operands or any(t is not None for t in operands):
         return False
@@ -732,7 +731,7 @@ def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
         equations: Equations of one jaxpr.
 
     Returns:
-        Dimension and number of parts, by the result of each such slice.
+        Dimension and number of parts, by the variable that each such slice makes.
     """
     values: dict[tuple[Any, int, int], dict[Any, int]] = defaultdict(dict)
     for equation in equations:
@@ -755,7 +754,7 @@ def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
 
 
 def holds_tiles(jaxpr: Any) -> bool:
-    """Returns whether a program or its inner jaxprs have such slices.
+    """Returns whether a program or its inner jaxprs contain slices as in ``tiles``.
 
     Args:
         jaxpr: Open or closed jaxpr.

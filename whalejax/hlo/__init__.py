@@ -1,9 +1,10 @@
 """Reads the work of a compiled program from its HLO text.
 
-``read`` parses the text, ``executions`` multiplies loops out; with these,
-``collectives`` counts what devices send each other and ``product_flops`` what they
-multiply. Text is the only form of a compiled program that every backend gives. Unknown
-constructs are refused by name, because an incomplete count would look like any other.
+``read`` parses the text, and ``executions`` gives the number of executions of every
+instruction in loops. ``collectives`` counts the bytes that devices send to each other,
+and ``product_flops`` the work of products. Text is the only form of a compiled program
+that every backend gives. Unknown constructs are refused by name, as incomplete counts
+would not be noticed.
 """
 
 from whalejax.hlo.hlo_collectives import KINDS, Collectives, Instruction, collectives

@@ -1,6 +1,6 @@
 """Finds the devices of a collective, and their mesh axes.
 
-Programs write the groups in four ways; all are converted to lists of device numbers,
+Programs write the groups in four ways. All are converted to lists of device numbers,
 which count devices in the order of the mesh, last axis fastest.
 """
 
@@ -36,7 +36,8 @@ def groups_of(text: str, num_devices: int) -> Groups:
 
     Args:
         text: Attributes of the collective.
-        num_devices: Number of the program's devices; an empty list of groups means all.
+        num_devices: Number of the program's devices, which form one group if the list
+            of groups is empty.
 
     Raises:
         HloError: The groups have an unknown form.
@@ -64,9 +65,7 @@ def groups_of(text: str, num_devices: int) -> Groups:
         return (tuple(range(num_devices)),) if num_devices > 1 else ()
     if "replica_groups=" in text:
         at = text.index("replica_groups=")
-        raise HloError(
-            f"replica groups in a form that is not known: {text[at : at + 80]}"
-        )
+        raise HloError(f"replica groups in an unknown form: {text[at : at + 80]}")
     return ()
 
 
@@ -81,7 +80,7 @@ def _mesh_groups(axes: str, dims: str | None, order: str | None, over: str) -> G
     if dims:
         ids = ids.reshape(_numbers(dims))
         ids = ids.transpose(_numbers(order)) if order else ids
-    # An axis that is joined in part becomes three: before, joined, and after.
+    # An axis that is joined in part becomes three axes: before, joined, and after.
     shape: list[int] = []
     joined: list[int] = []
     wanted = {m[1]: (m[3], m[4]) for m in _AXIS.finditer(over)}
@@ -115,7 +114,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
     """Returns the mesh axes of groups, outermost first; None if they are no axes.
 
     Args:
-        groups: Device numbers.
+        groups: Groups of device numbers.
         mesh: Mesh axes and sizes, outermost first.
 
     >>> axes_of(((0, 4), (1, 5), (2, 6), (3, 7)), {"data": 2, "tensor": 4})

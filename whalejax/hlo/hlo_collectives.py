@@ -1,7 +1,7 @@
 """The collectives of a compiled program: kind, bytes, executions and mesh axes.
 
-Payloads are in the planner's convention: bytes of the unsharded array on one device,
-that is the result of an all-gather and the operand of a reduce-scatter.
+Payloads follow the planner's convention, the bytes of the unsharded array on one
+device. This is the result of an all-gather, and the operand of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHAIN = re.compile(r'chain_id="(\d+)"')
 """Attribute of fusions that continue one asynchronous collective, in TPU programs."""
 
 _START = 'custom_call_target="AsyncCollectiveStart"'
-"""Marker of the first of these fusions, whose result the others need."""
+"""Marker of the first of these fusions, on whose result the others depend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,10 @@ class Instruction:
         shapes: (dtype, shape) of the results on one device.
         nbytes: Bytes of the results on one device.
         count: Number of executions in one execution of the program.
-        group_size: Number of joined devices; 0 if the text does not have it, and for a
-            collective-permute.
-        groups: Joined devices; for a collective-permute, the (source, target) pairs.
-        name: Name stack of the source operation, if the compiler kept it.
+        group_size: Number of devices in a group; 0 if the text does not have it, and
+            for a collective-permute.
+        groups: Groups of devices; for a collective-permute, (source, target) pairs.
+        name: Name stack of the source operation; empty if the compiler dropped it.
         places: Source lines, innermost first.
         instruction: Name of the instruction in the program, as in profiles.
     """
@@ -63,12 +63,12 @@ class Instruction:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes on one device in the planner's convention: of the unsharded array."""
+        """Bytes of the unsharded array on one device, as the planner counts them."""
         whole = self.kind == "reduce-scatter"
         return self.nbytes * (max(1, self.group_size) if whole else 1)
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-        """Returns the mesh axes that it runs over; None if its groups are no axes.
+        """Returns the mesh axes of the groups; None if the groups are no axes.
 
         Args:
             mesh: Mesh axes and sizes, outermost first.
@@ -109,8 +109,8 @@ def collectives(program: str | Module) -> Collectives:
     """Returns the collectives of a compiled program.
 
     An asynchronous collective counts once: at its start, or in the first of a chain of
-    fusions. It also counts once if a loop continues a collective that began before the
-    loop. Of a conditional, the branch that sends most bytes counts.
+    fusions. It also counts once if it begins before a loop that continues it. Of a
+    conditional, the branch that sends most bytes counts.
 
     Args:
         program: ``compiled.as_text()``, or the result of ``read``.
@@ -146,8 +146,8 @@ def collectives(program: str | Module) -> Collectives:
         result.append((execution.branch, _instruction(module, kind, execution)))
     for number in uncounted.values():
         raise HloError(
-            f"a loop with {number} collectives has no known trip count; "
-            "they cannot be counted"
+            f"a loop with {number} collectives has no known trip count, so "
+            "the collectives cannot be counted"
         )
     sent: Counter[Branch] = Counter()
     for branch, one in result:
@@ -163,7 +163,7 @@ class _Chains:
         self.begun: set[tuple[str, str, str, tuple[int, ...]]] = set()
 
     def begins(self, kind: str, execution: Execution) -> bool:
-        """Whether a collective starts here, and is not part of a counted one."""
+        """Whether a collective starts here, instead of continuing a counted one."""
         chain = _CHAIN.search(execution.line.rest)
         if chain is None:
             return True
@@ -175,7 +175,7 @@ class _Chains:
         )
         if here in self.begun:
             return False
-        # A loop continues what began before it, unless it begins another itself.
+        # A loop that starts no collective itself continues one that began before.
         if not _starts(execution) and self.begun.intersection(around):
             return False
         self.begun.add(here)
@@ -189,7 +189,7 @@ def _starts(execution: Execution) -> bool:
 def _refuse(line: Line) -> None:
     sends = line.opcode in ("send", "recv") and "is_host_transfer=true" not in line.rest
     if sends or line.opcode == "collective-broadcast":
-        raise HloError(f"the {line.opcode} {line.name} sends, and is not counted")
+        raise HloError(f"the {line.opcode} {line.name} sends, and cannot be counted")
 
 
 def _instruction(module: Module, kind: str, execution: Execution) -> Instruction:
@@ -218,9 +218,9 @@ def _instruction(module: Module, kind: str, execution: Execution) -> Instruction
 
 
 def _cut(execution: Execution, kind: str, size: int) -> tuple[Shape, ...] | None:
-    """Returns the shapes left of an all-reduce if a fusion keeps this device's part.
+    """Returns the shapes of an all-reduce after a fusion cut out this device's part.
 
-    TPU programs write a reduce-scatter in this way.
+    TPU programs write a reduce-scatter so. Returns None for other all-reduces.
     """
     fused = execution.computation.name != execution.caller
     if kind != "all-reduce" or not fused or size < 2:
@@ -235,8 +235,8 @@ def _cut(execution: Execution, kind: str, size: int) -> tuple[Shape, ...] | None
 def _result(kind: str, line: Line) -> str:
     """Returns the shape of a collective's result, without operands and context.
 
-    The type of an asynchronous start is a tuple of operands, results and context; only
-    an all-reduce names its results alone.
+    The type of an asynchronous start is a tuple of operands, results and context. An
+    all-reduce is an exception, whose type has results alone.
     """
     if line.opcode == kind or kind == "all-reduce":
         return line.result

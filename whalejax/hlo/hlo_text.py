@@ -1,6 +1,6 @@
 """Parses the text of a compiled program into computations and instructions.
 
-Every line of a computation must be an instruction with a known opcode; anything else is
+Every line of a computation must be an instruction with a known opcode. Other lines are
 refused, so that no later count is incomplete.
 """
 
@@ -79,11 +79,12 @@ class Line:
     """One instruction.
 
     Attributes:
-        name, opcode: Name and opcode of the instruction.
+        name: Name of the instruction.
+        opcode: Opcode of the instruction.
         result: Type of the result, as text.
         operands: Names of the operands, in order.
-        inside: The text between its parentheses.
-        rest: Text after them: attributes, metadata and backend data.
+        inside: Text between the parentheses of the instruction.
+        rest: Text after the parentheses: attributes, metadata and backend data.
         root: Whether its result is that of the computation.
     """
 
@@ -110,7 +111,7 @@ class Line:
         """Returns the name of the computation in an attribute.
 
         Raises:
-            HloError: The attribute names none.
+            HloError: The attribute names no computation.
         """
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
         if match is None:
@@ -168,7 +169,7 @@ class Module:
     def places(self, line: Line) -> tuple[str, ...]:
         """Returns the source lines of an instruction, as ``file:line``.
 
-        Innermost first; empty if the compiler kept none.
+        The innermost line comes first. There are none if the compiler dropped them.
         """
         plain = SOURCE_LINE.search(line.rest)
         if plain is not None:
@@ -188,7 +189,7 @@ class Module:
 
     @property
     def _offset(self) -> int:
-        """Offset of parents: some compilers print them one too high."""
+        """Offset of parent frame numbers, which some compilers print one too high."""
         first = _numbers(self.tables["StackFrames"].get(1, ""))
         return int(first.get("parent_frame_id") == 1)
 
@@ -247,7 +248,7 @@ def read(text: str) -> Module:
             number, _, row = stripped.partition(" ")
             table[int(number)] = row
         else:
-            raise HloError(f"this line of the program text is not known: {raw:.120}")
+            raise HloError(f"a line of the program text is unknown: {raw:.120}")
     return Module(computations, entry, _num_devices(text), tables)
 
 
@@ -262,7 +263,7 @@ def _num_devices(text: str) -> int:
 def _line(raw: str) -> Line:
     match = _INSTRUCTION.match(raw)
     if match is None:
-        raise HloError(f"this line of the program text is not known: {raw:.120}")
+        raise HloError(f"a line of the program text is unknown: {raw:.120}")
     root, name, result, opcode, tail = match.groups()
     if opcode not in _KNOWN:
         raise HloError(f"the opcode {opcode!r} of {name} is not known")
@@ -306,7 +307,7 @@ def shapes_of(text: str) -> tuple[Shape, ...]:
 
 
 def nbytes_of(shapes: tuple[Shape, ...]) -> int:
-    """Returns the bytes of some arrays, without padding; at least 1 for an element.
+    """Returns the bytes of some arrays, without padding; at least 1 for each element.
 
     Raises:
         HloError: An element type is unknown.

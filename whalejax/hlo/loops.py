@@ -1,7 +1,7 @@
-"""Counts the executions of each instruction, with loops multiplied out.
+"""Counts the executions of each instruction, including those in loops.
 
-Some compilers write a loop's trip count. Others, such as TPU's, do not. Then the
-counter is followed through the loop's condition and body: from its start, by its step,
+Some compilers write the trip count of a loop. Others, such as TPU's, do not. Then the
+counter of the loop is followed through condition and body: from its start, by its step,
 to its bound.
 """
 
@@ -39,7 +39,7 @@ class _CarryElement:
 
 
 class _State:
-    """The full state of a loop."""
+    """All carries of a loop, as one value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +50,25 @@ class _Comparison:
 
 
 Branch = tuple[tuple[int, int], ...]
-"""The branches around an instruction, outermost first: number of the conditional,
-unique for each entry, and number of its branch."""
+"""The branches around an instruction, outermost first. Each is the number of the
+conditional, unique for each execution of it, and the number of the branch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """An instruction with its number of executions and its place.
+    """An instruction with the number of its executions, and where it occurs.
 
     Attributes:
         line: The instruction.
         computation: Computation of the instruction.
-        count: Number of executions in one run of the program; 0 if a loop around it has
-            an unknown trip count.
+        count: Number of executions in one run of the program; 0 if a loop around the
+            instruction has an unknown trip count.
         caller: Innermost enclosing computation that is no fusion.
-        visits: Unique number of each enclosing computation's entry, outermost first.
-        loop: Outermost loop around it with an unknown trip count, or empty.
-        branch: Enclosing branches of conditionals.
+        visits: A number for each enclosing computation, outermost first, unique for
+            each place from which it is called.
+        loop: Outermost loop around the instruction with an unknown trip count; empty
+            without one.
+        branch: Branches of conditionals around the instruction.
     """
 
     line: Line
@@ -81,7 +83,7 @@ class Execution:
 def executions(module: Module) -> Iterator[Execution]:
     """Yields every instruction that the entry computation reaches, with its executions.
 
-    All branches of a conditional are included, although only one runs; see
+    All branches of a conditional are included, although one runs; see
     ``largest_branches``. Scalar computations of reductions, sorts and scatters are
     omitted.
 
@@ -93,10 +95,10 @@ def executions(module: Module) -> Iterator[Execution]:
 
 
 def largest_branches(work: Mapping[Branch, float]) -> set[Branch]:
-    """Returns each conditional's branch with most work, an upper bound of any run.
+    """Returns the branch of each conditional with most work, an upper bound of any run.
 
     Args:
-        work: Work directly in each branch, in any unit.
+        work: Work of each branch without its inner branches, in any unit.
 
     Returns:
         Branches that count, with ``()`` for instructions outside branches.
@@ -123,7 +125,7 @@ def largest_branches(work: Mapping[Branch, float]) -> set[Branch]:
 
 
 _Caller = tuple[str, tuple[int, ...]]
-"""Innermost computation that is no fusion, and the visits down to it."""
+"""Innermost computation that is no fusion, and the visits around it."""
 
 
 class _Visits:
@@ -247,7 +249,7 @@ def _solved(
     elif direction not in ("LT", "GT", "NE"):
         return None
     if direction in ("LT", "LE") and step < 0 or direction in ("GT", "GE") and step > 0:
-        return None  # infinite, or never entered
+        return None  # The loop is infinite, or never runs.
     if direction == "NE" and (distance % step or distance * step < 0):
         return None
     return max(0, -(-distance // step))
@@ -262,7 +264,7 @@ def _plus(value: Any, number: int) -> Any:
 
 
 class _Values:
-    """Follows integers and carried values through a computation; others are None."""
+    """Follows integers and carries through a computation; other values are None."""
 
     def __init__(
         self, module: Module, computation: Computation, arguments: Sequence[Any] = ()

@@ -1,9 +1,9 @@
 """Floating-point operations of the products in a compiled program.
 
-Products are ``dot`` on some backends, convolutions on TPU and library calls on GPU. On
-TPU batch dimensions become spatial ones, with a window that meets each input once. A
-multiplication with its addition counts as two; products with padding or with the holes
-of a dilated input are not counted.
+Products are ``dot`` on some backends, convolutions on TPU, and library calls on GPU. On
+TPU, batch dimensions become spatial dimensions, with a window that meets each input
+once. A multiplication with its addition counts as two operations. Products with padding
+or with the holes of a dilated input do not count.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _GROUPS = re.compile(r"batch_group_count=(\d+)")
 _CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")
 
 _PRODUCTS = re.compile(r"^__cublas\$(?:gemm|lt\$matmul)|^__triton_nested_gemm_fusion")
-"""Library calls that are one product, described in their backend configuration."""
+"""Library calls that are one product each; their backend configuration describes it."""
 
 _RAGGED = re.compile(r'ragged_dot_tiling="')
-"""Attribute of a TPU's product of rows by group, whose last operands are the
-factors.
+"""Attribute of a TPU's product of rows grouped by matrix, whose last operands are the
+two factors.
 """
 
 _RAGGED_PLACES = re.compile(r"ragged-dot-metadata")
-"""Calls that number the tiles of such a product."""
+"""Calls that number the tiles of such a grouped product."""
 
 _CUDNN = re.compile(
     r"^__cudnn\$conv(Forward|BiasActivationForward|BackwardInput|BackwardFilter)$"
 )
-"""Library calls that are one convolution or a gradient of one, with the dimensions and
-windows of the convolution itself."""
+"""Library calls that are one convolution, or one gradient of a convolution. They have
+the dimensions and windows of the convolution itself."""
 
 _NO_PRODUCT = re.compile(
     r"^(?:AllocateBuffer|Assume\w+|AsyncCollective(?:Start|Done)|ConcatBitcast"
@@ -52,13 +52,13 @@ _NO_PRODUCT = re.compile(
     r"|__cub\$\w+|cu_threefry\w+|cuda_threefry\w+|RngBitGenerator|SliceToDynamic"
     r"|PadToStatic|ResultScale\w*|xla\.\w+|__xla_gpu\$\w+|BlockwiseQuantize)$"
 )
-"""Calls that multiply no matrices and send nothing."""
+"""Calls that compute no matrix products and send nothing."""
 
 
 def product_flops(module: Module) -> int:
-    """Returns the FLOPs of all products on one device, with loops multiplied out.
+    """Returns the FLOPs of all products on one device, including those in loops.
 
-    Of a conditional, the branch with most of them counts.
+    Of a conditional, the branch with most FLOPs counts.
 
     Args:
         module: Module from ``read``.
@@ -83,8 +83,8 @@ def product_flops(module: Module) -> int:
         flops = _flops(execution)
         if flops and execution.loop:
             raise HloError(
-                f"the loop {execution.loop} holds products and its trip count is not "
-                "known; they cannot be counted"
+                f"the loop {execution.loop} contains products, but its trip count is "
+                "unknown, so they cannot be counted"
             )
         total[execution.branch] += flops * execution.count
     return sum(total[branch] for branch in largest_branches(total))
@@ -141,8 +141,8 @@ def _call(execution: Execution) -> int:
         rows = execution.computation.lines[line.operands[-2]]
         return 2 * _elements(line.shapes[0]) * rows.shapes[0][1][-1]
     raise HloError(
-        f"the custom call {target!r} ({line.op_name or line.name}) is not known: it "
-        "may multiply, or send, what cannot be seen"
+        f"the custom call {target!r} ({line.op_name or line.name}) is unknown: its "
+        "products and transfers cannot be counted"
     )
 
 
@@ -174,7 +174,6 @@ def _convolution(execution: Execution) -> int:
 
 
 def _library_convolution(execution: Execution, what: str) -> int:
-    """Returns the FLOPs of a convolution; a gradient of one takes as many."""
     made = execution.line.shapes[0][1]
     first, second = (_operand(execution, index)[1] for index in (0, 1))
     inputs, kernel, result = {
@@ -232,7 +231,7 @@ def _windows(
 def _meetings(
     size: int, out: int, window: int, stride: int, pad: int, dilate: int, spread: int
 ) -> int:
-    """Returns the number of (output, kernel) positions that meet an input."""
+    """Returns the number of (output, kernel) positions that read an input element."""
     starts = np.arange(out, dtype=np.int64) * stride - pad
     count = 0
     for k in range(window):

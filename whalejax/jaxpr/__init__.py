@@ -1,1 +1,1 @@
-"""Traced programs: divided into steps, spliced, and rebuilt around other bodies."""
+"""Traced programs: divided into steps, spliced, and rebuilt with other bodies."""

@@ -1,8 +1,8 @@
 """Runs some equations of a program on fewer rows than traced.
 
-Some equations treat each row of a batch separately, or sort rows and restore their
-order. For some of the samples alone, they give the same results as among all. The
-program runs equation by equation; only parameters that contain a shape are changed.
+The equations treat each row of a batch separately, or sort rows and restore their
+order. So the results for some samples do not depend on the other samples. The program
+runs equation by equation, and only parameters that contain a shape are changed.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _ruled(
 
 
 def takes_fewer(equation: Any) -> bool:
-    """Whether an equation can run on fewer rows at all."""
+    """Returns whether an equation can run on fewer rows."""
     kind = _compat.recursion(equation)
     if kind == "opaque":
         floats = all(_compat.is_inexact(v.aval.dtype) for v in equation.invars)
@@ -195,12 +195,12 @@ def infer_rows(jaxpr: Any, given: RowDims, rows: BatchRows) -> BatchRows:
     """Infers the row dimensions of a program that treats each row separately.
 
     Args:
-        jaxpr: Program to infer them for.
+        jaxpr: Program whose row dimensions are inferred.
         given: Row dimension of each input; None for an input without rows.
         rows: Row dimensions of the program around it.
 
     Raises:
-        ValueError: They are unknown; see ``add_inferred_rows``.
+        ValueError: Row dimensions are unknown; see ``add_inferred_rows``.
     """
     results: dict[Position, RowDims] = {}
     outputs = add_inferred_rows(jaxpr, given, rows.sizes, (), results)
@@ -216,12 +216,12 @@ def add_inferred_rows(
 ) -> RowDims:
     """Infers the row dimensions of a program and of all programs that it calls.
 
-    If no operand has rows, neither has the result. All other values, also those without
-    operands, have them in the first dimension whose length is a number of rows. If that
-    is wrong, shapes disagree when the program runs on fewer rows.
+    A result has no rows if it has operands and none of them has rows. Any other value
+    has its rows in the first dimension whose length is a possible number of rows. If
+    that is wrong, shapes disagree when the program runs on fewer rows.
 
     Args:
-        jaxpr: Program to infer them for.
+        jaxpr: Program whose row dimensions are inferred.
         given: Row dimension of each input; None for an input without rows.
         sizes: Possible numbers of rows.
         at: Position of the program.
@@ -231,9 +231,9 @@ def add_inferred_rows(
         Row dimension of each output.
 
     Raises:
-        ValueError: Rows disappear, or a value without operands and of that length is
-            used as more than one value per row. Then it may have no rows, such as a sum
-            over a constant.
+        ValueError: Rows disappear. Or a value without operands is used otherwise than
+            as one value per row, so it may have no rows, as a constant array that is
+            summed.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
     known: dict[Any, int | None] = dict(zip(body.invars, given, strict=True))
@@ -263,7 +263,6 @@ def add_inferred_rows(
 
 
 def _keeps_elements(equation: Any, operand: Any) -> bool:
-    """Whether results have an operand's elements, separately or repeated."""
     if equation.primitive.name == "broadcast_in_dim":
         return True
     return all(v.aval.shape == operand.aval.shape for v in equation.outvars)
@@ -277,14 +276,15 @@ def _dims(variables: Sequence[Any], sizes: frozenset[int]) -> RowDims:
 
 
 def carried_over(rows: BatchRows, before: Any, after: Any) -> BatchRows | None:
-    """Returns the positions of rows in a program traced again with more casts.
+    """Returns the positions of rows in a program that was traced again with more casts.
 
     Args:
         rows: Positions of the rows in the earlier program.
-        before, after: Program in both traces.
+        before: Program before the new trace.
+        after: Program after the new trace.
 
     Returns:
-        Positions; None if more than casts was added.
+        Positions in ``after``; None if more than casts was added.
     """
     inputs = _compat.open_jaxpr(after)[0].invars
     known = dict(zip(inputs, rows.inputs, strict=True))

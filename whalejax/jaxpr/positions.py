@@ -8,7 +8,8 @@ from whalejax import _compat
 
 
 Position = tuple[int, ...]
-"""Indices of an equation, of a program inside it, of an equation in that, and so on."""
+"""Indices of an equation, of a program inside it, of an equation in that program, and
+so on."""
 
 
 def program_at(program: Any, position: Position) -> Any:

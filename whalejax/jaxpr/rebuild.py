@@ -1,7 +1,8 @@
-"""Loops, branches and checkpointed regions of a traced program, around other bodies.
+"""Rebuilds loops, branches and checkpointed regions of a traced program.
 
-Code that runs a jaxpr equation by equation and changes something inside has to rebuild
-these: the lowering, to constrain layouts, and the division of fused dimensions.
+Code that runs a jaxpr equation by equation, with changes, has to rebuild them around
+the changed bodies. The lowering does so to constrain layouts, and ``split_dims`` to
+divide fused dimensions.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ class EquationReplacement:
     """Replacement of some equations of a program.
 
     Attributes:
-        inputs, outputs: Variables of the program.
+        inputs: Variables of the program that it reads.
+        outputs: Variables of the program that it computes.
         function: Function from values of the inputs to values of the outputs.
-        equation: Equation whose scopes it runs in; None if it opens them itself.
+        equation: Equation in whose scopes the function runs; None if the function opens
+            its scopes itself.
     """
 
     inputs: tuple[Any, ...]
@@ -48,15 +51,16 @@ def run(
     items: Sequence[Any] | None = None,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Runs a program, every equation in the scopes of its trace.
+    """Runs a program, with every equation in its traced scopes.
 
     Args:
         jaxpr: Open or closed jaxpr.
         values: Inputs of the program.
         each: Function that runs one equation.
-        items: Equations and ``EquationReplacement``s, in order, that run in place of
-            all equations.
-        constant: Function that replaces an array constant of the program.
+        items: Equations and ``EquationReplacement``s that run in place of all
+            equations, in order; default: all equations.
+        constant: Function that replaces an array constant of the program; by default
+            constants stay.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(
@@ -84,12 +88,12 @@ def run(
 def compute(
     equations: Sequence[Any], known: Mapping[Any, Any], wanted: Sequence[Any]
 ) -> list[Any]:
-    """Computes some variables by equations outside the scopes of their program.
+    """Computes some variables, outside the scopes of their program.
 
     Args:
         equations: Equations in a possible order of execution.
-        known: Values of the variables that they read and do not make.
-        wanted: Variables that they make, or that are known.
+        known: Values of the variables that the equations read and do not make.
+        wanted: Variables to return; equations make them, or they are known.
     """
     env = dict(known)
     for equation in equations:
@@ -98,13 +102,17 @@ def compute(
 
 
 def results_of(equation: Any, known: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Computes an equation's results, by variable, from known operands."""
+    """Computes an equation's results from known operands.
+
+    Returns:
+        Values of the results, by variable.
+    """
     operands = [a.val if _compat.is_literal(a) else known[a] for a in equation.invars]
     return dict(zip(equation.outvars, _compat.bind(equation, operands), strict=True))
 
 
 def arranged(jaxpr: Any, calls: Sequence[EquationReplacement]) -> list[Any]:
-    """Returns some calls and the remaining equations that a program needs, in order.
+    """Returns some calls, and the other equations that a program needs, in order.
 
     Args:
         jaxpr: Open jaxpr.
@@ -114,7 +122,7 @@ def arranged(jaxpr: Any, calls: Sequence[EquationReplacement]) -> list[Any]:
         Equations and calls in a possible order of execution.
 
     Raises:
-        ValueError: No order exists, since calls need each other's results.
+        ValueError: There is no such order, as calls need each other's results.
     """
     made_by = {v: e for e in jaxpr.eqns for v in e.outvars}
     made_by.update((v, call) for call in calls for v in call.outputs)
@@ -202,6 +210,7 @@ def scan(
         values: Operands: constants, carries, stacks.
         body: One iteration, from constants, carries and slices to carries and slices.
         length: Number of iterations, if the stacks are shorter than traced.
+        length: Number of iterations; default: the traced one.
     """
     parts = _compat.scan_parts(equation)
     first, second = parts.num_consts, parts.num_consts + parts.num_carries
@@ -223,11 +232,11 @@ def scan(
 
 
 def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
-    """Rebuilds a conditional.
+    """Rebuilds a conditional, with a barrier around its inputs and outputs.
 
-    A barrier holds its inputs and outputs: a layout may be constrained inside, and the
-    compiler accepts no branches whose results, forward or backward, have different
-    layouts.
+    A layout may be constrained inside a branch. The compiler refuses branches whose
+    results have different layouts, in the forward or backward pass. The barrier keeps
+    these layouts inside.
 
     Args:
         values: Operands; the first is the index of the branch.
@@ -248,8 +257,8 @@ def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
 def _with_barrier(*values: Any) -> tuple[Any, ...]:
     """Puts values behind a barrier, forward and backward.
 
-    JAX's own barrier makes tangents for all values. This one makes none for values
-    without one, so a function called in a branch may close over them.
+    JAX's own barrier makes a tangent for every value. This barrier makes none for
+    values without a tangent, so a function called in a branch may close over them.
     """
     barrier: tuple[Any, ...] = jax.lax.optimization_barrier(values)
     return barrier

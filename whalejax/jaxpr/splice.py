@@ -1,8 +1,8 @@
 """A program assembled from the equations of another, without a new trace.
 
-Running a traced program equation by equation, only to trace it again, takes about as
-long as the first trace. Here equations are reused unchanged, and only changed
-computations are traced and inserted.
+Running a program equation by equation to trace it again takes about as long as the
+first trace. Here unchanged equations are reused, and changed computations alone are
+traced and inserted.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from whalejax.jaxpr.rebuild import EquationReplacement
 
 
 Scope = _compat.Scope | None
-"""Scopes of the calls around an equation; None outside all calls."""
+"""Name stacks of the calls around an equation; None outside all calls."""
 
 
 Each = Callable[[Any, Scope], None]
-"""Function that puts one equation of a program, or its replacement, into a splice."""
+"""Function that inserts an equation of a program, or its replacement, into a splice."""
 
 
 Constant = Callable[[Any], Callable[[], Any] | None]
-"""Function from an array constant to a function that makes its replacement; to None if
-it stays.
+"""Function from an array constant to a function that makes its replacement, or to None
+if the constant stays.
 """
 
 
@@ -34,14 +34,15 @@ def _itself(value: Any) -> None:
 
 
 class Splice:
-    """A program under construction.
+    """A program that is being assembled.
 
     Args:
-        jaxpr: Open or closed program with the inputs and results of the new one.
-        constant: Function that replaces an array constant of a program.
+        jaxpr: Open or closed program with the same inputs and results.
+        constant: Function that replaces an array constant of the program; by default
+            constants stay.
 
     Attributes:
-        equations: Equations so far.
+        equations: Equations that were inserted.
     """
 
     def __init__(self, jaxpr: Any, constant: Constant = _itself) -> None:
@@ -55,7 +56,7 @@ class Splice:
         self._hold(jaxpr)
 
     def program(self) -> Any:
-        """Returns the program, with the arrays that it reads, in order of first use."""
+        """Returns the program; the arrays that it reads are in order of first use."""
         body, _ = _compat.open_jaxpr(self._jaxpr)
         results = [self._read(atom) for atom in body.outvars]
         held: dict[Any, Any] = {}
@@ -71,7 +72,7 @@ class Splice:
         Args:
             items: Equations and replacements, each after those whose results it reads.
             each: Function that inserts an equation.
-            scope: Scopes of the calls around them.
+            scope: Name stacks of the calls around the items; default: none.
         """
         for item in items:
             if isinstance(item, EquationReplacement):
@@ -95,7 +96,7 @@ class Splice:
             self._keep_literals(equation, operands, scope)
             return
         if scope is not None:
-            # A program that is called several times gets new variables each time.
+            # Each call of a program makes its own variables.
             fresh = [_compat.variable_like(v) for v in equation.outvars]
             self._atoms.update(zip(equation.outvars, fresh, strict=True))
             moved = _compat.moved_equation(equation, operands, fresh, scope)
@@ -108,7 +109,7 @@ class Splice:
     def _keep_literals(
         self, equation: Any, operands: Sequence[Any], scope: Scope
     ) -> None:
-        """Inserts an equation that reads only a call's literals, which JAX may fold."""
+        """Inserts an equation that reads a call's literals only, which JAX may fold."""
         given = tuple(map(_compat.literal_key, operands))
         if (equation, given) not in self._folded:
 
@@ -121,11 +122,11 @@ class Splice:
 
     @contextlib.contextmanager
     def call(self, equation: Any, scope: Scope = None) -> Iterator[Scope]:
-        """Enters a call, whose equations are inserted meanwhile; yields their scope.
+        """Enters a call, whose equations are then inserted; yields their scope.
 
         Args:
             equation: Call to enter.
-            scope: Scopes of the calls around the call.
+            scope: Name stacks of the calls around the call; default: none.
         """
         (inner,) = _compat.inner_jaxprs(equation)
         operands = [self._read(atom) for atom in equation.invars]
@@ -148,10 +149,10 @@ class Splice:
 
         Args:
             function: Function from values of the inputs to values of the outputs.
-            inputs: Atoms of the programs that are inserted.
-            outputs: Variables that it replaces.
-            equation: Equation in whose scopes it runs, or None.
-            scope: Scopes of the calls around it.
+            inputs: Variables and literals that the function reads.
+            outputs: Variables that the function computes.
+            equation: Equation in whose scopes the function runs, or None.
+            scope: Name stacks of the calls around it; default: none.
         """
         avals = [self._read(atom).aval for atom in inputs]
         traced = _compat.trace_within(equation, function, avals)
@@ -202,12 +203,13 @@ def spliced(
 
     Args:
         jaxpr: Original program.
-        change: Function from an equation to ``"inline"`` for a call whose equations
-            replace it, a function that computes its results from its operands, or None
-            if it stays.
-        items: Equations and ``EquationReplacement``s, in order, in place of all
-            equations.
-        constant: Function that replaces an array constant of the program.
+        change: Function from an equation to what takes its place: ``"inline"`` for the
+            equations of a call, a function from its operands to its results, or None
+            for the equation itself.
+        items: Equations and ``EquationReplacement``s that take the place of all
+            equations, in order; default: all equations.
+        constant: Function that replaces an array constant of the program; by default
+            constants stay.
     """
     splice = Splice(jaxpr, constant)
 

@@ -1,9 +1,9 @@
-"""Traced programs as one list of steps; any part of it can run.
+"""Traced programs as one list of steps, any part of which can run.
 
 A pipeline runs a model, its backward pass and its optimizer in pieces, at different
-times and on different devices. A piece is the computation of some values from others;
-this module finds it and runs it. Calls are inlined, so that the list is as fine as
-possible. Only a call with a custom rule stays one step.
+times and on different devices. A piece computes some values from others. This module
+finds the steps of a piece and runs them. Calls are inlined, so that the list is as fine
+as possible. Only a call with a custom rule stays one step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FixedValue:
 
 
 Operand = int | FixedValue
-"""A value by number, or a constant of the program."""
+"""Number of a value, or a constant of the program."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Numbers of the values that it reads."""
+        """Numbers of the values that the step reads."""
         return tuple(x for x in self.reads if not isinstance(x, FixedValue))
 
 
@@ -117,11 +117,11 @@ class Steps:
         Args:
             wanted: Operands to compute.
             given: Numbers of the available values.
-            also: Steps that always run.
+            also: Steps that always run; default: none.
 
         Returns:
-            Steps in order, and the given values and inputs that they and the wanted
-            operands read.
+            The steps in order. Then the given values and inputs that the steps, or the
+            wanted operands themselves, read.
         """
         open_ = {x for x in wanted if not isinstance(x, FixedValue)}
         chosen, read = [], set[int]()
@@ -167,13 +167,14 @@ class Steps:
     ) -> list[int]:
         """Returns the values that one part of a program must save for another.
 
-        Results of cheap operations are recomputed if that reduces the saved bytes, as
-        compilers do if both parts are one program.
+        Results of cheap operations are recomputed if that reduces the saved bytes.
+        Compilers do the same inside one program.
 
         Args:
             wanted: Operands that the other part computes.
-            later: Values that only the other part can make, or receives.
-            given: Numbers of the inputs of both, whose own sources may be gone.
+            later: Values that only the other part can compute or receive.
+            given: Numbers of the inputs of both parts; they are not recomputed.
+                Default: none.
         """
         inputs = {*self.inputs}
         _, read = self.needed(wanted, self.avals.keys() - set(later))
@@ -207,7 +208,6 @@ class Steps:
         return frozenset(behind)
 
     def _cheap(self, step: Step, number: int) -> bool:
-        """Whether a step is cheap and has no operand larger than its result."""
         cheap = step.equation.primitive.name in AGAIN
         size = math.prod(self.avals[number].shape)
         return cheap and all(
@@ -224,9 +224,9 @@ class Steps:
 
 AGAIN = CHEAP | {
     *("reshape", "squeeze", "expand_dims", "transpose", "name"),
-    *("div", "exp"),  # Of a softmax, the product's result is saved.
+    *("div", "exp"),  # The result of the product before a softmax is saved.
 }
-"""Operations that are recomputed instead of saving their results."""
+"""Operations whose results are recomputed instead of saved."""
 
 
 def _group_by_shared_sources(behind: Mapping[int, frozenset[int]]) -> list[list[int]]:

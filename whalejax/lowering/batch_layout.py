@@ -47,11 +47,11 @@ class BatchLayout:
         """Returns the flat leaves of a batch on their devices.
 
         Args:
-            batch: Global batch; with several processes this process's part of it, or
+            batch: Global batch. With several processes, the part of this process, or
                 global arrays.
 
         Raises:
-            PlanError: The structure, a shape or a dtype differs; lists all.
+            PlanError: The structure, a shape or a dtype differs. The message lists all.
         """
         problems = Problems()
         placed = []
@@ -60,7 +60,7 @@ class BatchLayout:
         ):
             shapes = [planned.shape]
             if _is_part(leaf, sharding):
-                # Leaves on devices of other processes only are not checked.
+                # Leaves that are on devices of other processes alone are not checked.
                 here = is_here(sharding)
                 shapes.append(
                     part_shape(sharding, planned.shape) if here else np.shape(leaf)
@@ -74,14 +74,14 @@ class BatchLayout:
         return placed
 
     def check(self, batch: Any, step: int) -> list[Any]:
-        """Returns the flat leaves of a job's global batch, which stay where they are.
+        """Returns the flat leaves of a job's global batch, without placing them.
 
         Args:
             batch: Complete global batch.
             step: Number of the step, from 0.
 
         Raises:
-            PlanError: The structure, a shape or a dtype differs; lists all.
+            PlanError: The structure, a shape or a dtype differs. The message lists all.
         """
         leaves, problems = self.flat(batch), Problems()
         remedy = "Let the job's batch function give as many samples in every step"
@@ -94,11 +94,10 @@ class BatchLayout:
         return leaves
 
     def flat(self, batch: Any) -> list[Any]:
-        """Returns the leaves of a batch.
+        """Returns the leaves of a batch, in which lists and tuples are equivalent.
 
         Raises:
-            PlanError: The leaves differ from the plan's; lists and tuples are
-                equivalent.
+            PlanError: The leaves differ from the plan's.
         """
         leaves, structure = jax.tree.flatten(batch)
         self._check_arrays(batch, leaves)
@@ -136,13 +135,13 @@ class BatchLayout:
         *,
         remedy: str = "Plan again for this batch",
     ) -> str:
-        """Returns the problem of a leaf, or an empty string.
+        """Returns the text of a leaf's problem; empty if there is none.
 
         Args:
             leaf: Leaf of the batch that the user gave.
             planned: Leaf as the plan describes it.
             shapes: Shapes that the leaf may have.
-            remedy: Last sentence on a wrong shape in a single process.
+            remedy: Advice for a wrong shape if there is one process.
         """
         name = f"batch{planned.path}"
         if isinstance(leaf, jax.Array) and not _compat.is_concrete(leaf):
@@ -176,7 +175,6 @@ class BatchLayout:
 
 
 def _is_part(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether the leaf may be this process's part of a global array."""
     shared = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     return not (shared or sharding.is_fully_addressable or is_key(leaf))
 
@@ -196,7 +194,6 @@ def part_shape(sharding: NamedSharding, shape: Sequence[int]) -> tuple[int, ...]
 
 
 def _harmless(given: str, planned: str) -> bool:
-    """Whether a conversion widens, or is JAX's default from 64 to 32 bits."""
     if "key" in given or "key" in planned:
         return False
     a, b = jnp.dtype(given), jnp.dtype(planned)

@@ -1,7 +1,7 @@
 """Converts the global batch to its record in a plan, and back.
 
-A plan is made from a batch but is compiled without it. It stores the shape and dtype of
-every leaf, and the containers.
+A plan is made from a batch, but compiled without one. So it stores the shape and dtype
+of every leaf, and the containers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def batch_tree(batch: Any) -> str:
     """Returns the containers of a batch as JSON text.
 
     Args:
-        batch: Pytree; dictionaries, lists, tuples and None can be restored.
+        batch: Pytree of dictionaries, lists, tuples and None. Other containers are
+            named, but cannot be restored.
 
     >>> batch_tree({"x": 0, "mask": None})
     '{"dict": [["mask", null], ["x", "leaf"]]}'
@@ -59,7 +60,7 @@ def _described(node: Any) -> Any:
     if node is None:
         return None
     if type(node) is dict and all(type(key) in (str, int) for key in node):
-        # In JAX's flattening order.
+        # Items are in JAX's flattening order.
         return {"dict": [[key, _described(node[key])] for key in sorted(node)]}
     if type(node) in (list, tuple):
         return {type(node).__name__: [_described(item) for item in node]}
@@ -70,18 +71,19 @@ def batch_of(plan: Plan) -> Any:
     """Returns the abstract global batch of a plan, with its containers.
 
     Raises:
-        PlanError: The batch had containers of other types (give it to ``wh.compile``),
-            or random keys of another algorithm than JAX's default here.
+        PlanError: The batch had containers that a plan cannot restore, or random keys
+            of another algorithm than JAX's default in this process.
     """
     leaves = (jax.ShapeDtypeStruct(x.shape, dtype_of(x.dtype)) for x in plan.batch)
     return _rebuilt(json.loads(plan.batch_tree or "{}"), leaves)
 
 
 def dtype_of(text: str) -> Any:
-    """Returns the dtype of a plan's text.
+    """Returns the dtype that a plan names.
 
     Raises:
-        PlanError: Random keys have another algorithm than JAX's default here.
+        PlanError: Random keys have another algorithm than JAX's default in this
+        process.
     """
     if not text.startswith("key<"):
         return jnp.dtype(text)
@@ -89,7 +91,7 @@ def dtype_of(text: str) -> Any:
     if str(here) != text:
         raise PlanError(
             f"the batch of this plan holds random keys of type {text}; JAX makes "
-            f"{here} here. Set jax_default_prng_impl as it was when planning"
+            f"{here} here. Set jax_default_prng_impl to its value during planning"
         )
     return here
 

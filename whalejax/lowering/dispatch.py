@@ -1,6 +1,6 @@
-"""Chooses the executor of a plan for one step's gradients and one batch's losses.
+"""Computes gradients of a step and losses of a batch with the executor of the plan.
 
-The train step uses only this module, so it does not depend on a plan's executor.
+The train step calls this module alone, so it does not depend on executors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ def gradients_of(
 
     Args:
         program: Loss, optimizer and plan to run.
-        params, rest, batch, rng, step, scale: Arguments of
-            ``spmd_executor.gradients_of``, unchanged.
+        params: Flat trained parameters.
+        rest: Non-trainable state.
+        batch: Flat leaves of the global batch.
+        rng: Random key of the run, or None.
+        step: Number of finished steps.
+        scale: Scale of float16 losses, or None.
     """
     if program.plan.combine != "mean":
         return per_rank.gradients_of(program, params, rest, batch, rng, step, scale)
@@ -54,8 +58,12 @@ def losses_of(
     """Returns the summed losses of the global batch, without gradients.
 
     Args:
-        program, params, rest, batch, rng, step: Arguments of
-            ``spmd_executor.losses_of``, unchanged.
+        program: Loss, optimizer and plan to run.
+        params: Flat trained parameters.
+        rest: Non-trainable state.
+        batch: Flat leaves of the global batch.
+        rng: Random key of the run, or None.
+        step: Number of finished steps.
     """
     if program.plan.combine != "mean":
         return per_rank.losses_of(program, params, rest, batch, rng, step)

@@ -1,7 +1,7 @@
-"""Arrays on the devices of one stage, or of all, in one process or several.
+"""Arrays on the devices of one stage, or of all stages, with one or more processes.
 
-If an array is only on devices of other processes, it is None in this process, or an
-array without shards.
+An array on devices of other processes alone is None in this process, or an array
+without shards.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
 
 
 def is_here(sharding: NamedSharding) -> bool:
-    """Whether this process has some of the devices."""
+    """Returns whether some devices of a sharding belong to this process."""
     return bool(sharding.addressable_devices)
 
 
 def put_global(value: Any, sharding: NamedSharding) -> Any:
-    """Puts a value on devices, some of which may be other processes'.
+    """Puts a value on devices, some of which may belong to other processes.
 
     Args:
         value: Full value, equal in all processes.
@@ -62,7 +62,7 @@ def put_global(value: Any, sharding: NamedSharding) -> Any:
 
 
 def aval_with_sharding(aval: Any, sharding: NamedSharding) -> Any:
-    """Returns the abstract array with a sharding."""
+    """Returns an abstract array with a sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
@@ -70,8 +70,8 @@ def results_of(lowered: Any, compiled: Any) -> Any:
     """Returns the abstract results of a compiled program, with their shardings.
 
     Args:
-        lowered: Lowered program.
-        compiled: Compiled program, which has chosen the shardings.
+        lowered: Lowered program, with the shapes of the results.
+        compiled: Compiled program, with their shardings.
     """
     return jax.tree.map(aval_with_sharding, lowered.out_info, compiled.output_shardings)
 
@@ -91,7 +91,7 @@ class StageBroadcast:
 
     Attributes:
         mesh: Mesh of all devices, by stage.
-        whole: Sharding of the results, which replicates over all devices.
+        whole: Sharding of the results: replicated over all devices.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StageBroadcast:
         """Prepares the broadcast of arrays from their stages.
 
         Args:
-            wholes: Sharding of each stage that replicates over all its devices.
+            wholes: For each stage, the sharding that replicates over all its devices.
             stages: Stage of each array.
             avals: Abstract arrays.
         """
@@ -116,7 +116,7 @@ class StageBroadcast:
         """Returns the arrays on all devices.
 
         Args:
-            arrays: Arrays of this process, or None for those that it does not have.
+            arrays: Arrays that are in this process, None for others.
         """
         if not arrays or self.whole.is_fully_addressable:
             copied: list[Any] = jax.device_put(list(arrays), [self.whole] * len(arrays))
@@ -127,7 +127,6 @@ class StageBroadcast:
         return told
 
     def _build(self) -> Callable[..., list[Any]]:
-        """Returns a program that gathers one row per stage, and selects the owner's."""
         stages, avals = self._stages, self._avals
         raw = [jax.eval_shape(unwrapped, a) for a in avals]
         by_stage = NamedSharding(self.mesh, PartitionSpec(STAGE))
@@ -181,7 +180,7 @@ class StageBroadcast:
 
 
 class StageMetrics:
-    """Metrics of one stage, which all processes can read."""
+    """Metrics of one stage, copied to all devices for all processes to read."""
 
     def __init__(
         self, avals: Any, whole: Sequence[NamedSharding], stage: int = -1
@@ -190,8 +189,8 @@ class StageMetrics:
 
         Args:
             avals: Abstract metrics.
-            whole: Sharding of each stage that replicates over all its devices.
-            stage: Stage of the values; default: the last one.
+            whole: For each stage, the sharding that replicates over all its devices.
+            stage: Stage of the metrics; default: the last one.
         """
         leaves, self._tree = jax.tree.flatten(avals)
         self._alone = all(sharding.is_fully_addressable for sharding in whole)
@@ -206,11 +205,11 @@ class StageMetrics:
 
 
 def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
-    """Runs a program; if it spans processes on CPUs, with no other one in flight.
+    """Runs a program, and waits for it if its mesh spans several processes on CPUs.
 
-    On CPUs a program blocks threads while it waits for other processes. A second
-    program could need these threads, and both would wait for ever. So on CPUs this
-    waits for the arguments and for the results.
+    On CPUs, a program blocks threads while it waits for other processes. A second
+    program could need these threads, and both would wait for ever. So the arguments are
+    awaited before such a program starts, and then its results.
 
     Args:
         program: Function from arrays to arrays.
@@ -229,7 +228,7 @@ def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
 def settle() -> None:
     """Waits for all work of this process, if several processes run on CPUs.
 
-    Otherwise the next program could deadlock with it; see ``run_alone``.
+    Unfinished work and the next program could wait for each other; see ``run_alone``.
     """
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         jax.block_until_ready(jax.live_arrays())
@@ -238,12 +237,16 @@ def settle() -> None:
 def seen_on(
     array: Any, whole: NamedSharding, shape: tuple[int, ...] | None = None
 ) -> Any:
-    """Returns a global array as an array of one stage; None if the stage is not here.
+    """Returns the part of a global array that is on one stage.
 
     Args:
         array: Array on all devices.
         whole: Sharding over all devices of the stage.
-        shape: Shape of the stage's array, if that is a slice of the global array.
+        shape: Shape of the result if it is a slice of the global array; default: that
+            of the global array.
+
+    Returns:
+        The array of the stage; None if this process has no devices of the stage.
     """
     if not is_here(whole):
         return None
@@ -261,9 +264,10 @@ def assemble_global(
     """Returns one array on all devices, from arrays of the stages.
 
     Args:
-        copies: Arrays of the stages that have devices here.
+        copies: Arrays of the stages with devices in this process.
         whole: Sharding over all devices.
-        shape: Shape of the global array, if the copies are slices.
+        shape: Shape of the global array if the copies are slices of it; default: the
+            shape of the copies.
     """
     first = copies[0]
     if is_key(first):
@@ -333,15 +337,15 @@ def impl_of(aval: Any) -> Any:
 
 
 def rows_of(spec: Any) -> Any:
-    """Returns a spec; for a scalar, that of the scalar reshaped to one dimension."""
+    """Returns a spec with at least one dimension, for a scalar reshaped to one."""
     return spec if len(spec) else PartitionSpec(None)
 
 
 def behind(spec: Any) -> PartitionSpec:
-    """Returns the spec of the arrays of two stages, concatenated in dimension 0.
+    """Returns the spec of arrays of all stages, concatenated along dimension 0.
 
     Args:
-        spec: Sharding of each array on its stage; it names the first dimension.
+        spec: Spec of each array on its stage; it names the first dimension.
     """
     first, *others = spec
     inner = () if first is None else first if isinstance(first, tuple) else (first,)
@@ -349,10 +353,11 @@ def behind(spec: Any) -> PartitionSpec:
 
 
 def zeros_on(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> list[Any]:
-    """Returns the shards of zeros on the devices here.
+    """Returns the shards of an array of zeros on the devices of this process.
 
     Args:
-        shape, dtype: Shape and dtype of the global array.
+        shape: Shape of the global array.
+        dtype: Dtype of the array.
         sharding: Sharding of the global array.
     """
     local = sharding.shard_shape(tuple(shape))

@@ -22,12 +22,12 @@ GROWS_AFTER: Final = 2000
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """Adaptive scale of float16 losses, and its history, as scalars.
+    """Adaptive scale of float16 losses and its history, as scalars.
 
     Attributes:
-        scale: Scale in float32, from 1 to 2**126. It doubles after ``GROWS_AFTER`` good
-            steps and halves after an overflow.
-        good_steps: Number of good steps since the last change, int32.
+        scale: Scale in float32, from 1 to 2**126. It doubles after ``GROWS_AFTER``
+            steps without overflow, and halves after an overflow.
+        good_steps: Number of steps without overflow since the last change, int32.
         skipped_steps: Number of steps that were skipped because their gradients
             overflowed, int32.
     """
@@ -46,7 +46,7 @@ class LossScale:
         )
 
     def after(self, finite: Any) -> LossScale:
-        """Returns the scale after a step whose gradients were ``finite`` or not."""
+        """Returns the scale after a step."""
         good = self.good_steps + 1
         grows = good >= GROWS_AFTER
         up = jnp.where(grows, self.scale * 2, self.scale)

@@ -1,7 +1,7 @@
 """Sums the metrics that a loss reports over micro-batches, for every executor.
 
-Executors combine micro-batches only by addition. Means are sums that are divided at the
-end. Rows of samples are sums of arrays that are zero at the rows of other
+Executors combine micro-batches by addition alone. Means are sums that are divided at
+the end. Rows of samples are sums of arrays that are zero at the rows of other
 micro-batches. Maxima and minima are collected in the same way, with a row for each
 micro-batch, and reduced at the end.
 """
@@ -19,18 +19,18 @@ from whalejax.user_code.losses import ReportedValue, is_merged
 
 
 def wide(x: Any) -> Any:
-    """Converts to at least 32 bits of floating point; complex stays complex."""
+    """Returns the array with a float32 or wider dtype; complex stays complex."""
     narrow = not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 4
     return x.astype(jnp.float32) if narrow else x
 
 
 def summands(metrics: Any, weight: Any, number: Any, cut: MicroBatchRows) -> Any:
-    """Returns one micro-batch's summands.
+    """Returns one micro-batch's terms of the sums.
 
     Args:
         metrics: Metrics that the loss reported.
-        weight: Weight of means; None if the loss has none.
-        number: Number of the micro-batch.
+        weight: Weight of the micro-batch in means; None if the loss has none.
+        number: Number of the micro-batch; may be traced.
         cut: Division of the batch into micro-batches.
     """
     count = cut.count
@@ -70,7 +70,7 @@ def reported(metrics: Any, count: Any) -> Any:
     """Returns the metrics of the global batch.
 
     Args:
-        metrics: Sums over its micro-batches.
+        metrics: Sums over the micro-batches.
         count: Number of micro-batches, or their total weight.
     """
 
@@ -114,7 +114,7 @@ def _summable(metric: Any) -> Any:
 
 
 def _once(metric: Any, number: Any, count: int) -> Any:
-    """Takes a metric that is equal in all micro-batches from the first one only."""
+    """Returns a metric that is equal in all micro-batches, and zero in all but one."""
     metric = _summable(metric)
     if count == 1:
         return metric
@@ -124,13 +124,12 @@ def _once(metric: Any, number: Any, count: int) -> Any:
 def _weighted(metric: Any, weight: Any) -> Any:
     if not jnp.issubdtype(metric.dtype, jnp.inexact):
         return metric
-    # A micro-batch of zero weight may have divided by it.
+    # In a micro-batch of weight zero, the metric may be NaN.
     part = metric * weight.astype(metric.dtype)
     return jnp.where(weight != 0, part, jnp.zeros_like(part))
 
 
 def _spread(metric: ReportedValue, rows: Any, number: Any, cut: MicroBatchRows) -> Any:
-    """Puts the rows of a micro-batch at their positions in the global batch."""
     rows = jnp.asarray(rows)
     if metric.how != "concat":
         rows = _summable(rows)

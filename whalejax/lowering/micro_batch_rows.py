@@ -1,9 +1,9 @@
 """Assigns samples of a global batch to micro-batches, for every executor.
 
 Micro-batch ``m`` of ``M`` has the samples ``m, m + M, m + 2·M …``. So the samples of a
-micro-batch depend on ``M`` alone, and a sharded batch dimension stays sharded, without
+micro-batch depend on ``M`` alone. A sharded batch dimension stays sharded without
 communication. If ``g`` consecutive samples belong together, micro-batch ``m`` has the
-groups ``m, m + M …``, each in its order.
+groups ``m, m + M …``, with the samples of each group in order.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class MicroBatchRows:
         return self.put(jnp.zeros(shape, part.dtype), part, axis, number)
 
     def _cut(self, shape: Sequence[int], axis: int) -> tuple[int, ...]:
-        """Returns the shape, ``axis`` as (groups, micro-batches, group samples)."""
+        """Returns the shape with ``axis`` as (groups, micro-batches, group samples)."""
         groups = shape[axis] // (self.count * self.group)
         inner = () if self.group == 1 else (self.group,)
         return (*shape[:axis], groups, self.count, *inner, *shape[axis + 1 :])

@@ -1,7 +1,6 @@
-"""Continues the schedules of a new optimizer for an already trained model.
+"""Continues the schedules of a new optimizer for a model that was trained before.
 
-The module is separate from checkpoints because it depends on optax's states, and reads
-no file.
+It depends on the states of optax, and reads no file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
     Args:
         state: Training state with an initial optimizer state.
         updates: Number of earlier updates.
-        keep: Whether schedules continue; with None, a warning states that they do not.
+        keep: Whether schedules continue. With None they do not, and a warning says so.
 
     Raises:
         WhaleError: ``keep`` is True, and there are no schedules.
@@ -33,17 +32,17 @@ def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
     going_on, schedule_counts = with_schedule_counts(state.opt_state, updates)
     if keep and not schedule_counts:
         raise WhaleError(
-            "keep_schedule is True, and nothing in this optimizer's state counts the "
-            "updates of a schedule (optax keeps such a number as count). Leave "
+            "keep_schedule is True, but nothing in this optimizer's state counts the "
+            "updates of a schedule (optax names such a number count). Leave "
             "keep_schedule out"
         )
     if keep:
         return dataclasses.replace(state, opt_state=going_on)
     if keep is None and schedule_counts and updates:
         warn(
-            "the optimizer begins anew, and so does its schedule: it counts from 0, "
-            f"and the checkpoint's optimizer had made {updates} updates. Pass "
-            f"keep_schedule=True to let it go on from {updates}, or False to begin it "
+            "the optimizer begins anew, and its schedule counts from 0, although "
+            f"the checkpoint's optimizer had made {updates} updates. Pass "
+            f"keep_schedule=True to continue from {updates}, or False to begin it "
             "anew without this warning"
         )
     return state
@@ -52,8 +51,8 @@ def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
 def with_schedule_counts(state: Any, updates: int) -> tuple[Any, int]:
     """Returns an optimizer state with continued schedules, and their number.
 
-    A count next to moments (as in Adam) corrects their bias. Both start at zero, so it
-    is not changed.
+    A count beside moments, as in Adam, corrects the bias of the moments. Both start at
+    zero, so such a count is not changed.
 
     Args:
         state: Initial state of an optimizer.

@@ -1,7 +1,7 @@
 """Finds the parameter of each leaf of an optimizer's state.
 
-The planner counts the bytes of the leaves and the lowering shards them; both use this
-module.
+The planner counts the bytes of the leaves by parameter, and the lowering shards them
+like their parameters.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def updates(
 
     Args:
         optimizer: Optimizer that accepts extra arguments.
-        gradients, state, params: Gradients, optimizer state and parameters, with the
-            structures that the optimizer takes.
-        loss: Loss that is passed as ``value``, unless the optimizer takes no such
-            argument.
+        gradients: Gradients, in the structure that the optimizer takes.
+        state: State of the optimizer.
+        params: Parameters, in the structure that the optimizer takes.
+        loss: Loss, passed as ``value`` if the optimizer accepts that argument.
 
     Raises:
         WhaleError: The update needs other arguments, or parameters in another form.
@@ -49,12 +49,12 @@ def updates(
     except (TypeError, AttributeError, ValueError) as error:
         told = {AttributeError: "", TypeError: "argument", ValueError: "be provided"}
         if told.get(type(error), "\0") not in str(error):
-            raise  # It may be an error of JAX.
+            raise  # JAX itself may have raised it.
         raise WhaleError(
-            "the optimizer's update fails on gradients, state, parameters and value= "
-            f"(the loss), which is all that a step has for it: {error}. Where it needs "
-            "a line search, a second gradient or parameters in a form of its own, take "
-            "another"
+            "the optimizer's update fails with gradients, state, parameters and value= "
+            f"(the loss), all that a step can give: {error}. An optimizer that needs a "
+            "line search, a second gradient or parameters in another form cannot be "
+            "used; take another"
         ) from error
     return result
 
@@ -86,12 +86,12 @@ def optimizer_bytes(
     Args:
         adapter: Adapter of the model.
         optimizer: Optax transformation.
-        platform: Platform that runs the optimizer. On ``"cpu"`` slow operations such as
-            square roots are counted too.
+        platform: Platform that runs the optimizer. On ``"cpu"``, slow operations such
+            as square roots are counted too.
 
     Raises:
-        WhaleError: The object is not an optimizer, or needs other parameters or
-            arguments than a step has.
+        WhaleError: The object is not an optimizer, or a step cannot give the parameters
+            or arguments that it needs.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapter.params
@@ -122,16 +122,15 @@ _SLOW = TRANSCENDENTAL | {"div", "sqrt", "rsqrt", "cbrt"}
 """Primitives that are about as slow on a CPU as an exponential."""
 
 _TRACED_LEAVES = 128
-"""Above this number of leaves, only one of several equal layers is traced."""
+"""Above this number of leaves, equal layers are traced once."""
 
 
 def _operations(
     params: Any, optimizer: optax.GradientTransformation, *, counted: bool
 ) -> float:
-    """Returns the slow operations of an update, for each element of a parameter.
+    """Returns the number of slow operations of an update per element of a parameter.
 
-    It is 0 if they are not ``counted``, or if the optimizer itself raises: its next
-    call reports the error.
+    It is 0 unless ``counted``, or if the optimizer raises; its next call reports that.
     """
     unfit: WhaleError | None = None
     extended = optax.with_extra_args_support(optimizer)
@@ -146,7 +145,7 @@ def _operations(
                 traced = jax.make_jaxpr(updates, static_argnums=0)(
                     extended, tree, state, tree, loss
                 )
-        except Exception as error:  # a user's update may raise anything
+        except Exception as error:  # A user's update may raise anything.
             unfit = error if isinstance(error, WhaleError) else None
             continue
         if not counted:
@@ -160,7 +159,6 @@ def _operations(
 
 
 def _thinned(params: Any) -> Any:
-    """Keeps one of several equal layers; small trees are unchanged."""
     flat, tree = jax.tree_util.tree_flatten_with_path(params)
     if len(flat) <= _TRACED_LEAVES:
         return params
@@ -222,7 +220,7 @@ def state_leaf_param(
         shape: Shape of the leaf.
         params: Shapes of all parameters by dotted path.
     """
-    if len(params) == 1 and WHOLE in params:  # the model is a single array
+    if len(params) == 1 and WHOLE in params:  # The model is a single array.
         name = WHOLE if shape else None
     else:
         name = named_by(path, params)
@@ -232,8 +230,8 @@ def state_leaf_param(
 def named_by(path: Any, params: Collection[str]) -> str | None:
     """Returns the parameter whose path ends the path of a state leaf, or None.
 
-    The leaf may have another shape than the parameter, as Adafactor's means of squares
-    over rows and columns.
+    The leaf may have another shape than the parameter. An example is Adafactor's means
+    of squares over rows and columns.
 
     Args:
         path: Key path of the leaf.
@@ -247,11 +245,14 @@ def named_by(path: Any, params: Collection[str]) -> str | None:
 def owners_of(
     state: Any, params: Sequence[tuple[str, tuple[int, ...]]]
 ) -> list[int | None]:
-    """Returns the parameter that each leaf of an optimizer state follows, if any.
+    """Returns the index of the parameter that each leaf of an optimizer state follows.
 
     Args:
         state: Optimizer state, abstract or real.
         params: Path and shape of each parameter.
+
+    Returns:
+        An index for each leaf; None for a leaf that follows no parameter.
     """
     shapes = {path: tuple(shape) for path, shape in params}
     numbers = {path: i for i, (path, _) in enumerate(params)}
@@ -263,13 +264,16 @@ def owners_of(
 
 
 def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:
-    """Returns the parameter to which each leaf of an optimizer state belongs, if any.
+    """Returns the index of the parameter to which each leaf of a state belongs.
 
-    Unlike in ``owners_of``, the leaf may have another shape.
+    Unlike in ``owners_of``, the leaf may have another shape than the parameter.
 
     Args:
         state: Optimizer state, abstract or real.
         params: Path of each parameter.
+
+    Returns:
+        An index for each leaf; None for a leaf that belongs to no parameter.
     """
     numbers = {path: i for i, path in enumerate(params)}
     names = (
@@ -280,7 +284,7 @@ def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:
 
 
 def key_text(key: Any) -> str:
-    """Returns one key of a tree path as text, for dotted paths."""
+    """Returns one key of a tree path as a part of a dotted path."""
     for name in ("key", "name", "idx"):
         if hasattr(key, name):
             return str(getattr(key, name))

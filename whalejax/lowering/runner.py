@@ -1,4 +1,4 @@
-"""``Runner``, the interface of all executors; and the one for a single program.
+"""``Runner``, the interface of executors, and ``OneProgram``, which runs one program.
 
 A runner creates every array in its layout, compiles the step and runs it.
 """
@@ -35,7 +35,7 @@ from whalejax.planner.search.spmd_search import analysed_for
 
 
 class Runner(Protocol):
-    """Runner of a plan."""
+    """Executor of a plan, as the train step uses it."""
 
     @property
     def program(self) -> Program:
@@ -61,13 +61,14 @@ class Runner(Protocol):
         """Returns an initial state.
 
         Args:
-            build: Function that returns parameters, other state and the run's key.
+            build: Function that returns parameters, non-trainable state and the run's
+                key.
             arguments: Arguments of ``build``.
         """
         ...
 
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Runs one step, from a state and a global batch that its layout placed."""
+        """Runs one step, and returns the next state and the metrics."""
         ...
 
     def evaluate(self, state: TrainState, batch: Any) -> Evaluation:
@@ -85,7 +86,7 @@ class Runner(Protocol):
 
 
 class OneProgram(StepRunner):
-    """Runs a plan as one program; see ``Runner``."""
+    """Runs a plan as one program; its methods are those of ``Runner``."""
 
     def __init__(
         self,
@@ -152,13 +153,13 @@ class OneProgram(StepRunner):
         return issue_evaluation
 
     def _results(self, new: TrainState, metrics: Metrics) -> Sequence[Any]:
-        return jax.tree.leaves(metrics)  # The next step donates the state.
+        return jax.tree.leaves(metrics)  # The next step donates the new state.
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         if not self.program.adapter.batch_gradients:
             return self._step.lower(state, list(batch))
         given = self.shardings, list(self.batch_shardings)
-        # The compiler would remove gradients by the batch that nothing reads.
+        # The compiler would remove gradients by the batch, as nothing reads them.
         step = jax.jit(
             self.traced_step,
             in_shardings=given,
@@ -202,8 +203,8 @@ class OneProgram(StepRunner):
             batch: Flat leaves of the global batch, in their planned layout.
 
         Returns:
-            The new state, metrics, and gradients of the mean loss by the adapter's
-            ``batch_gradients``.
+            The next state, the metrics, and gradients of the mean loss by the batch
+            leaves that the adapter's ``batch_gradients`` names.
         """
         program = self.program
         scaling = state.loss_scale
@@ -236,7 +237,9 @@ class OneProgram(StepRunner):
 
 
 def rest_layouts(program: Program, mesh: Mesh) -> Callable[[int], NamedSharding]:
-    """Returns shardings of non-trainable leaves: weights as planned, others replicated.
+    """Returns the shardings of non-trainable leaves, by their number.
+
+    Weights are sharded as planned, other leaves are replicated.
 
     Args:
         program: Loss, optimizer and plan to run.
@@ -254,7 +257,7 @@ def fresh_state(
 
     Args:
         program: Loss, optimizer and plan to run.
-        origin: Origin of the step.
+        origin: Identity of the step.
         build: Function that returns parameters, non-trainable state and the run's key.
     """
 
@@ -279,11 +282,11 @@ def _fresh_scale(program: Program) -> LossScale | None:
 
 
 def abstract_state(program: Program, origin: Origin) -> TrainState:
-    """Returns the abstract state.
+    """Returns the abstract training state of a program.
 
     Args:
         program: Loss, optimizer and plan to run.
-        origin: Origin of the step.
+        origin: Identity of the step.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)),
@@ -310,17 +313,17 @@ def laid_out(
     others: Any,
     kin: Sequence[Any] | None = None,
 ) -> TrainState:
-    """Returns a state with an item in place of every leaf.
+    """Returns a training state with an item in place of every leaf.
 
     Args:
         program: Loss, optimizer and plan to run.
-        origin: Origin of the step.
+        origin: Identity of the step.
         params: Item for each parameter.
-        followers: Item for the optimizer state that follows each parameter.
+        followers: For each parameter, the item for optimizer state that follows it.
         rest: Function from the number of a non-trainable leaf to its item.
         others: Item for every other leaf.
-        kin: Item for optimizer state that belongs to each parameter but has another
-            shape; default: ``others``.
+        kin: For each parameter, the item for optimizer state that belongs to it but has
+            another shape; default: ``others``.
     """
     shapes = abstract_state(program, origin)
     leaves = program.plan.trained
@@ -354,14 +357,14 @@ def finished(
     *,
     end: Callable[..., tuple[list[Any], Any]] = update,
 ) -> tuple[TrainState, Metrics]:
-    """Returns the next state and metrics after all micro-batches.
+    """Returns the next state and the metrics after all micro-batches.
 
     Args:
         program: Loss, optimizer and plan to run.
         state: State before the step.
         sums: Sums over all micro-batches.
         rest: Non-trainable state after the last micro-batch.
-        end: Function of the optimizer's step, like ``spmd_executor.update``.
+        end: Function that runs the optimizer; default: ``spmd_executor.update``.
     """
     params = jax.tree.leaves(state.params)
     scaling = state.loss_scale
@@ -395,12 +398,13 @@ def finished(
 
 
 def batch_means(program: Program, sums: Sums, batch: Sequence[Any]) -> list[Any]:
-    """Returns gradients of the mean loss by the adapter's ``batch_gradients``.
+    """Returns gradients of the mean loss by leaves of the batch.
 
     Args:
-        program: Loss, optimizer and plan to run.
+        program: Loss, optimizer and plan to run. Its adapter's ``batch_gradients``
+            names the leaves.
         sums: Sums over all micro-batches.
-        batch: Flat leaves of the global batch, whose types the gradients get.
+        batch: Flat leaves of the global batch, whose dtypes the gradients get.
     """
     pairs = zip(program.adapter.batch_gradients, sums.batch_gradients, strict=True)
     return [
@@ -434,16 +438,17 @@ def evaluation_of(program: Program, sums: Sums) -> Evaluation:
     """Returns the loss, the metrics and the weight of an evaluation.
 
     Args:
-        program, sums: Arguments of ``metrics_of``, unchanged.
+        program: Loss, optimizer and plan to run.
+        sums: Sums over all micro-batches.
     """
     return metrics_of(program, sums), sums.weight
 
 
 def check_compiler_options(options: Any, whole: NamedSharding, platform: str) -> None:
-    """Compiles a trivial program with the options, to report wrong ones clearly.
+    """Compiles a trivial program with compiler options, to report wrong ones clearly.
 
     Raises:
-        PlanError: The compiler does not take an option.
+        PlanError: The compiler does not accept an option.
     """
     if options is None:
         return
@@ -455,7 +460,7 @@ def check_compiler_options(options: Any, whole: NamedSharding, platform: str) ->
     except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
         said = str(error).splitlines()[0]
         raise PlanError(
-            f"compiler_options: the compiler of this {platform} does not take "
+            f"compiler_options: the compiler of this {platform} does not accept "
             f"{', '.join(f'{k}={v}' for k, v in options.items())} ({said}). Correct "
-            "the name or value that it names, or plan without it"
+            "the name or value, or plan without the option"
         ) from error

@@ -1,7 +1,7 @@
 """Assigns samples of a global batch to replicas with unequal shares.
 
 A global batch is divided into micro-batches as on one device. Each replica runs some of
-them, one after the other, so results do not depend on the shares.
+them, one after the other. So results do not depend on the shares.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from whalejax.planner.plan_errors import PlanError
 def checked_shares(
     given: Sequence[int], plan: Plan, most: Sequence[int]
 ) -> tuple[int, ...]:
-    """Returns checked shares for a plan.
+    """Returns the shares of a plan's replicas, after checks.
 
     Args:
         given: Number of micro-batches of each replica.
-        plan: Plan with uneven shares.
+        plan: Plan with unequal shares.
         most: Largest share that fits in the memory of each replica.
 
     Raises:
@@ -51,7 +51,7 @@ def checked_shares(
     if over:
         told = ", ".join(f"replica {i}: {result[i]} of {most[i]}" for i in over)
         raise PlanError(
-            f"shares is {list(result)!r:.80}, and memory does not hold as many "
+            f"shares is {list(result)!r:.80}, and memory has no room for so many "
             f"micro-batches ({told}). Give at most {list(most)}"
         )
     return result
@@ -64,8 +64,8 @@ class PortionLayout(BatchLayout):
     Attributes:
         axes: Batch dimension of each leaf, or None.
         cut: Division of a global batch into micro-batches.
-        mine: Function that returns the numbers of this process's micro-batches with the
-            current shares.
+        mine: Function that returns the numbers of this process's micro-batches, which
+            depend on the current shares.
     """
 
     axes: tuple[int | None, ...]
@@ -76,10 +76,10 @@ class PortionLayout(BatchLayout):
         """Returns the flat leaves of this process's micro-batches, by number.
 
         Args:
-            batch: Global batch, or only this process's micro-batches, concatenated.
+            batch: Global batch, or this process's micro-batches alone, concatenated.
 
         Raises:
-            PlanError: The structure, a shape or a dtype differs; lists all.
+            PlanError: The structure, a shape or a dtype differs. The message lists all.
         """
         mine = list(self.mine())
         leaves = self.flat(batch)
@@ -102,8 +102,8 @@ class PortionLayout(BatchLayout):
         if not problem and isinstance(leaf, jax.Array):
             if not leaf.is_fully_addressable:
                 problem = (
-                    f"batch{planned.path} lies on devices of several processes. With "
-                    "uneven shares give arrays of this process: the global batch, or "
+                    f"batch{planned.path} is on devices of several processes. With "
+                    "uneven shares, give arrays of this process: the global batch, or "
                     "its own micro-batches"
                 )
         return problem

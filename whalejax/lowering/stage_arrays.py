@@ -25,12 +25,13 @@ from whalejax.planner.pipeline.layer_stack import STAGE
 
 
 def spread(array: Any, mesh: Mesh) -> Any:
-    """Moves an array to all devices, sharded if a dimension divides.
+    """Moves an array to all devices, sharded if a dimension divides by their number.
+
+    With several processes, all of them call this in the same order.
 
     Args:
         array: Array on the devices of a stage, or on all.
-        mesh: Mesh of all devices, by stage. With several processes, all call this in
-            the same order.
+        mesh: Mesh of all devices, by stage.
     """
     target = spread_sharding(array.shape, mesh)
     if is_key(array):
@@ -64,7 +65,9 @@ def _is_copied(source: Any, mesh: Mesh) -> bool:
 
 
 def spread_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Returns a sharding over all devices, or over stages, or replicated.
+    """Returns a sharding over all devices, else over stages, else replicated.
+
+    The first of these by which a dimension divides is used.
 
     Args:
         shape: Shape of the global array.
@@ -79,12 +82,14 @@ def spread_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
 
 
 def collected(array: Any, target: NamedSharding, mesh: Mesh) -> Any:
-    """Moves an array from all devices to those of a stage.
+    """Moves an array from all devices to the devices of a stage.
+
+    All processes call this in the same order.
 
     Args:
         array: Array on all devices.
         target: Sharding on the devices of the stage, or on all.
-        mesh: Mesh of all devices, by stage. All processes call this in the same order.
+        mesh: Mesh of all devices, by stage.
     """
     if is_key(array):
         words = collected(jax.random.key_data(array), target, mesh)
@@ -113,7 +118,6 @@ def _spreading(
     stage: int,
     target: NamedSharding,
 ) -> Callable[[Any], Any]:
-    """Returns a program that broadcasts a stage's shards, and reshards them."""
     mesh: Any = target.mesh
     together = _stage_mesh(mesh, source.mesh)
     names = source.mesh.axis_names

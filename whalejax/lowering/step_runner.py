@@ -1,8 +1,9 @@
-"""``StepRunner``: the common work of all executors around a step.
+"""``StepRunner``: the work of every executor around a step.
 
 A step or an evaluation has four parts, in this order. Processes compare their plans, a
-watch starts, the executor issues its programs, and the watch gets the results. These
-show when the programs are done. Executors implement the comparison and the programs.
+watch starts, the executor issues its programs, and the watch receives the results. The
+programs are done when the results are ready. Executors implement the comparison and
+the programs.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class StepRunner:
     """Steps and evaluations of one executor.
 
     Attributes:
-        watch: Watch that ends a process that waits too long for another.
+        watch: Watch that ends this process if it waits too long for another.
     """
 
     watch: Watch
 
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Runs one step; see ``runner.Runner``.
+        """Runs one step, and returns the next state and the metrics.
 
         Args:
             state: State after the previous step; its buffers are donated.
@@ -45,11 +46,11 @@ class StepRunner:
         return new, metrics
 
     def evaluate(self, state: TrainState, batch: Any) -> Evaluation:
-        """Returns the loss and metrics of a batch; see ``runner.Runner``.
+        """Returns the loss and metrics of a batch, and their weight.
 
         Args:
             state: State without its exported model, from ``train_state.bare``.
-            batch: Global batch, laid out like the one of ``advance``.
+            batch: Global batch that the executor's layout placed.
         """
         self._agree()
         with self.watch.step("an evaluation"):

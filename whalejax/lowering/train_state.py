@@ -30,15 +30,15 @@ from whalejax.planner.plan_errors import PlanError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Identity of the step that made a state; equal to no other.
+    """Identity of the step that made a state, equal to no other step's.
 
-    A step that receives another step's state compares layouts once. The origin is in
-    the tree of every state, which JAX's caches store for ever, so it is not the step
-    itself.
+    A step that receives another step's state compares layouts once. JAX's caches store
+    the tree of every state for ever. So the tree contains an origin instead of the
+    step.
 
     Attributes:
         adapter: Adapter that divides the model into parameters and other state.
-        mesh: Mesh of all devices with stage programs, else None.
+        mesh: Mesh of all devices if the plan has stage programs, else None.
     """
 
     adapter: Adapter
@@ -50,8 +50,8 @@ class ExportedModel:
     """Last model that was exported from a state.
 
     Attributes:
-        model: Last exported model, if modes can be set on it.
-        modes: Modes that were set on an earlier exported model.
+        model: Last exported model if modes can be set on it, else None.
+        modes: Modes that the user set on an earlier exported model.
     """
 
     model: Any = None
@@ -86,9 +86,9 @@ class TrainState:
         rng: Random key of the run, from which each step derives its own, or None.
         loss_scale: Scale of float16 losses, or None.
         origin: Identity of the step that made the state.
-        samples: Number of samples of all steps so far, with any batch size. It is not
-            an array: functions such as ``jax.tree.map`` that return another state lose
-            it (None); ``dataclasses.replace`` keeps it.
+        samples: Number of samples of all steps so far, whatever the batch sizes were.
+            It is no array. ``jax.tree.map`` and similar functions return a state with
+            None in its place; ``dataclasses.replace`` keeps it.
     """
 
     params: Any
@@ -118,20 +118,20 @@ class TrainState:
     def model(self) -> Any:
         """The model in the user's type and tree, in device memory.
 
-        Each access builds a new model from the state's values. Modes that were set on
-        it (``state.model.eval()``) persist, also in later states; they do not affect
-        steps. The model shares the buffers of the state, which the next step donates:
-        read ``model`` again after it, or copy its arrays.
+        Each access builds a model from the state's values. Modes that were set on it
+        (``state.model.eval()``) persist, in later states too; they do not affect steps.
+        The model shares the buffers of the state, which the next step donates. So read
+        ``model`` again after the step, or copy its arrays before.
 
         Leaves on separate stages are moved to all devices, sharded if a dimension
-        divides, so that one function can read all of them.
+        divides by their number, so that one function can read all of them.
         """
         check_alive(self)
         if not isinstance(self.origin, Origin):
             raise PlanError(
-                f"the origin of this state is {short_repr(self.origin)}, and its "
-                "model is "
-                "built as the step that made it says. Keep origin as the step gave it, "
+                f"the origin of this state is {short_repr(self.origin)}, which does "
+                "not say how to build its "
+                "model. Keep origin as the step returned it, "
                 "or move the state to a step: step.adopt(state).model"
             )
         parts = jax.tree.map(out_of_host, self.params), self.rest
@@ -153,16 +153,16 @@ def modes_of(state: TrainState) -> Any:
 
 
 def following(state: TrainState, other: TrainState) -> TrainState:
-    """Copies the model's modes from another state, and returns the state."""
+    """Gives a state the model's modes of another state, and returns the first one."""
     state._shown.modes = modes_of(other)
     return state
 
 
 def check_alive(state: TrainState) -> None:
-    """Raises for a state whose buffers were donated; JAX itself may crash."""
+    """Raises an error for a state whose buffers were donated; JAX might crash."""
     if _is_gone(state.step):
         raise PlanError(
-            "this state was consumed by a step, which reuses its memory. Go on with "
+            "this state was donated to a step, which reuses its memory. Continue with "
             "the state that the step returned: state, metrics = step(state, batch)"
         )
     if not any(map(_is_gone, jax.tree.leaves(state))):
@@ -171,8 +171,8 @@ def check_alive(state: TrainState) -> None:
     gone = [jax.tree_util.keystr(path) for path, leaf in leaves if _is_gone(leaf)]
     raise PlanError(
         f"{len(gone)} of the {len(leaves)} arrays of this state (state{gone[0]} first) "
-        "were consumed by a step, which reuses their memory, or deleted. Put a state "
-        "together from the one that the last step returned alone, or restore a "
+        "were deleted, or donated to a step, which reuses their memory. Use arrays of "
+        "the state that the last step returned, and no older ones, or restore a "
         "checkpoint"
     )
 
@@ -192,8 +192,8 @@ def bare(state: TrainState) -> TrainState:
 def consuming(state: TrainState) -> Iterator[None]:
     """Guards the donation of a state's buffers to several programs in sequence.
 
-    A deleted step count marks a donated state. So it is deleted at the end, and after
-    an error if any other buffer was deleted.
+    A deleted step count marks a donated state. So the count is deleted at the end of
+    the block. After an error it is deleted if any other buffer was.
 
     Args:
         state: State whose buffers are donated.
@@ -218,10 +218,11 @@ def typed_key(rng: Any, *, for_loss: bool) -> Any:
 
     Args:
         rng: Random key from the user.
-        for_loss: Whether the loss takes it; then its algorithm must be the traced one.
+        for_loss: Whether the loss takes the key, whose algorithm must then be the one
+            with which the loss was traced.
 
     Raises:
-        WhaleError: It is no random key, or one of another algorithm.
+        WhaleError: ``rng`` is no random key, or has another algorithm.
     """
     if not is_array(rng) or isinstance(rng, jax.ShapeDtypeStruct):
         raise WhaleError(
@@ -246,7 +247,7 @@ def typed_key(rng: Any, *, for_loss: bool) -> Any:
 
 def host_copy(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return leaf  # of several processes: copied from device to device
+        return leaf  # An array of several processes is copied from device to device.
     if jnp.issubdtype(aval_of(leaf).dtype, jax.dtypes.prng_key):
         data: Any = np.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))

@@ -631,7 +631,7 @@ class TableStep:
             )
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             raise WhaleError(
-                "this state was consumed by a step, which reused its memory. Go on "
+                "this state was donated to a step, which reused its memory. Go on "
                 "with the state that the step returned"
             )
         return state

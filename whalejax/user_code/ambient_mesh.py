@@ -1,8 +1,8 @@
 """The mesh that a user has set around our calls with ``jax.set_mesh``.
 
 A plan has its own mesh, and JAX accepts no array of one mesh in an operation that is
-traced under another. So our traced code runs without an ambient mesh. Only a loss that
-names the mesh's axes is traced under it; these axes are left to the compiler.
+traced under another. So our traced code runs without an ambient mesh. A loss that names
+axes of the user's mesh is traced under it, and the compiler shards these axes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _OUTSIDE: ContextVar[Mesh | None] = ContextVar("outside", default=None)
-"""Mesh that was set around our calls."""
+"""Mesh that the user set around our calls."""
 
 
 def without_mesh(
     function: Callable[Arguments, Result],
 ) -> Callable[Arguments, Result]:
-    """Returns the function, run without an ambient mesh."""
+    """Returns a function that runs another without an ambient mesh."""
 
     @functools.wraps(function)
     def alone(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -40,7 +40,7 @@ def without_mesh(
 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
-    """Runs its block without a mesh, and stores the mesh that was set."""
+    """Runs a block without a mesh, and stores the mesh that was set."""
     if jax.sharding.get_abstract_mesh().empty:
         yield
         return
@@ -53,10 +53,11 @@ def no_mesh() -> Iterator[None]:
 
 
 def tracing(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Returns a function that traces user code without a mesh, or else with the user's.
+    """Returns a function that traces user code without a mesh, or with the user's mesh.
 
     Args:
-        function: Function to trace; if it fails, it is called again with the mesh set.
+        function: Function that traces. If it fails without a mesh, it is called again
+            with the user's mesh.
     """
 
     def trace(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -66,7 +67,7 @@ def tracing(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
                 return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
-            except Exception:  # any JAX error on an unknown axis
+            except Exception:  # JAX may raise any error for an unknown axis.
                 kinds = (AxisType.Auto,) * len(mesh.axis_names)
                 automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
                 with jax.set_mesh(automatic):

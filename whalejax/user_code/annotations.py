@@ -1,12 +1,12 @@
-"""The four primitives: ``replicate``, ``split``, ``stage`` and ``pipeline``.
+"""The four annotations: ``replicate``, ``split``, ``stage`` and ``pipeline``.
 
-An annotation always opens a ``jax.named_scope`` whose *name* contains its arguments, so
-that a trace cached by JAX long before planning still has the mark. It has no effect on
-numbers. A context variable has this thread's open marks. It serves only to refuse
-forbidden nesting at the user's line, to number stages and to tell capture the entered
-marks.
+An annotation always opens a ``jax.named_scope`` whose *name* contains its arguments. So
+a trace that JAX cached before planning still has the mark. It has no effect on numbers.
+A context variable has the open marks of this thread. It is used to refuse forbidden
+nesting at the user's line, to number stages, and to record the entered marks for
+capture.
 
-It is a separate module because models import it: importing it starts no JAX.
+Models import this module, so its import starts no JAX.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _OpenMark:
 
 @dataclass(slots=True)
 class Recording:
-    """The distinct marks that were entered while it was open, in order."""
+    """The distinct marks that were entered during a block, in order."""
 
     entered: dict[Mark, None] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class Annotation:
     """One annotation: a reusable context manager and decorator.
 
     Attributes:
-        mark: Primitive with its arguments, as plain data.
+        mark: Kind of the annotation and its arguments, as plain data.
     """
 
     __slots__ = ("mark",)
@@ -82,7 +82,7 @@ class Annotation:
         if problem is not None:
             raise WhaleError(problem)
         mark = _numbered(self.mark, outer)
-        import jax  # imported here so that importing annotations stays light
+        import jax  # Here, so that importing annotations starts no JAX.
 
         scope: Any = jax.named_scope(scope_name(mark))
         scope.__enter__()
@@ -135,7 +135,7 @@ class Annotation:
 
 
 class MarkMaker(Generic[P]):
-    """A function that makes annotations, such as ``wh.split``; itself it is none."""
+    """A function that makes annotations, such as ``wh.split``, and is none itself."""
 
     __name__: str
 
@@ -188,7 +188,7 @@ def replicate(devices: int | None = None) -> Annotation:
 def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     """Marks a region whose tensors are sharded over devices.
 
-    The planner chooses the sharded dimension, by least cost.
+    The planner shards the dimension with the least cost.
 
     Args:
         devices: Number of parts; default: the planner's choice.
@@ -221,10 +221,11 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
 def stage(devices: int | None = None) -> Annotation:
     """Marks a region as one pipeline stage, on its own devices.
 
-    It must be inside a ``pipeline``.
+    A stage must be inside a ``pipeline``.
 
     Args:
-        devices: Number of devices of the stage inside one copy of the model.
+        devices: Number of devices of the stage in one copy of the model; default: the
+            planner's choice.
 
     Returns:
         Context manager that is also a decorator.
@@ -248,14 +249,16 @@ def pipeline(
     """Marks a region whose stages are scheduled as a pipeline.
 
     Args:
-        num_stages: Number of stages to find, if none is marked inside.
-        num_micro_batches: Number of parts of the batch.
-        schedule: ``"auto"`` leaves it to the planner. ``"gpipe"`` runs all forwards
-            first, ``"1f1b"`` alternates and stores fewer activations, ``"1f1b-ahead"``
-            stores one more and overlaps transfers, ``"interleaved"`` puts several parts
-            of the model on each stage, ``"zb-h1"`` splits the backward pass (estimates
-            do not include it). One program for all stages runs the first two; the
-            others need stage programs.
+        num_stages: Number of stages, if none is marked inside; default: the planner's
+            choice.
+        num_micro_batches: Number of micro-batches; default: the planner's choice.
+        schedule: Schedule of the stages. ``"auto"`` leaves the choice to the planner.
+            ``"gpipe"`` runs all forward passes first. ``"1f1b"`` alternates and stores
+            fewer activations. ``"1f1b-ahead"`` stores those of one more micro-batch and
+            overlaps transfers. ``"interleaved"`` puts several parts of the model on
+            each stage. ``"zb-h1"`` splits the backward pass (estimates do not include
+            it). One program for all stages runs the first two schedules; the others
+            need stage programs.
 
     Returns:
         Context manager that is also a decorator.
@@ -301,14 +304,14 @@ def nesting_problem(outer: tuple[Mark, ...], inner: Mark) -> str | None:
         culprit = outer[kinds.index("pipeline")]
     if culprit is not None:
         return (
-            f"{inner} stands inside {culprit}, which is not allowed: annotations nest "
+            f"{inner} is inside {culprit}, which is not allowed: annotations nest "
             f"as {ALLOWED_NESTING}. Leave {culprit.kind} before entering {inner.kind}, "
             "or remove one of the two."
         )
     if inner.kind == "stage" and "pipeline" not in kinds:
-        around = f"inside {outer[-1]}, with" if outer else "with"
+        around = f" inside {outer[-1]}" if outer else ""
         return (
-            f"{inner} stands {around} no pipeline around it: annotations nest as "
+            f"{inner}{around} has no pipeline around it: annotations nest as "
             f"{ALLOWED_NESTING}. Put `with wh.pipeline():` around the stages."
         )
     return None
@@ -347,7 +350,7 @@ def parse_scope(text: str) -> Mark | None:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
-    """Collects the marks that this thread enters while it is open."""
+    """Collects the marks that this thread enters during a block."""
     record = Recording()
     token = _recording.set(record)
     try:
@@ -390,7 +393,6 @@ def _positive(kind: str, name: str, value: int | None) -> int | None:
 
 
 def _numbered(mark: Mark, outer: tuple[_OpenMark, ...]) -> Mark:
-    """Returns a stage with its index inside the pipeline; other marks unchanged."""
     if mark.kind != "stage":
         return mark
     inside = next(o for o in reversed(outer) if o.mark.kind == "pipeline")

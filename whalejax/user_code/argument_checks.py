@@ -1,7 +1,7 @@
-"""Checks of arguments of several public functions: optimizers and functions.
+"""Checks of optimizers and functions, for arguments of several public functions.
 
-Checks for a single function are next to it. Models import modules that import this one,
-so importing it starts no JAX.
+Checks for a single function are beside it. Models import modules that import this one,
+so its import starts no JAX.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_optimizer(problems: Arguments, optimizer: Any) -> None:
 
     Args:
         problems: Collector of the errors.
-        optimizer: Object with the functions ``init`` and ``update``, or None.
+        optimizer: Object to check, or None.
     """
     parts = (getattr(optimizer, name, None) for name in ("init", "update"))
     if optimizer is None or (all(map(callable, parts)) and not _is_class(optimizer)):
@@ -35,10 +35,10 @@ def check_optimizer(problems: Arguments, optimizer: Any) -> None:
 
 
 def refuse_bad_optimizer(optimizer: Any) -> None:
-    """Raises for an optimizer that is no optax transformation.
+    """Raises an error for an optimizer that is no optax transformation.
 
     Raises:
-        WhaleError: It is none.
+        WhaleError: ``optimizer`` is neither an optax transformation nor None.
     """
     problems = Arguments("optimizer")
     check_optimizer(problems, optimizer)
@@ -56,7 +56,7 @@ def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
         batch: Argument for the batch.
 
     Raises:
-        WhaleError: Names the arguments and their correct places.
+        WhaleError: The order is wrong. The message has the right one.
     """
     result = []
     if _is_plain_function(model):
@@ -73,13 +73,13 @@ def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
 def check_function(
     problems: Arguments, name: str, function: Any, *parameters: str
 ) -> None:
-    """Records a function of the user's that takes other arguments than it is given.
+    """Records a function of the user's that takes other arguments than it will get.
 
     Args:
         problems: Collector of the errors.
-        name: Argument whose value the function is.
-        function: Function of the user's; what has no signature passes.
-        parameters: Usual name of each argument that it is given, in order.
+        name: Name of the argument that has the function as its value.
+        function: Function of the user's; without a signature, it passes unchecked.
+        parameters: Usual name of each argument that it will get, in order.
     """
     try:
         signature = inspect.signature(function)
@@ -97,14 +97,14 @@ def check_function(
 
 
 def _is_plain_function(value: Any) -> bool:
-    """Whether it is a function, possibly partial; a callable module is none."""
+    """Returns whether a value is a function, perhaps partial; no callable module."""
     if isinstance(value, functools.partial):
         return type(value) is functools.partial
     return inspect.isfunction(value) or inspect.ismethod(value)
 
 
 def is_module(value: Any) -> bool:
-    """Whether it is an instance of a network module of any library."""
+    """Returns whether a value is an instance of a network module of any library."""
     return any(
         base.__name__ == "Module" and base.__module__.partition(".")[0] != "builtins"
         for base in type(value).__mro__
@@ -122,7 +122,7 @@ def _kind(value: Any) -> str:
 
 
 def is_function(value: Any) -> bool:
-    """Whether it is callable and no class."""
+    """Returns whether a value is callable and no class."""
     return callable(value) and not _is_class(value)
 
 

@@ -1,7 +1,7 @@
 """Attention that is always recognised, for models that write their own.
 
-Any softmax between two products is recognised; a custom kernel, or one of another
-library, is not. Call this function in its place.
+Any softmax between two products is recognised. A custom kernel, or a kernel of another
+library, is not; call this function in its place.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> jax.Array:
-    """Computes softmax attention: ``jax.nn.dot_product_attention`` in plannable form.
+    """Computes softmax attention in a form that plans can divide.
 
-    On one device, and unless a plan says otherwise, it is that function. A plan with
-    ring attention computes it in blocks of scores; if the sequence is sharded, keys and
-    values go from device to device. A row whose keys are all masked gives the mean of
-    all values, whatever the plan; exclude such rows from the loss.
+    On one device, and unless a plan says otherwise, it is
+    ``jax.nn.dot_product_attention``. A plan with ring attention computes it in blocks
+    of scores. If the sequence is sharded, keys and values go from device to device. A
+    row whose keys are all masked gives the mean of all values with every plan; exclude
+    such rows from the loss.
 
     Args:
         query: Array ``[batch, rows, heads, head_dim]``.
         key: Array ``[batch, columns, key_heads, head_dim]``; ``key_heads`` divides
             ``heads`` (grouped-query attention).
         value: Array ``[batch, columns, key_heads, head_dim]``.
-        bias: Bias of the scores; broadcasts to ``[batch, heads, rows, columns]``. If it
-            is trained, keys and values are gathered: its gradient cannot go round the
-            ring.
-        mask: Boolean array of the bias's shape; False hides a score.
-        is_causal: Whether no row sees a later column.
+        bias: Bias of the scores; broadcasts to ``[batch, heads, rows, columns]``. With
+            a trained bias, keys and values are gathered, as its gradient cannot be sent
+            round the ring. Default: none.
+        mask: Boolean array that broadcasts like the bias; False hides a score. Default:
+            none.
+        is_causal: Whether no row sees a later column; default False.
         scale: Scale of the scores; default: ``head_dim ** -0.5``.
 
     Returns:
@@ -66,7 +68,7 @@ def attention(
         problems.number("scale", scale, none=True)
     problems.raise_if_any()
     if isinstance(scale, int):
-        scale = float(scale)  # JAX accepts only integers of up to 64 bits
+        scale = float(scale)  # Of integers, JAX accepts those of up to 64 bits.
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -111,7 +113,7 @@ def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
     if heads % shared:
         problems.add(
             f"query has {heads} heads and key {shared}, which does not divide {heads}; "
-            "every head of key serves equally many of query"
+            "every head of key serves the same number of heads of query"
         )
     whole = (batch, heads, rows, columns)
     for name, array in (("bias", bias), ("mask", mask)):

@@ -1,8 +1,8 @@
 """Return values of loss functions, and the job of the command line.
 
-``normalise`` converts every allowed return value to one form, so that executors handle
-only "a total, a weight, metrics, updated variables". It is a separate module because
-models import it: importing it starts no JAX.
+``normalise`` converts every allowed return value to one form: a total, a weight,
+metrics, and updated variables. Executors handle that form alone. Models import this
+module, so its import starts no JAX.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class WeightedLoss:
 
     @property
     def mean(self) -> Any:
-        """Loss value: total over weight.
+        """Value of the loss: total over weight.
 
-        With weight 0 it is what arrays give: NaN if the total is also 0, else inf.
+        With weight 0 it is NaN if the total is 0, and else inf, as for arrays.
 
         >>> WeightedLoss(0.0, 0).mean
         nan
@@ -92,13 +92,13 @@ class Aux:
 
     Attributes:
         metrics: Values to report, by name. With several micro-batches, values with a
-            batch dimension are concatenated in the order of the global batch; means
+            batch dimension are concatenated in the order of the global batch. Means
             over the samples are averaged, sums and counts added, maxima and minima
-            combined, and values independent of the samples stay unchanged. Other
-            floating-point scalars are averaged, with a note in the plan, and all else
-            is refused.
-        means: Values to average, whatever their shape.
-        sums: Values to sum over the micro-batches, whatever their type.
+            combined. Values that do not depend on the samples stay unchanged. Other
+            floating-point scalars are averaged, with a note in the plan. All other
+            values are refused.
+        means: Values to average, of any shape.
+        sums: Values to add up over the micro-batches, of any type.
         samples: Values with one row per sample, which are concatenated in the order of
             the global batch.
         variables: Updated Linen collections such as ``{"batch_stats": ...}``.
@@ -126,14 +126,16 @@ class ReportedValue:
 
     Attributes:
         value: Value of one micro-batch, or of several.
-        how: ``"mean"``, by the loss's weights; ``"average"`` over the samples;
-            ``"sum"``; ``"max"`` or ``"min"``; ``"same"`` for all; ``"concat"`` along
-            the samples, if the user says so; or ``"rows"``, if the program shows it.
+        how: Combination over micro-batches. ``"mean"`` averages by the loss's weights,
+            ``"average"`` over the samples. ``"sum"``, ``"max"`` and ``"min"`` combine
+            so. ``"same"`` is for values that are equal in all. ``"concat"``
+            concatenates along the samples because the user says so, ``"rows"`` because
+            the program shows it.
         axis: Dimension of the samples.
-        outer: Number of repeats of all samples in the dimension.
+        outer: Number of times that the dimension repeats all samples.
         inner: Number of consecutive elements of one sample.
-        truths: Whether each leaf of the value is boolean, which executors sum as
-            numbers; empty if none is.
+        truths: For each leaf of the value, whether it is boolean, so that executors sum
+            numbers in its place; empty if none is.
     """
 
     value: Any
@@ -148,7 +150,7 @@ class ReportedValue:
 
 
 def is_merged(value: Any) -> bool:
-    """Whether a metric is a ``ReportedValue``, to be treated as one leaf."""
+    """Returns whether a metric is a ``ReportedValue``, to be treated as one leaf."""
     return isinstance(value, ReportedValue)
 
 
@@ -180,17 +182,21 @@ class Job:
 
     Attributes:
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
-        make_model: Function that builds the model from a key or nothing.
+        make_model: Function that builds the model from a key or from nothing.
         batch: Function ``batch(step, size)`` that returns a global batch, or a pytree
-            of arrays whose dimension 0 is cycled through; shapes without values suffice
+            of arrays whose dimension 0 is cycled through. Shapes without values suffice
             to plan. If a run is resumed with another size, the function must return
             samples ``step * size`` to ``(step + 1) * size - 1``.
         optimizer: Optax gradient transformation.
-        batch_size: Samples in a global batch; the command line may override it.
+        batch_size: Number of samples in a global batch; the command line may override
+            it.
         name: Name of the job in reports.
-        group_size, per_micro_batch: Arguments of ``wh.plan`` for all plans of this job.
+        group_size: Number of consecutive samples that stay together, as for
+            ``wh.plan``.
+        per_micro_batch: Whether each part of the batch may have its own loss, as for
+            ``wh.plan``.
         eval_batches: Sequence of batches for evaluation, or a function that returns
-            them anew; None without evaluation.
+            such a sequence; None without evaluation.
     """
 
     loss_fn: Callable[..., Any]
@@ -281,7 +287,7 @@ class Job:
                     f"{self.name}: batch{jax.tree_util.keystr(path)} has shape "
                     f"{np.shape(leaf)}; expected samples along dimension 0."
                 )
-            if isinstance(leaf, jax.ShapeDtypeStruct):  # enough to plan with
+            if isinstance(leaf, jax.ShapeDtypeStruct):  # A plan needs no values.
                 return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
             return leaf[(np.arange(size) + step * size) % leaf.shape[0]]
 
@@ -299,14 +305,15 @@ def normalise(result: Any) -> LossResult:
     """Converts a loss function's return value to its normal form.
 
     Args:
-        result: Scalar, ``WeightedLoss``, or a pair of one of these and an ``Aux``, a
-            mapping of metrics, or any other pytree (reported as ``aux``).
+        result: A loss, which is a scalar or a ``WeightedLoss``; or a pair of a loss and
+            an ``Aux``, a mapping of metrics, or any other pytree (reported as ``aux``).
 
     Returns:
         Parts of the result, with unchanged values.
 
     Raises:
-        WhaleError: The loss is no real floating-point scalar, or the tuple no pair.
+        WhaleError: The loss is no real floating-point scalar, or a returned tuple is no
+            pair.
 
     >>> normalise(2.5).total
     2.5
@@ -315,7 +322,7 @@ def normalise(result: Any) -> LossResult:
         if len(result) != 2:
             raise WhaleError(
                 f"loss_fn returned a tuple of {len(result)} values; expected the loss "
-                "alone or a pair (loss, aux). Put what else there is into "
+                "alone or a pair (loss, aux). Put other values into "
                 "wh.Aux(metrics={...})."
             )
         loss, aux = result
@@ -356,7 +363,6 @@ def _aux_parts(aux: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _reported(aux: Aux) -> Mapping[str, Any]:
-    """Returns all values to report, each with its combination."""
     import jax
     import numpy as np
 
@@ -365,7 +371,7 @@ def _reported(aux: Aux) -> Mapping[str, Any]:
     if twice:
         raise WhaleError(
             f"wh.Aux has {', '.join(twice)} in several of metrics=, means=, sums= and "
-            "samples=. Give each one name of its own."
+            "samples=. Give each a different name."
         )
     for name, value in aux.samples.items():
         if any(not np.shape(leaf) for leaf in jax.tree.leaves(value)):
@@ -389,7 +395,7 @@ def check_metrics(metrics: Mapping[str, Any], size: int) -> None:
         size: Number of samples of the micro-batch.
 
     Raises:
-        WhaleError: Names them and the remedy.
+        WhaleError: There are such metrics. The message has their names and the remedy.
     """
     import jax
 
@@ -399,7 +405,7 @@ def check_metrics(metrics: Mapping[str, Any], size: int) -> None:
             if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float):
                 raise WhaleError(
                     f"loss_fn reports {name!r} with {short_repr(leaf)}; expected "
-                    "arrays or numbers. Leave it out of the values beside the loss"
+                    "arrays or numbers. Remove it from the values besides the loss"
                 )
         if not merged or metric.how != "concat":
             continue
@@ -408,8 +414,8 @@ def check_metrics(metrics: Mapping[str, Any], size: int) -> None:
         if wrong:
             raise WhaleError(
                 f"wh.Aux(samples=) has {name!r} of shape {wrong[0]}; expected {size} "
-                "rows, one for each sample of a micro-batch, along dimension 0. Give "
-                "it the samples in front, as in `x.reshape(samples, -1)`."
+                "rows, one for each sample of a micro-batch, along dimension 0. Make "
+                "the samples its first dimension, as in `x.reshape(samples, -1)`."
             )
 
 
@@ -437,12 +443,12 @@ def _check_scalar(what: str, value: Any, *, must_be_inexact: bool) -> None:
     if must_be_inexact and not jnp.issubdtype(dtype, jnp.floating):
         raise WhaleError(
             f"loss_fn: {what} has dtype {dtype}; expected a floating-point scalar, "
-            "because gradients are taken of it."
+            "because it is differentiated."
         )
 
 
 def _rebuilt(kind: type[T], names: tuple[str, ...], parts: Iterable[Any]) -> T:
-    """Makes an instance without checks, around whatever JAX puts into trees."""
+    """Makes an instance without checks, as JAX puts any objects into trees."""
     made = object.__new__(kind)
     for name, part in zip(names, parts, strict=True):
         object.__setattr__(made, name, part)
@@ -451,7 +457,6 @@ def _rebuilt(kind: type[T], names: tuple[str, ...], parts: Iterable[Any]) -> T:
 
 @functools.cache
 def _register_pytrees() -> None:
-    """Registers the types of losses as pytrees, at the first instance."""
     import jax
 
     jax.tree_util.register_pytree_with_keys(

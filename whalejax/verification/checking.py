@@ -22,7 +22,7 @@ from whalejax.verification.targets import NoCompiler, Target, target_of
 
 
 LONGEST_SECONDS = 10**6
-"""Maximum timeout: longer than any compilation, and short enough for a clock."""
+"""Largest timeout in seconds, longer than any compilation takes."""
 
 
 def check(
@@ -43,14 +43,14 @@ def check(
         adapter: Model of the plan, without values.
         batch: The global batch, abstract.
         optimizer: An optax transformation.
-        batch_axes: Argument of ``wh.plan``, unchanged.
-        topology: Text of a cluster; the plan's own if None.
-        timeout_seconds: Deadline of the compiler.
+        batch_axes: Batch dimension of the batch's leaves, as for ``wh.plan``.
+        topology: Text of a cluster; None for the plan's own cluster.
+        timeout_seconds: Seconds after which compilation is abandoned.
         again: Function that plans the same model with changes, to find a plan that fits
             if this one does not; None to search for none.
 
     Raises:
-        PlanError: The plan is an estimate, has uneven shares or pipelines, or is for
+        PlanError: The plan is an estimate, has unequal shares or pipelines, or is for
             another number of devices.
         WhaleError: An argument is invalid, or the compiler is missing, died or took too
             long.
@@ -63,10 +63,10 @@ def check(
     if plan.shares or plan.pipelines:
         whose = "pipeline" if plan.pipelines else "rank of data"
         raise PlanError(
-            f"verify compiles what devices of one kind run together, and every {whose} "
-            "of this plan has programs of its own. Plan for one of them, as in "
+            f"verify compiles programs that devices of one kind run, but every {whose} "
+            "of this plan has its own programs. Plan for one of them, as in "
             f"plan.what_if(cluster={_one_of(plan)}, shares=None, mesh=None), and "
-            "verify that"
+            "verify that plan"
         )
     if not is_number(timeout_seconds) or not 0 < timeout_seconds <= LONGEST_SECONDS:
         raise VerifyError(
@@ -90,14 +90,14 @@ def check(
         batch_axes=batch_axes,
         gpu_target=gpu_target,
     )
-    tell(f"compiling for {target.words}, in a process of its own")
+    tell(f"compiling for {target.words}, in a separate process")
     answer = run(request, limit_seconds=timeout_seconds, extra_paths=extra_paths)
     failure, phase = answer.data.get("failure"), answer.data.get("phase")
     if phase == "asking":
         raise PlanError(str(failure))
     if failure and "needed_bytes" not in answer.data:
         raise VerifyError(f"{phase} for {target.words} failed: {failure}")
-    tell("comparing with what was predicted")
+    tell("comparing with the predictions")
     result = compare_with_compiled(plan, target, answer)
     if result.fits or again is None:
         return result
@@ -106,7 +106,6 @@ def check(
 
 
 def _one_of(plan: Plan) -> str:
-    """Returns devices of the first replica or pipeline, as ``wh.plan`` takes them."""
     devices, node = plan.num_devices // len(plan.shares), plan.cluster.nodes[0]
     if node.kind.name not in kind_names():
         return f"<a file of {devices}×{node.kind.name}>"
@@ -116,7 +115,6 @@ def _one_of(plan: Plan) -> str:
 
 
 def _compiler(target: Target) -> tuple[str, Sequence[str]]:
-    """Returns the GPU's properties and the package folders of its compiler."""
     if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise NoCompiler(
             f"compiling for {target.words} needs the TPU compiler. Install the extra "
@@ -132,7 +130,6 @@ def _compiler(target: Target) -> tuple[str, Sequence[str]]:
 def _next(
     plan: Plan, cluster: Cluster, found: Verification, again: Callable[..., Plan]
 ) -> Plan | None:
-    """Plans for memory reduced by the prediction's error; None if no plan fits."""
     needed, predicted = found.peak.compiled, plan.memory.total_bytes
     capacity = found.capacity_bytes
     if not needed or not capacity or predicted <= 0:
@@ -140,7 +137,7 @@ def _next(
     # The next plan's prediction may have the same error as this one's.
     room = int(capacity * min(1.0, predicted / needed))
     free: dict[str, Any] = {"mesh": None, "zero": None, "num_micro_batches": None}
-    free["margin"] = 0.0  # the capacity already accounts for the prediction's error
+    free["margin"] = 0.0  # The capacity was already reduced by the error.
     try:
         better = again(cluster=cluster.with_memory(room), **free)
     except PlanError:

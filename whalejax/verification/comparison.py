@@ -24,7 +24,7 @@ from whalejax.verification.targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(VerificationData):
-    """A plan against its compiled program; ``VerificationData`` has its fields."""
+    """A plan compared with its compiled program; see ``VerificationData``."""
 
     def document(self) -> dict[str, Any]:
         """Returns the verification as plain JSON data."""
@@ -86,7 +86,6 @@ def compare_with_compiled(plan: Plan, target: Target, answer: Answer) -> Verific
 def _compared_stages(
     plan: Plan, common: Mapping[str, Any], answer: Answer
 ) -> Verification:
-    """Compares stages with programs of their own, one after the other."""
     data = answer.data
     stages: list[Mapping[str, Any]] = data["stages"]
     memory: list[Quantity] = []
@@ -184,7 +183,7 @@ def _transfer_quantities(plan: Plan, data: Mapping[str, Any]) -> Iterator[Quanti
     for stage, one in enumerate(data["stages"]):
         if one["once_bytes"]:
             yield Quantity(
-                name=f"brought to stage {stage} once",
+                name=f"received once by stage {stage}",
                 predicted=None,
                 compiled=one["once_bytes"],
             )
@@ -218,11 +217,11 @@ _REMATERIALIZED = re.compile(
 def rematerializations(
     words: str, traffic: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Finding, ...]:
-    """Returns values that the compiler warned to gather, one for each place.
+    """Returns the values that a compiler warned to gather, one for each source line.
 
     Args:
         words: Output of the compiler.
-        traffic: The program's collectives, for source lines that the warning lacks.
+        traffic: Collectives of the program, for source lines that the warning lacks.
     """
     result: dict[tuple[str, str], Finding] = {}
     for match in _REMATERIALIZED.finditer(words):
@@ -232,7 +231,7 @@ def rematerializations(
         stack = name[1] if name else ""
         place = f"{source[1]}:{source[2]}" if source else _place_of(stack, traffic)
         finding = Finding(
-            what=f"{shape} is gathered whole to go from {before} to {after}",
+            what=f"{shape} is gathered in full to go from {before} to {after}",
             name=stack,
             place=place,
         )

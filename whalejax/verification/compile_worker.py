@@ -1,8 +1,8 @@
 """The process that compiles: ``python -m whalejax.verification.compile_worker``.
 
 Compilers for absent hardware may abort or hang, so they run outside the user's process.
-The request is a file with JAX's settings and a ``CompileRequest``, both pickled; the
-answer is one JSON file, which appears complete or not at all.
+The request is a file with JAX's settings and a ``CompileRequest``, both pickled. The
+answer is one JSON file, which is written in full or not at all.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class CompileRequest:
     """Plan, model and target of a compilation.
 
     Attributes:
-        plan: Document of the plan.
+        plan: Plan as JSON data.
         target: Target of the compilation.
         adapter: The model and its loss, without values.
         optimizer: An optax transformation, or None.
         batch: The global batch, abstract.
-        batch_axes: Argument of ``wh.plan``, unchanged.
-        gpu_target: The GPU's properties as the compiler reads them, or empty.
+        batch_axes: Batch dimension of the batch's leaves, as for ``wh.plan``.
+        gpu_target: The GPU's properties in the compiler's format; empty for others.
     """
 
     plan: dict[str, Any]
@@ -77,9 +77,9 @@ def serve(
     Args:
         request_path: File with the request, which the parent process wrote.
         answer_path: Path of the answer.
-        limit_seconds: Time after which this process ends.
-        answered: Function from the request to the answer; it appends each phase to its
-            second argument.
+        limit_seconds: Seconds after which this process ends.
+        answered: Function from the request to the answer. It appends the name of each
+            phase to its second argument.
     """
     _lift_stack_limit()
     _end_with_parent(float(limit_seconds))
@@ -92,7 +92,7 @@ def serve(
             _apply(pickle.load(file))
             request = cloudpickle.load(file)
         answer = answered(request, phase)
-    except Exception as error:  # the parent process reports it to the user
+    except Exception as error:  # The parent process reports it to the user.
         answer = _failure(error, phase[-1])
     answer["seconds"] = time.monotonic() - started
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -103,7 +103,6 @@ def serve(
 
 
 def _end_with_parent(limit_seconds: float) -> None:
-    """Ends this process when its parent has ended or the time is up."""
     parent, end = os.getppid(), time.monotonic() + limit_seconds
 
     def watch() -> None:
@@ -120,8 +119,8 @@ _LIFTED = "WHALEJAX_STACK_LIFTED"
 def _lift_stack_limit() -> None:
     """Restarts this process once, without a limit on the stack, if the system allows.
 
-    The TPU compiler recurses over long chains of operations. With a limit of 8 MiB or
-    of 1 GiB it crashes for a ResNet-50 on v6e; without a limit it compiles. A process
+    The TPU compiler recurses over long chains of operations. For a ResNet-50 on v6e it
+    crashes with a limit of 8 MiB or 1 GiB, and compiles without a limit. A process
     reads the limit only when it starts.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_STACK)
@@ -197,7 +196,6 @@ def _step(plan: Plan, request: CompileRequest, devices: list[Any]) -> Any:
 
 
 def _stages(rehearse: Callable[[], Any], plan: Plan) -> dict[str, Any]:
-    """Describes the stages' own programs, and the transfers between stages."""
     start = time.monotonic()
     result = rehearse()
     seconds = time.monotonic() - start
@@ -235,12 +233,12 @@ def _devices_of(plan: Plan, request: CompileRequest) -> list[Any]:
     if request.target.platform == "tpu":
         if len(devices) % count:
             raise PlanError(
-                f"the plan uses {count} of {len(devices)} chips, and without a TPU the "
-                "compiler takes a number that divides all of them. Plan for a topology "
-                "all of whose chips are used"
+                f"the plan uses {count} of {len(devices)} chips. Without a TPU, the "
+                "compiler accepts only numbers of chips that divide all. Plan for a "
+                "topology all of whose chips are used"
             )
         if plan.stage_plans or count < len(devices):
-            # For some of the chips, the compiler takes only consecutive numbers.
+            # The compiler accepts some of the chips only if they are consecutive.
             devices.sort(key=lambda device: device.id)
     return devices[:count]
 
@@ -262,7 +260,7 @@ def _devices(request: CompileRequest) -> list[Any]:
         if target.kind in CHIP_CONFIGS:
             options["chip_config_name"] = CHIP_CONFIGS[target.kind]
         lengths = [int(n) for n in name.partition(":")[2].split("x")]
-        if lengths[0] % 2 or lengths[1] % 2:  # less than a host of 2 x 2 chips
+        if lengths[0] % 2 or lengths[1] % 2:  # A host has 2 x 2 chips.
             bounds = [*lengths, 1, 1][:3]
             options["chips_per_host_bounds"] = tuple(bounds)
     else:
@@ -288,8 +286,8 @@ _HEAP = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
 def _dumped(lowered: Any, plan: Plan) -> tuple[Any, int | None]:
     """Returns a compiled program, and the size of its heap on a device, if reported.
 
-    The peak in the compiler's statistics is the larger of the allocations on the device
-    and in host memory; the report on the heap has each alone.
+    The peak in the compiler's statistics is the larger one of the allocations on the
+    device and those in host memory. The report on the heap separates them.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {**dict(plan.compiler_options), "xla_dump_to": folder}
@@ -300,19 +298,18 @@ def _dumped(lowered: Any, plan: Plan) -> tuple[Any, int | None]:
 
 
 def _memory(stats: Any, platform: str, heap: int | None = None) -> dict[str, int]:
-    """Returns bytes on one device; aliased outputs count as arguments only.
+    """Returns bytes on one device; aliased outputs count as arguments.
 
     The peak decides whether a program fits. Temporaries are the peak minus the
-    arguments; they include outputs that are not aliased to arguments. The compiler's
-    own figure for temporaries differs: on TPU it includes memory on the chip, and
-    fragmentation.
+    arguments, so they include outputs that are not aliased to arguments. The compiler's
+    own figure differs: on TPU it includes memory on the chip, and fragmentation.
     """
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
     peak = stats.peak_memory_in_bytes
-    if platform == "tpu":  # this compiler also counts arguments in host memory
+    if platform == "tpu":  # Its compiler also counts arguments in host memory.
         peak -= stats.host_argument_size_in_bytes
         peak = min(peak, heap or peak)
-    if platform == "cpu":  # this compiler allocates all temporaries at once
+    if platform == "cpu":  # Its compiler allocates all temporaries at once.
         peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     return {
         "peak": peak,
@@ -354,7 +351,7 @@ def _failure(error: Exception, phase: str) -> dict[str, Any]:
 
     text = str(error)
     notes = [n for n in getattr(error, "__notes__", ()) if n.startswith("whalejax: ")]
-    # Dumps of the program and stacks follow the first paragraph.
+    # The first paragraph has the reason, before dumps of the program and stacks.
     said = text.strip().partition("\n\n")[0].partition("\n\t")[0].strip()
     words = "\n".join([f"{type(error).__name__}: {said}", *notes])
     match = _MEMORY.search(text)

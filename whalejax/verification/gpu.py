@@ -1,8 +1,8 @@
 """The GPU compiler: its folder, and the GPUs for which it can compile.
 
-The compiler is JAX's CUDA plugin with NVIDIA's libraries. They would change the device
-that a user's environment runs on, so they are never installed there. ``set_up`` creates
-a second environment, whose packages only the compiling process sees, after all others.
+The compiler is JAX's CUDA plugin with NVIDIA's libraries. In a user's environment they
+would change the device that the user's programs run on. So ``set_up`` installs them in
+a second environment. The compiling process alone sees its packages, after all others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PLUGIN: Final = "jax-cuda12-plugin"
 _PACKAGES: Final = "lib/python*/site-packages"
 _SECONDS: Final = 3600
 _READY: Final = "ready"
-"""File that is written last, so that an interrupted installation is repeated."""
+"""File that is written last, so an installation without it was interrupted."""
 
 _LIBRARIES: Final = {"major": 9, "minor": 10, "patch": 0}
-"""Version of cuDNN to compile for; the plugin would query a GPU for its own."""
+"""Version of cuDNN to compile for; otherwise the plugin would ask a GPU for it."""
 
 
 def folder() -> Path:
-    """Returns the second environment's path; one for each version of JAX and Python."""
+    """Returns the path of the second environment, by version of JAX and Python."""
     jax = importlib.metadata.version("jax")
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     return directory() / f"gpu-jax{jax}-python{python}"
@@ -47,9 +47,9 @@ def packages() -> Sequence[str]:
     result = [str(path) for path in folder().glob(_PACKAGES)]
     if not (result and (folder() / _READY).exists()):
         raise NoCompiler(
-            "compiling for GPUs needs JAX's CUDA plugin, in an environment of its own. "
+            "compiling for GPUs needs JAX's CUDA plugin, in a separate environment. "
             "Make it once with whalejax verify --setup-gpu (1.4 GB to download, 5 GB "
-            "on disk); it needs no GPU"
+            "on disk); this needs no GPU"
         )
     return result
 
@@ -61,7 +61,8 @@ def set_up() -> Path:
         Folder of the environment.
 
     Raises:
-        VerifyError: It cannot be created; includes the end of the installer's output.
+        VerifyError: The environment cannot be created. The message has the end of the
+            installer's output.
     """
     where = folder()
     if (where / _READY).exists():
@@ -101,7 +102,7 @@ def _install(where: Path) -> None:
 
 
 def properties(target: Target) -> str:
-    """Returns a GPU's target configuration, as protobuf text for the compiler.
+    """Returns the properties of a GPU, as protobuf text for the compiler.
 
     Args:
         target: GPU target.

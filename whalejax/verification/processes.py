@@ -1,4 +1,4 @@
-"""Runs the compiling process, or another, with a deadline, and keeps its output."""
+"""Runs the compiling process, or another, with a deadline, and returns its output."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Answer:
 
 
 class CompileTask(Protocol):
-    """Request to a separate process."""
+    """Request that a separate process carries out."""
 
     @property
     def target(self) -> Target:
-        """Devices that it needs."""
+        """Devices that the request needs."""
         ...
 
 
@@ -67,16 +67,17 @@ def run(
 
     Args:
         request: Request to carry out.
-        limit_seconds: Time after which the process is ended.
-        extra_paths: Folders of packages that it needs and this process lacks.
+        limit_seconds: Seconds after which the process is ended.
+        extra_paths: Folders of packages that the process needs besides those of this
+            process; default: none.
         worker: Module that the process runs.
         task: Name of the task, for errors; default: compiling.
-        limit_name: Option by which the user sets ``limit_seconds``.
-        xla_flags: Further flags of XLA.
+        limit_name: Option by which the user sets ``limit_seconds``, for errors.
+        xla_flags: Additional flags of XLA.
 
     Raises:
-        VerifyError: The request cannot be pickled, or the process did not end in time,
-            or died; in these cases the error includes the end of its output.
+        VerifyError: The request cannot be pickled, or the process died or did not end
+            in time. For the process, the message has the end of its output.
     """
     compiles = not task
     task = task or f"compiling for {request.target.words}"
@@ -118,8 +119,8 @@ def run(
 _UNTIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 """Flags that replace the timing of kernels, which needs a GPU.
 
-Products without timing are better left to the library: the compiler's own first choice
-fails for some sizes.
+Without timing, the library computes products, as the compiler's own first choice fails
+for some sizes.
 """
 
 
@@ -132,15 +133,15 @@ def _pickled(request: CompileTask) -> bytes:
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise VerifyError(
             f"the loss, the model or the optimizer cannot be sent to the process that "
-            f"compiles: {error}. Make what it holds (a lock, an open file) elsewhere"
+            f"compiles: {error}. Create its locks, open files and the like elsewhere"
         ) from error
 
 
 def _by_value(request: Any) -> bytes:
     """Pickles a request together with definitions from the user's program.
 
-    JAX's functions with their own backward pass cannot be pickled directly: they can
-    only be rebuilt from a function. They may also refer to themselves.
+    JAX's functions with their own backward pass cannot be pickled. They are made again
+    from the functions that they contain, and may refer to themselves.
     """
     import cloudpickle
     import jax
@@ -161,10 +162,10 @@ def _by_value(request: Any) -> bytes:
 
 
 def _lives_here_only(module: Any) -> bool:
-    """Whether no other process can import a module by its name.
+    """Returns whether no other process can import a module by its name.
 
-    Modules made by hand have no file, and those loaded from a file may be outside the
-    import path. Parts of a package count like their package.
+    Modules made by hand have no file. Modules loaded from a file may be outside the
+    import path. For a part of a package, its package decides.
     """
     if not isinstance(module, types.ModuleType):
         return False
@@ -176,7 +177,7 @@ def _lives_here_only(module: Any) -> bool:
     if spec is None:
         return True
     if spec.origin is None or not spec.has_location:
-        return False  # built in, or a package of several folders
+        return False  # The module is built in, or a package of several folders.
     inside = spec.submodule_search_locations is not None
     folder = os.path.dirname(spec.origin)
     folder = os.path.dirname(folder) if inside else folder
@@ -196,10 +197,10 @@ _SETTINGS = (
 
 
 def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
-    """Returns the worker's environment: this process's packages, no device of its own.
+    """Returns the environment of a worker, which has no device of its own.
 
-    The plugin of another environment compiles GPU programs; its packages come last, so
-    that packages of this environment take precedence.
+    The worker sees the packages of this process. For GPU programs, the packages of the
+    second environment come last, so that those of this environment take precedence.
     """
     environment = dict(os.environ)
     paths = [p or os.getcwd() for p in sys.path if os.path.isdir(p or ".")]
@@ -208,7 +209,7 @@ def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
         _virtual_devices(environment, target.num_devices)
         if target.kind == "cpu":
             environment["JAX_PLATFORMS"] = "cpu"
-        # This process may hold the device's memory.
+        # This process may use all memory of the device.
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         return environment
     environment["JAX_PLATFORMS"] = "cpu"
@@ -222,7 +223,6 @@ def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
 
 
 def _virtual_devices(environment: dict[str, str], count: int) -> None:
-    """Sets the number of virtual CPU devices, if there are no others."""
     name = "--xla_force_host_platform_device_count"
     flags = environment.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if not flag.startswith(name)]

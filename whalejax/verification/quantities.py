@@ -20,22 +20,25 @@ class VerificationData:
         target: Target of the compilation.
         device_kind: Compiler's name of the device.
         versions: Versions of JAX and the compiler.
-        fits: Whether the program fits the device, by the compiler; if it does not
-            check, by comparison of peak and capacity.
+        fits: Whether the program fits the device. The compiler decides, or, if it does
+            not check, the comparison of peak and capacity.
         capacity_bytes: Bytes of one device that programs may use; 0 if unknown.
-        memory, collectives: Memory by term, and the collectives; empty if nothing was
-            compiled. If stages have programs of their own, those of each stage, and the
-            transfers between stages.
+        memory: Memory by term, of each stage with stage programs; empty if nothing was
+            compiled.
+        collectives: Collectives, or transfers between stages with stage programs; empty
+            if nothing was compiled.
         product_flops: FLOPs of matrix products on one device in one step.
-        lower_seconds, compile_seconds: Durations of the compilation.
+        lower_seconds: Seconds of lowering.
+        compile_seconds: Seconds of compilation.
         host_peak_bytes: Peak memory of the compilation on this machine.
-        refused: Reason why traffic and products are not reported, or empty.
+        refused: Reason why traffic and products are not reported; empty if they are.
         rematerializations: Tensors that the compiler gathers in full to change their
             layout.
         unplanned: Traffic that the plan does not predict.
-        failure: Reason why there is no program, in the compiler's words, or empty.
+        failure: Compiler's reason why there is no program; empty if there is one.
         better: The next plan that is expected to fit, if this one does not.
-        left_out: Part of the plan that was not compiled, with the reason, or empty.
+        left_out: Part of the plan that was not compiled, with the reason; empty if all
+            was.
     """
 
     plan_hash: str

@@ -1,4 +1,4 @@
-"""Renders a verification: a table on a terminal, and plain JSON data."""
+"""Formats a verification: a table on a terminal, and plain JSON data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whalejax.verification.quantities import Finding, Quantity, VerificationData
 
 _WIDTH = 110
 _LEAST = 0.001
-"""Fraction of all traffic from which a line is shown."""
+"""Smallest share of all traffic that has its own line."""
 
 
 def document(found: VerificationData) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def table(found: VerificationData) -> RenderableType:
     for q in shown:
         rows.add_row(q.name, *_cells(q))
     if len(shown) > 1:
-        # Compilers replace some by others with the same traffic.
+        # Compilers may replace collectives by others with the same traffic.
         both = _collective_total(found.collectives)
         rows.add_row(both.name, *_cells(both))
     if found.product_flops is not None and not found.refused:
@@ -139,7 +139,7 @@ def _words(found: VerificationData) -> Iterator[RenderableType]:
         yield Text(f"not compiled: {found.left_out}")
     capacity = gigabytes(found.capacity_bytes) if found.capacity_bytes else ""
     if found.fits:
-        of = f"a device has {capacity}" if capacity else "its capacity is not known"
+        of = f"a device has {capacity}" if capacity else "its capacity is unknown"
         yield Text(f"fits: {of}" if capacity else of)
     elif not found.fits:
         yield Text(f"DOES NOT FIT: a device has {capacity}")

@@ -1,7 +1,7 @@
-"""Targets of compilation: the TPU and GPU compilers' names of a cluster.
+"""Targets of compilation: the names of a cluster in the TPU and GPU compilers.
 
-The text for a target is a cluster's (``v5p:4x4x4``, ``h100:2x8``, ``local``). This
-module knows which targets have a compiler, and the compiler's names for them.
+The text for a target is that of a cluster (``v5p:4x4x4``, ``h100:2x8``, ``local``).
+This module has the targets with a compiler, and their names in the compilers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TPU_NAMES: Final = {
     "v6e": "v6e",
     "v7x": "tpu7x",
 }
-"""Names of libtpu, by kind of the catalogue."""
+"""Names in libtpu, by kind of the catalogue."""
 
 CHIP_CONFIGS: Final = {"v4": "megacore"}
-"""Chip configuration by kind, if libtpu's default differs from JAX's."""
+"""Chip configuration by kind, where libtpu's default is not JAX's."""
 
 GPU_KINDS: Final = ("h100",)
-"""Kinds of the catalogue whose properties ``gpus.toml`` holds."""
+"""Kinds of the catalogue with properties in ``gpus.toml``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,10 @@ class Target:
     Attributes:
         platform: ``"tpu"``, ``"gpu"``, or ``"local"`` for the devices of this machine.
         words: Target as the user writes it.
-        kind: Kind of device in the catalogue; empty for those of this machine.
+        kind: Kind of device in the catalogue; empty for the devices of this machine.
         topology: Compiler's name of the topology.
         slices: Number of TPU slices joined by a network.
-        num_devices: Number of devices in all.
+        num_devices: Number of devices of all slices or nodes.
         memory_bytes: Memory of one device, from the catalogue; 0 if unknown.
     """
 
@@ -66,11 +66,11 @@ class VerifyError(WhaleError):
 
 
 class NoCompiler(VerifyError):
-    """No compiler for these devices is installed; the text names the remedy."""
+    """No compiler for these devices is installed; the message has the remedy."""
 
 
 def target_text() -> str:
-    """Describes the topologies that have a compiler."""
+    """Returns the text that lists the topologies with a compiler."""
     tpus = ", ".join(
         f"{name}:{'x'.join('4' * _dims(name))}" for name in sorted(TPU_NAMES)
     )
@@ -82,8 +82,8 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
     """Returns the target of a plan's compilation.
 
     Args:
-        plan: The plan.
-        topology: Text of a cluster; the plan's own cluster if left out.
+        plan: Plan to compile.
+        topology: Text of a cluster; default: the plan's own cluster.
 
     Raises:
         WhaleError: The topology is unknown, or has no compiler.
@@ -104,9 +104,9 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
     if target.platform != "local" and target.num_devices != plan.cluster.num_devices:
         raise PlanError(
             f"this plan is for {plan.cluster.num_devices} devices "
-            f"({plan.cluster.describe()}), and {target.words} has "
+            f"({plan.cluster.describe()}), but {target.words} has "
             f"{target.num_devices}. "
-            "Plan again for it, or give a topology of as many devices"
+            "Plan again for it, or give a topology with the plan's number of devices"
         )
     return target
 
@@ -138,7 +138,7 @@ def _target(cluster: Cluster, words: str) -> Target:
         counts = {node.count for node in cluster.nodes}
         if len(counts) > 1:
             raise NoCompiler(
-                f"{words} has nodes of {sorted(counts)} devices; nodes must be alike"
+                f"{words} has nodes of {sorted(counts)} devices; nodes must be equal"
             )
         return Target(
             platform="gpu",
@@ -153,7 +153,6 @@ def _target(cluster: Cluster, words: str) -> Target:
 
 
 def _local(cluster: Cluster) -> Target:
-    """Returns the target of this machine; virtual devices if the plan is for CPUs."""
     is_cpu = cluster.platform == "cpu"
     return Target(
         platform="local",

@@ -1,11 +1,11 @@
 """Rewrites traced programs so that some parts compute in 16 bits.
 
 Products in such a part read their float32 operands in 16 bits. Elementwise operations
-on the results stay in 16 bits as long as no wider operand joins. Operations that sum
-many numbers or are steep (reductions, exponentials, logarithms, roots, powers) read the
-results in the type of the trace. Values that a loop carries, or that a part passes to a
-float32 part, keep their traced type. So the program is the model's own except for
-casts, and gradients flow back through these.
+on the results stay in 16 bits until a wider operand joins. Some operations read the
+results in the type of the trace, because they sum many numbers or are steep:
+reductions, exponentials, logarithms, roots, powers. Values that a loop carries, or that
+a part passes to a float32 part, keep their traced type. So the program is the model's
+own except for casts, and gradients flow back through the casts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEAST: Final[Mapping[Any, float]] = {
     DTYPES["bf16"]: 2.0**-126,
     DTYPES["f16"]: 2.0**-14,
 }
-"""Smallest normal number of each dtype."""
+"""Smallest positive normal number of each dtype."""
 
 _WIDE: Final = np.dtype(np.float32)
 
@@ -53,7 +53,7 @@ _KEPT: Final = frozenset(
 """Primitives that compute in 16 bits if all their operands are in 16 bits."""
 
 _ASIDE: Final = frozenset("eq ne lt le gt ge and or not is_finite".split())
-"""Primitives that may join those inside a function with its own derivatives."""
+"""Primitives that are allowed too inside a function with a derivative of its own."""
 
 
 _WHERE: Final[Mapping[str, str]] = {
@@ -61,7 +61,7 @@ _WHERE: Final[Mapping[str, str]] = {
     "while": "inside lax.while_loop",
     "opaque": "inside functions with derivatives of their own",
 }
-"""Calls that run as they were traced, and the note's text for products inside them."""
+"""Calls that run as traced, with the text of notes on products inside them."""
 
 _ALGORITHM: Final = "of a chosen algorithm"
 
@@ -70,11 +70,11 @@ def left_wide(jaxpr: Any, precisions: Mapping[Position, str]) -> Counter[str]:
     """Counts float32 products that stay unchanged though 16 bits were requested.
 
     Args:
-        jaxpr: Closed jaxpr, as captured.
+        jaxpr: Closed jaxpr of the loss.
         precisions: Precision of equations that are to compute in 16 bits, by position.
 
     Returns:
-        Counts by the text of the reason.
+        Number of products by the text of the reason.
     """
     return Counter(
         why for position, why in wide_products(jaxpr) if why and position in precisions
@@ -84,15 +84,17 @@ def left_wide(jaxpr: Any, precisions: Mapping[Position, str]) -> Counter[str]:
 def wide_products(
     jaxpr: Any, position: Position = (), where: str = ""
 ) -> Iterator[tuple[Position, str]]:
-    """Yields the float32 products of a program, with one or both operands in float32.
+    """Yields the products of a program with at least one float32 operand.
 
     Args:
-        jaxpr: Closed jaxpr, as captured.
-        position: Position of the program.
-        where: Reason why no equation in it can compute in 16 bits; or empty.
+        jaxpr: Closed jaxpr of the loss, or of a call in it.
+        position: Position of the jaxpr; empty for the loss.
+        where: Reason why no equation in the jaxpr can compute in 16 bits; empty by
+            default.
 
     Yields:
-        The position of each, and the reason against 16 bits; empty if there is none.
+        The position of each product, and why it cannot compute in 16 bits; empty if it
+        can.
     """
     for index, equation in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
         here = (*position, index)
@@ -111,8 +113,8 @@ def narrowed(
     """Returns a program in which some equations compute in 16 bits.
 
     Args:
-        jaxpr: Closed jaxpr, as captured.
-        precisions: Precision of equations in ``bf16`` or ``f16``, by position.
+        jaxpr: Closed jaxpr of the loss.
+        precisions: ``"bf16"`` or ``"f16"`` of these equations, by position.
         weights: Whether each input is a parameter, trained or not.
 
     Returns:
@@ -130,10 +132,10 @@ def narrowed(
 
 @dataclass(slots=True)
 class _Scope:
-    """One jaxpr that is being evaluated.
+    """Values while one jaxpr is evaluated; they may be narrower than traced.
 
-    Values may be narrower than traced; ``weights`` depend on parameters alone;
-    ``numbers`` fill a variable; ``casts`` are made once for all readers.
+    ``weights`` depend on parameters alone. ``numbers`` are those that fill a variable.
+    ``casts`` are made once for all readers.
     """
 
     values: dict[Any, Any]
@@ -163,7 +165,7 @@ class _Scope:
         return bool(self.values[atom].dtype == dtype)
 
     def may_be_narrow(self, atom: Any, dtype: Any) -> bool:
-        """Whether a value is or can become narrow: parameters, and numbers that fit."""
+        """Whether a value is or can become narrow: a weight, or a number that fits."""
         known = not _compat.is_literal(atom) and atom in self.weights
         if known or self.is_narrow(atom, dtype):
             return True
@@ -260,9 +262,9 @@ class _PrecisionRewriter:
     def _scan(
         self, scope: _Scope, equation: Any, position: Position, weights: Sequence[bool]
     ) -> list[Any]:
-        """Evaluates a loop; carries keep their type, parameters are cast before it.
+        """Evaluates a scan, with parameters cast before it; carries keep their type.
 
-        With casts inside, each iteration would save parameters in both types.
+        With casts inside, each iteration would save the parameters in both types.
         """
         inner = _compat.inner_jaxprs(equation)[0]
         body, parts = _compat.open_jaxpr(inner)[0], _compat.scan_parts(equation)
@@ -292,7 +294,6 @@ class _PrecisionRewriter:
 
 
 def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
-    """Evaluates an operation, in 16 bits if it and its operands allow that."""
     name, atoms = equation.primitive.name, equation.invars
     floats = [_compat.is_inexact(a.aval.dtype) for a in atoms]
     wide = [a.aval.dtype == _WIDE for a in atoms]
@@ -313,8 +314,8 @@ def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
     if not narrow or met:
         primitive = _compat.bind(equation, [scope.read(atom) for atom in atoms])
         if not narrow or dtype == DTYPES["f16"]:
-            return primitive  # float16 may overflow: masks are such weights
-        # Gradients of parameters that many values read are summed in float32.
+            return primitive  # float16 may overflow, for instance in a mask.
+        # So gradients of a parameter that many values read are summed in float32.
         return [jax.lax.convert_element_type(x, dtype) for x in primitive]
     values = [
         scope.read(a, dtype) if f else scope.read(a)
@@ -329,7 +330,7 @@ def _is_wide(scope: _Scope, atom: Any, dtype: Any) -> bool:
 
 
 def _takes_any_type(product: Any) -> bool:
-    """Whether no algorithm was requested by name for a product."""
+    """Whether a product may use any type, as no algorithm was requested by name."""
     asked = product.params.get("precision")
     several = asked if isinstance(asked, tuple) else (asked,)
     return all(one is None or isinstance(one, jax.lax.Precision) for one in several)
@@ -344,7 +345,8 @@ def _all_narrow(scope: _Scope, atoms: Sequence[Any], dtype: Any) -> bool:
 def _stays(equation: Any, dtype: Any) -> bool:
     """Whether an operation may compute in a 16-bit type.
 
-    Squares are excluded, as variances consist of them; float16 overflows at 40 cubed.
+    Squares may not, as variances are made of them. Cubes of numbers above 40 overflow
+    in float16.
     """
     name = equation.primitive.name
     if name == "integer_pow":
@@ -355,7 +357,6 @@ def _stays(equation: Any, dtype: Any) -> bool:
 
 
 def _opaque(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
-    """Evaluates a function whose own derivatives exist only for its own types."""
     results = _compat.bind(equation, [scope.read(atom) for atom in equation.invars])
     given = [a for a in equation.invars if _compat.is_inexact(a.aval.dtype)]
     tame = _is_tame(_compat.inner_jaxprs(equation)[0], dtype)
@@ -368,7 +369,7 @@ def _opaque(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
 
 
 def _is_tame(jaxpr: Any, dtype: Any) -> bool:
-    """Whether all of a function would stay narrow, as ReLU does."""
+    """Whether all operations of a function may stay in 16 bits, as in ReLU."""
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         if _compat.recursion(equation) == "inline":
             if not _is_tame(_compat.inner_jaxprs(equation)[0], dtype):
@@ -388,7 +389,7 @@ def _as_traced(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
 
 
 def _cast_to(jaxpr: Any, variable: Any) -> Any:
-    """Returns the only type that a program casts an input to; None if it reads it."""
+    """Returns the one type to which all readers cast an input; None without one."""
     body = _compat.open_jaxpr(jaxpr)[0]
     result: set[Any] = set()
     if any(v is variable for v in body.outvars):

@@ -1,8 +1,7 @@
 """Puts regions of a traced program into ``jax.checkpoint``.
 
-The computation does not change: the same equations are inside ``jax.checkpoint``. Later
-readers of the program (capture, lowering, compilers) find nothing that models do not
-contain themselves.
+The equations do not change, they move into ``jax.checkpoint``. So capture, lowering and
+compilers find nothing that a user's model could not contain.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def policy_of(policy: str, names: Sequence[str]) -> Any:
 
     Args:
         policy: ``"dots"``, ``"named"``, ``"named:a,b"`` or ``"full"``.
-        names: Names that ``"named"`` saves.
+        names: Names of the values that ``"named"`` saves.
 
     Returns:
         The policy; None saves nothing.
@@ -60,7 +59,7 @@ def policy_of(policy: str, names: Sequence[str]) -> Any:
 
 
 _PRODUCTS: Final = (CONVOLUTION, "ragged_dot_general", "ragged_dot")
-"""Products with weights that JAX's own policy does not know."""
+"""Products with weights that the policies of JAX do not count as such."""
 
 
 def _products(primitive: Any, *avals: Any, **params: Any) -> bool:
@@ -71,12 +70,12 @@ def _products(primitive: Any, *avals: Any, **params: Any) -> bool:
 def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
     """Returns the regions that a checkpoint can enclose.
 
-    It leaves out regions inside calls that run unchanged (functions with their own
-    derivatives, branches), and regions with an effect that JAX does not compute again.
+    Regions are left out inside calls that run unchanged (functions with their own
+    derivatives, branches), and if they have an effect that JAX does not recompute.
 
     Args:
-        jaxpr: Closed jaxpr, as captured.
-        regions: Equations of it.
+        jaxpr: Closed jaxpr of the loss.
+        regions: Regions of the jaxpr.
     """
     result = []
     for region in regions:
@@ -99,8 +98,8 @@ def recomputed(jaxpr: Any, regions: Sequence[Region]) -> Any:
     """Returns a program with a checkpoint around each region.
 
     Args:
-        jaxpr: Closed jaxpr, as captured.
-        regions: Equations of it, in program order.
+        jaxpr: Closed jaxpr of the loss.
+        regions: Regions of the jaxpr, in program order.
     """
     builder = _Builder(
         {(r.prefix, r.first): r for r in regions}, checkpoint_names(jaxpr)
@@ -111,7 +110,7 @@ def recomputed(jaxpr: Any, regions: Sequence[Region]) -> Any:
 class _Builder:
     """Builds a program with checkpoints.
 
-    ``regions`` are by the prefix and number of their first equation.
+    The keys of ``regions`` are the prefix and number of a region's first equation.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class _Builder:
                     equations,
                     [v for v in read if v not in made],
                     [v for v in made if last.get(v, -1) >= region.end],
-                    # In a loop, CSE cannot merge values of both passes.
+                    # Inside a loop, CSE cannot merge values of forward and backward.
                     self.checkpoint(region.policy, prevent_cse=not looped),
                 )
                 splice.keep(checkpoint, scope)
@@ -186,7 +185,10 @@ def _lengths(region: Region) -> range:
 
 
 def _last_readers(body: Any) -> dict[Any, int]:
-    """Returns the last equation that reads each variable; past the end for results."""
+    """Returns the index of the last equation that reads each variable.
+
+    For results of the body, it is the number of equations.
+    """
     readers = {
         atom: index
         for index, equation in enumerate(body.eqns)

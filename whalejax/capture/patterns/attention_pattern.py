@@ -1,13 +1,14 @@
-"""Finds attention in a traced program, and its scores block by block.
+"""Finds attention in a traced program, and computes its scores block by block.
 
-Attention is two products with a softmax between: of queries and keys, and of the
-softmax's result and values. Nothing is matched by name or by size, so any function that
-computes it this way is found: Flax's, ``jax.nn``'s, the user's own.
+Attention is two products with a softmax between them. The first multiplies queries and
+keys, the second the softmax's result and values. Neither names nor sizes are matched,
+so any function that computes attention this way is found: Flax's, ``jax.nn``'s, the
+user's own.
 
-Scores are a product of queries and keys, scaled, capped, masked or shifted by the
-user's own equations. Here these become a small program that can compute any block of
-rows and columns by itself: positions (``iota``) are counted from the block's first
-index, and values from outside are cut. On intervals instead of numbers, the same
+Scores are a product of queries and keys that the user's equations scale, cap, mask or
+shift. Here these equations become a small program that computes any block of rows and
+columns by itself. Positions (``iota``) are counted from the block's first index, and
+values from outside are cut to the block. Run on intervals instead of numbers, the
 program shows which blocks a mask hides completely.
 """
 
@@ -33,10 +34,10 @@ from whalejax.capture.patterns.softmax import Softmax, softmax_behind
 
 
 HIDDEN: Final = -1e9
-"""Scores below it are masked: no other score of a row is as low."""
+"""Scores below this number are masked."""
 
 _HALF: Final = -1e4
-"""The same for float16, which ends at 65,504."""
+"""Scores below this number are masked in float16, whose least number is -65,504."""
 
 
 class NotScoresError(Exception):
@@ -45,13 +46,14 @@ class NotScoresError(Exception):
 
 @dataclass(slots=True)
 class Scores:
-    """The program from a product to the scores.
+    """The program from the product of queries and keys to the scores.
 
     Attributes:
         nodes: Nodes in computing order; the last makes the scores.
-        product: Index of the product's node, whose tags give its dimensions' order.
+        product: Index of the product's node, whose tags give the order of the
+            product's dimensions.
         outside: Variables that come from outside, each once.
-        tags: Sets of tags with which each of those is read.
+        tags: For each variable in ``outside``, the sets of tags with which it is read.
     """
 
     nodes: list[ScoreNode] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Scores:
 
     @property
     def tags(self) -> list[set[Tags]]:
-        """Tags with which each value from outside is read."""
+        """For each variable in ``outside``, the sets of tags with which it is read."""
         tags: list[set[Tags]] = [set() for _ in self.outside]
         for node in self.nodes:
             if node.outside is not None:
@@ -77,10 +79,11 @@ class Scores:
         """Returns the scores of one block.
 
         Args:
-            product: Products of the block, in the traced order of dimensions.
-            sizes: Sizes of the dimensions of the scores in this block.
-            offsets: Offset of each dimension; default: 0.
-            outside: Returns the part of a value from outside that the block reads.
+            product: The block of the product, in the traced order of dimensions.
+            sizes: Size of the block, by dimension of the scores.
+            offsets: First index of the block, by dimension of the scores; default: 0.
+            outside: Function from the index of a variable in ``outside`` and its tags
+                to the part of it that the block reads.
         """
         values: list[Any] = []
         for number, node in enumerate(self.nodes):
@@ -94,15 +97,16 @@ class Scores:
         return values[-1]
 
     def masked_blocks(self, rows: int, columns: int, row: int, column: int) -> Any:
-        """Returns which blocks are masked for any values of the product.
+        """Returns which blocks are masked whatever the values of the product are.
 
-        A masked block has only masked scores, and each of its rows has an unmasked
-        score elsewhere. If a row may have none, all masked scores have one value, which
-        ``filled`` returns.
+        A masked block has only masked scores. Blocks count as masked if each row has an
+        unmasked score elsewhere, or if all masked scores are equal; see ``filled``.
 
         Args:
-            rows, columns: Number of equal blocks of rows and columns.
-            row, column: Dimensions of the scores that are cut into them.
+            rows: Number of equal blocks of rows.
+            columns: Number of equal blocks of columns.
+            row: Dimension of the scores that is cut into ``rows`` blocks.
+            column: Dimension of the scores that is cut into ``columns`` blocks.
 
         Returns:
             ``bool[rows, columns]``.
@@ -117,17 +121,20 @@ class Scores:
         return np.zeros_like(masked)
 
     def filled(self, rows: int, columns: int, row: int, column: int) -> float | None:
-        """Returns the score in all hidden blocks, if it may have a weight.
+        """Returns the one score in all masked blocks, if they affect a result.
 
-        A softmax of equal scores is a mean, so a row whose scores are all masked reads
-        hidden blocks too.
+        They do if all scores of a row may be masked. The softmax of equal scores is a
+        mean, so such a row reads the values of masked blocks too.
 
         Args:
-            rows, columns, row, column: Arguments of ``masked_blocks``, unchanged.
+            rows: Number of equal blocks of rows.
+            columns: Number of equal blocks of columns.
+            row: Dimension of the scores that is cut into ``rows`` blocks.
+            column: Dimension of the scores that is cut into ``columns`` blocks.
 
         Returns:
-            The score; None if each row is known to have an unmasked score, compared
-            with which masked ones are negligible.
+            The score; None if each row has an unmasked score, beside which masked ones
+            are negligible.
         """
         hidden = self.masked_blocks(rows, columns, row, column)
         if not hidden.any() or self._all_see(row, column):
@@ -152,10 +159,10 @@ class Scores:
         return np.broadcast_to(low, whole), np.broadcast_to(high, whole)
 
     def _all_see(self, row: int, column: int) -> bool:
-        """Returns whether each row is known to have an unmasked score for any inputs.
+        """Returns whether each row has an unmasked score, for any inputs.
 
-        It tries the diagonal, which starts at the first or ends at the last column if
-        there are more columns than rows, and both ends of the row.
+        It looks at both ends of the row and at the diagonal. If there are more columns
+        than rows, diagonals from the first and to the last column are tried.
         """
         shape = self.nodes[-1].equation.outvars[0].aval.shape
         rows, columns = shape[row], shape[column]
@@ -170,10 +177,10 @@ class Scores:
         return bool(seen.any(axis=0).all())
 
     def _run(self, extents: Mapping[int, Any], product: Interval) -> Interval:
-        """Returns bounds of the scores, given those of the product.
+        """Returns bounds of the scores, given bounds of the product.
 
-        With ``_USUAL``, results of equations without a rule (a cap) are assumed to be
-        usual.
+        With ``_USUAL``, a result of an equation without a rule (a cap) is assumed to
+        have usual bounds if its operands do.
         """
         result: list[Interval] = []
         made: set[int | None] = {self.product}
@@ -195,7 +202,7 @@ class Scores:
         return result[-1]
 
     def _usual(self, operands: Sequence[Interval]) -> Interval:
-        """Returns usual bounds where all operands have usual bounds, else infinite."""
+        """Returns usual bounds where all operands are unmasked, else infinite ones."""
         limit = -self._mask_threshold
         every: Any = True
         for low, high in operands:
@@ -204,11 +211,10 @@ class Scores:
 
 
 _USUAL: Final[Interval] = (-1.0, 1.0)
-"""Usual bounds of a product: scores far below them are masked."""
+"""Usual bounds of a product; masked scores are far below them."""
 
 
 def _edges(length: int, count: int) -> Any:
-    """Returns the first and last index of equal blocks, ``float[2, count]``."""
     first = np.arange(count) * (length // count)
     return np.array([first, first + length // count - 1], dtype=np.float64)
 
@@ -217,7 +223,7 @@ class Reader:
     """Reads the equations before a softmax.
 
     Args:
-        maker: The equation that makes each variable of a jaxpr.
+        maker: Equation that makes each variable of a jaxpr.
         trained: Variables through which a gradient flows.
     """
 
@@ -229,15 +235,15 @@ class Reader:
         self._known: dict[tuple[Any, Tags], int] = {}
 
     def read(self, variable: Any) -> Scores:
-        """Returns the program that ends in a variable.
+        """Returns the program that computes the scores.
 
         Raises:
-            NotScoresError: It cannot be computed in blocks; the text says why.
+            NotScoresError: The scores cannot be computed in blocks; its text says why.
         """
         shape = variable.aval.shape
         self._pull(variable, tuple(None if n == 1 else i for i, n in enumerate(shape)))
         if self.product is None:
-            raise NotScoresError("no product of queries and keys stands before it")
+            raise NotScoresError("no product of queries and keys precedes its softmax")
         return self.scores
 
     def _pull(self, variable: Any, tags: Tags) -> int:
@@ -279,7 +285,7 @@ class Reader:
         if variable in self.trained:
             raise NotScoresError(
                 "its scores are shifted or scaled by a trained value, whose gradient "
-                "would have to travel round the ring too"
+                "would have to be sent round the ring too"
             )
         if variable not in self.scores.outside:
             self.scores.outside.append(variable)
@@ -291,24 +297,27 @@ class Reader:
 class AttentionPattern:
     """One attention, as equations of a jaxpr.
 
-    Dimensions are those of the traced values; ``batch`` dimensions are shared by
-    queries, keys and values, ``rows`` are those of queries alone.
+    Dimensions are those of the traced values. Queries, keys and values share the
+    ``batch`` dimensions; queries alone have the ``rows``.
 
     Attributes:
-        query, key, value: Variables.
+        query: Variable of the queries.
+        key: Variable of the keys.
+        value: Variable of the values.
         outside: Other variables that the scores depend on.
-        first, second: The two products.
+        first: Product of queries and keys.
+        second: Product of the softmax and the values.
         scores: Program from the first product to the softmax's operand.
-        batch: For each shared dimension its index in query, key and value, and its
+        batch: For each shared dimension, its index in query, key and value, and its
             index in the scores.
-        rows: For each row dimension its index in the query and in the scores.
+        rows: For each row dimension, its index in the query and in the scores.
         depth: Contracted dimensions of query and key.
-        column: Index of the keys' dimension in key and value, and in the scores.
+        column: Index of the keys' own dimension in key and value, and in the scores.
         width: Indices of the value's own dimensions.
         weights_dtype: Dtype in which the second product reads the softmax.
         weights: Dimension of the scores for each dimension of the softmax.
         turned: Whether the value is the left operand of the second product.
-        keys_first: Whether the keys are the left operand of the first.
+        keys_first: Whether the key is the left operand of the first product.
     """
 
     query: Any
@@ -367,7 +376,7 @@ def attention_of(jaxpr: Any) -> AttentionPattern:
     maker = {v: e for e in body.eqns for v in e.outvars}
     second = maker[body.outvars[0]]
     attention = _recognised(second, maker, trained_in(body, [True] * 3))
-    assert isinstance(attention, AttentionPattern)  # a call always holds an attention
+    assert isinstance(attention, AttentionPattern)  # Such a call contains attention.
     return attention
 
 
@@ -383,7 +392,7 @@ def trained_in(body: Any, flags: Sequence[bool]) -> set[Any]:
 
 
 def trained_in_scan(scan: Any, flags: Sequence[bool]) -> list[bool]:
-    """Returns which inputs of a scan's body have gradients; carries may gain them."""
+    """Returns which inputs of a scan's body have gradients, after all iterations."""
     body = _compat.open_jaxpr(_compat.inner_jaxprs(scan)[0])[0]
     parts, result = _compat.scan_parts(scan), list(flags)
     while True:
@@ -414,7 +423,7 @@ def recognised(
 
     Args:
         body: Open jaxpr, without calls that could be inlined.
-        trained: Its variables through which a gradient flows.
+        trained: Variables of the jaxpr through which a gradient flows.
     """
     maker = {v: e for e in body.eqns for v in e.outvars}
     result: list[AttentionPattern] = []
@@ -437,7 +446,10 @@ def _recognised(
     maker: Mapping[Any, Any],
     trained: set[Any],
 ) -> AttentionPattern | str:
-    """Returns the attention that ends in a product; else why not, or ""."""
+    """Returns the attention that a product ends, or why it cannot run in blocks.
+
+    The text is empty if the product ends no attention.
+    """
     for side in (0, 1):
         weights = second.invars[side]
         softmax = softmax_behind(weights, maker)
@@ -457,15 +469,12 @@ def _recognised(
 def _assembled(
     second: Any, side: int, softmax: Softmax, first: Any, scores: Scores
 ) -> AttentionPattern:
-    """Returns the attention of two products and a softmax; raises
-    ``NotScoresError``.
-    """
     (left_in, right_in), (left_batch, right_batch) = _numbers(first)
     inside, batch = _numbers(second)
     tags = _product_tags(first, scores, [softmax.tags[p] for p in batch[side]])
     column = softmax.axis
     if [softmax.tags[place] for place in inside[side]] != [column]:
-        raise NotScoresError("its weights are not summed over what the softmax is over")
+        raise NotScoresError("its weights are not summed over the softmax's dimension")
     place = tags.index(column)
     num_batch = len(left_batch)
     shapes = [a.aval.shape for a in first.invars]
@@ -475,14 +484,14 @@ def _assembled(
     ]
     ends = num_batch + len(free[0])
     if place < num_batch:
-        raise NotScoresError("its softmax is over a dimension that keys share")
+        raise NotScoresError("its softmax is over a dimension that queries have too")
     keys = 0 if place < ends else 1
     if len(free[keys]) != 1:
         raise NotScoresError("its keys have more than one dimension of their own")
     if shapes[keys][free[keys][0]] == 1:
-        raise NotScoresError("it attends to one key")
+        raise NotScoresError("it has a single key")
     if not free[1 - keys]:
-        raise NotScoresError("its queries have no sequence of their own")
+        raise NotScoresError("its queries have no dimension of their own")
     query_side = 1 - keys
     own = tags[num_batch:ends] if query_side == 0 else tags[ends:]
     ways = ((left_batch, right_batch), (right_batch, left_batch))[query_side]
@@ -525,7 +534,7 @@ def product_tags(one: AttentionPattern) -> list[int]:
 
 
 def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int]:
-    """Returns tags of a product; dimensions of size 1 get free ones, shared first."""
+    """Returns the tags of a product; dimensions of size 1 get tags that are left."""
     tags = scores.nodes[scores.product].tags
     shape = first.outvars[0].aval.shape
     absent = sorted(set(range(len(shape))) - {tag for tag in tags if tag is not None})
@@ -533,7 +542,7 @@ def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int
     rest = iter(absent)
     result = [next(rest) if tag is None else tag for tag in tags]
     if sorted(result) != list(range(len(shape))):
-        raise NotScoresError("its scores have dimensions that the product has not")
+        raise NotScoresError("its scores have dimensions that the product lacks")
     return result
 
 

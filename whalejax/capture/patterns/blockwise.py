@@ -1,10 +1,10 @@
 """Equations whose result can be computed block by block.
 
-These are elementwise equations, added and transposed dimensions, positions (``iota``),
-and reductions and lookups over an uncut dimension. A block of their result depends on
-blocks of their operands. A computation in blocks (scores of attention, logits of a
-loss) is stored as such equations. Every dimension of every value has a tag: the
-matching dimension of the full result.
+A block of the result depends on blocks of the operands. This holds for elementwise
+equations, added and transposed dimensions, positions (``iota``), and reductions and
+lookups over a dimension that is not cut. A computation in blocks, such as scores of
+attention or logits of a loss, is stored as such equations. Every dimension of every
+value has a tag: the dimension of the full result that it matches.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from whalejax.capture.rules.rule_table import SAME_SHAPE
 
 
 Tags = tuple[int | None, ...]
-"""For every dimension of a value the matching dimension of the full result, or None if
-its size is 1."""
+"""For every dimension of a value, the dimension of the full result that it matches, or
+None for a dimension of size 1."""
 
 REDUCTIONS: Final = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax "
@@ -35,11 +35,11 @@ class ScoreNode:
     """A value in the computation of the scores or logits.
 
     Attributes:
-        equation: Equation that makes the value; None for values from outside, and for
-            the matrix product whose result is computed in blocks.
-        inputs: Indices of the nodes that it depends on; None for a literal.
-        tags: Tags of its dimensions.
-        outside: Index of the value from outside, or None.
+        equation: Equation that makes the value. It is None for values from outside, and
+            for the matrix product whose result is computed in blocks.
+        inputs: Indices of the nodes that the value depends on; None for a literal.
+        tags: Tags of the value's dimensions.
+        outside: Index of the value among those from outside, or None.
     """
 
     equation: Any
@@ -49,10 +49,13 @@ class ScoreNode:
 
 
 def operand_tags(equation: Any, tags: Tags) -> list[Tags | None] | None:
-    """Returns tags of an equation's operands, given its result's; None for literals.
+    """Returns the tags of an equation's operands, given the tags of its result.
 
-    Returns None if the equation cannot be computed block by block, as far as is known.
     The caller handles ``iota``, which has no operands.
+
+    Returns:
+        Tags of each operand, None for a literal. None in place of the list if no rule
+        shows that the equation can be computed block by block.
     """
     name = equation.primitive.name
     if len(equation.outvars) != 1:
@@ -84,7 +87,7 @@ def operand_tags(equation: Any, tags: Tags) -> list[Tags | None] | None:
 
 
 def stops_gradient(equation: Any, trained: set[Any]) -> bool:
-    """Returns whether an equation's operand has a gradient, but none of its results.
+    """Returns whether some operand of an equation has a gradient, but no result has.
 
     Args:
         equation: Equation such as a comparison.
@@ -111,7 +114,7 @@ def compute_block(
     Args:
         node: Node with an equation.
         shape: Shape of the block.
-        values: Blocks of all nodes so far.
+        values: Blocks of all earlier nodes.
         offsets: First index of the block, by dimension of the full result; default 0.
     """
     equation = node.equation
@@ -125,7 +128,7 @@ def compute_block(
         places = lax.broadcasted_iota(jnp.int32, shape, dim)
         tag = node.tags[dim]
         start = 0 if tag is None else offsets.get(tag, 0)
-        # Counted in int32 first: a narrow type would round twice.
+        # Positions are computed in int32, as a narrow type would round twice.
         return (places + jnp.asarray(start, jnp.int32)).astype(params["dtype"])
     if name == "broadcast_in_dim":
         places = params["broadcast_dimensions"]
@@ -136,16 +139,17 @@ def compute_block(
 
 
 def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | None:
-    """Returns tags of the operands of a reduction or lookup over an uncut dimension.
+    """Returns the operand tags of a reduction or lookup over an uncut dimension.
 
     Args:
         equation: Equation whose result has tags.
-        tags: Tags of its result.
-        whole: The dimension over which it may reduce.
+        tags: Tags of the result.
+        whole: Tag of the dimension over which the equation may reduce or look up.
 
     Returns:
-        Tags; None if it is neither, or not over exactly one dimension of more than one
-        element. That this is ``whole``, the caller must check.
+        Tags of each operand. None for other equations, and for those that reduce over
+        several dimensions with more than one element. The caller must check that the
+        reduced dimension is ``whole``.
     """
     name, params = equation.primitive.name, equation.params
     shape = equation.invars[0].aval.shape
@@ -163,7 +167,6 @@ def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | N
 
 
 def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | None:
-    """Returns operand tags of a lookup of single elements, or None."""
     numbers = equation.params["dimension_numbers"]
     table, indices = (atom.aval.shape for atom in equation.invars)
     batch = tuple(numbers.operand_batching_dims)

@@ -1,14 +1,14 @@
 """Values that lose their last tokens, computed at full length.
 
-A language model's loss compares ``logits[:, :-1]`` with ``tokens[:, 1:]``. After the
+A language model's loss compares ``logits[:, :-1]`` with ``tokens[:, 1:]``. After that
 cut, the logits are one token shorter than the sharded sequence, and would have to be
-gathered. Here such a cut is postponed: later operations compute all tokens. The tokens
-to be cut are zero at first, and sums over tokens leave them out. An operation without
-such a rule reads the cut value, as it was traced.
+gathered. Here the cut is postponed, so later operations compute all tokens. Where
+tokens are missing, zeros stand in for them, and sums over tokens leave them out. An
+operation without such a rule reads the cut value, as it was traced.
 
-No number of the extra tokens reaches a result or a gradient: reductions replace it. A
-selection stops its cotangent, NaN included, at two places: where the value begins, and
-where it meets values that all tokens share.
+No number of the extra tokens reaches a result or a gradient. Reductions replace the
+numbers. A selection stops their cotangent, even a NaN, at two places: where the value
+begins, and where it meets values that all tokens share.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FullLengthValue:
 
     Attributes:
         whole: Array with the tokens that were cut off.
-        dim: The dimension of tokens.
-        length: Number of leading elements that are the value's own.
+        dim: Dimension of the tokens.
+        length: Number of leading tokens that belong to the cut value.
     """
 
     whole: Any
@@ -42,18 +42,18 @@ class FullLengthValue:
     length: int
 
     def cut(self) -> Any:
-        """Returns the value as it was traced."""
+        """Returns the value as it was traced, without the extra tokens."""
         return lax.slice_in_dim(self.whole, 0, self.length, axis=self.dim)
 
     def filled(self, number: Any) -> Any:
-        """Returns the value with a number in place of the tokens that were cut off."""
+        """Returns the value with a number in place of the extra tokens."""
         shape = self.whole.shape
         own = lax.iota(jnp.int32, shape[self.dim]) < jnp.int32(self.length)
         own = lax.broadcast_in_dim(own, shape, (self.dim,))
         return lax.select(own, self.whole, lax.full(shape, number, self.whole.dtype))
 
     def like(self, other: Any) -> Any:
-        """Returns another operand of an elementwise operation, at full length."""
+        """Returns another operand of an elementwise operation at full length."""
         if isinstance(other, FullLengthValue):
             if (other.dim, other.length) == (self.dim, self.length):
                 return other.whole
@@ -64,13 +64,13 @@ class FullLengthValue:
         return self.lengthen(other, self.dim)
 
     def lengthen(self, value: Any, dim: int) -> Any:
-        """Returns a value of the cut length, padded with zeros to the full one."""
+        """Returns a value of the cut length, padded with zeros to the full length."""
         more = self.whole.shape[self.dim] - self.length
         config = [(0, more * (d == dim), 0) for d in range(value.ndim)]
         return lax.pad(value, jnp.zeros((), value.dtype), config)
 
     def now(self, whole: Any, dim: int) -> FullLengthValue:
-        """Wraps a result that was computed at full length."""
+        """Returns a result that was computed at full length, with its cut length."""
         return FullLengthValue(whole=whole, dim=dim, length=self.length)
 
 
@@ -111,7 +111,7 @@ def _one_cut(equation: Any) -> tuple[int, int, int, int] | None:
 
 
 def _start(equation: Any, dim: int, last: int) -> int | None:
-    """Returns a slice's constant start, which is at most ``last``, or None."""
+    """Returns the constant start of a slice if it is at most ``last``, else None."""
     if equation.primitive.name == "slice":
         strides = equation.params["strides"] or ()
         even = all(stride == 1 for stride in strides)
@@ -123,7 +123,6 @@ def _start(equation: Any, dim: int, last: int) -> int | None:
 
 
 def _lengths(jaxpr: Any, cuts: frozenset[Position]) -> frozenset[tuple[int, int]]:
-    """Returns the lengths of sequences before and after the cuts."""
     lengths: set[tuple[int, int]] = set()
 
     def visit(jaxpr: Any, prefix: Position) -> None:
@@ -143,8 +142,8 @@ def _lengths(jaxpr: Any, cuts: frozenset[Position]) -> frozenset[tuple[int, int]
 class _Runner:
     """Evaluates a program with some values at full length.
 
-    ``lengths`` are those before and after the cuts. Integers that are cut the same way,
-    such as labels, are padded to the same positions.
+    ``lengths`` has the lengths before and after each cut. Integers that are cut from
+    and to the same lengths, such as labels, are padded to the full length.
     """
 
     cuts: frozenset[Position]
@@ -199,7 +198,8 @@ class _Runner:
 
 
 Rule = Callable[[Any, Sequence[Any]], Any]
-"""Function of an equation and its operands, some at full length; may return None."""
+"""Function of an equation and its operands, some of them at full length. It may return
+None."""
 
 
 def _of_long(equation: Any, operands: Sequence[Any]) -> Any:
@@ -225,7 +225,7 @@ def _elementwise(equation: Any, operands: Sequence[Any]) -> Any:
 
 
 def _is_shared_by_tokens(operand: Any, long: FullLengthValue) -> bool:
-    """Returns whether all tokens read the same values, so their gradients are added."""
+    """Returns whether all tokens read the same values, so that gradients are summed."""
     shape = jnp.shape(operand)
     same = len(shape) != long.whole.ndim or shape[long.dim] == 1
     return same and _compat.is_inexact(operand.dtype)
@@ -247,7 +247,6 @@ def _transpose(equation: Any, operands: Sequence[Any]) -> Any:
 
 
 def _reshape(equation: Any, operands: Sequence[Any]) -> Any:
-    """Evaluates a reshape that only adds or removes dimensions of size 1."""
     long = _first(operands)
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     left, right = ([d for d, n in enumerate(s) if n != 1] for s in (before, after))
@@ -293,7 +292,6 @@ def _most(dtype: Any) -> Any:
 
 
 def _product(equation: Any, operands: Sequence[Any]) -> Any:
-    """Evaluates a product whose tokens both operands share, or only one has."""
     (left_in, right_in), (left_batch, right_batch) = equation.params[
         "dimension_numbers"
     ]
@@ -321,12 +319,11 @@ def _product(equation: Any, operands: Sequence[Any]) -> Any:
         place = len(left_batch) + len(free[0]) * side + free[side].index(long.dim)
     pair = [long.whole, other] if side == 0 else [other, long.whole]
     result = long.now(_compat.bind(equation, pair)[0], place)
-    # The other operand has no tokens, and must get no cotangent of the extra ones.
+    # The other operand has no tokens, and must get no cotangent of the extra tokens.
     return result.now(result.filled(0), place)
 
 
 def _gather(equation: Any, operands: Sequence[Any]) -> Any:
-    """Evaluates a gather at all tokens' indices; the operand may share their axis."""
     operand, indices = operands
     numbers = equation.params["dimension_numbers"]
     if (

@@ -1,10 +1,10 @@
 """Finds losses over a large vocabulary in a traced program.
 
-Logits are a product of hidden values with a kernel. One of the kernel's dimensions, the
-vocabulary, is in no final result: reductions and lookups over it leave a few numbers
-for each token. The operations between can be computed for some tokens at a time, so
-that the full logits never exist. Nothing is matched by name, so cross-entropy may be
-written in any way that treats each token separately.
+Logits are a product of hidden values with a kernel. One dimension of the kernel, the
+vocabulary, is in no final result, as reductions and lookups over it leave a few numbers
+for each token. The operations from the product to these numbers can be computed for
+some tokens at a time, so that the full logits never exist. Nothing is matched by name.
+So cross-entropy may be written in any way that treats each token separately.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Logits:
     Tags are indices of dimensions of the product's result.
 
     Attributes:
-        hidden, kernel: Operands of the product.
+        hidden: Operand of the product that has the tokens.
+        kernel: Operand of the product that has the vocabulary.
         outside: Other variables that the nodes read.
-        trained: Whether each of those has a gradient.
+        trained: For each variable in ``outside``, whether it has a gradient.
         product: Equation of the product.
         exits: Variables without the vocabulary that other equations read.
         nodes: Nodes that compute the exits, in an order in which they can run.
@@ -69,7 +70,7 @@ class Logits:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """Hidden values, kernel and the other inputs, those with gradients first."""
+        """Hidden values, kernel and other inputs; those with gradients come first."""
         pairs = [*zip(self.outside, self.trained, strict=True)]
         first = (v for v, trained in pairs if trained)
         rest = (v for v, trained in pairs if not trained)
@@ -77,7 +78,7 @@ class Logits:
 
     @property
     def tags(self) -> Tags:
-        """Tags of the product's result: the tokens' dimensions and the vocabulary."""
+        """Tags of the product's result: dimensions of tokens, and the vocabulary."""
         shape = self.product.outvars[0].aval.shape
         return tuple(None if size == 1 else dim for dim, size in enumerate(shape))
 
@@ -99,8 +100,8 @@ class Logits:
 
         Args:
             logits: Logits of these tokens.
-            outside: Other values that the exits read, by index.
-            sizes: Sizes of the dimensions.
+            outside: Values of the variables in ``outside`` for these tokens, by index.
+            sizes: Sizes of the dimensions, by tag.
         """
         values: list[Any] = []
         for number, node in enumerate(self.nodes):
@@ -119,7 +120,7 @@ def logits_in(body: Any, trained: set[Any]) -> list[Logits]:
 
     Args:
         body: Open jaxpr, without calls that could be inlined.
-        trained: Its variables through which a gradient flows.
+        trained: Variables of the jaxpr through which a gradient flows.
     """
     logits = []
     for place, equation in enumerate(body.eqns):
@@ -208,7 +209,7 @@ class _Search:
     ) -> tuple[set[int], dict[Any, Tags]] | None:
         """Returns the ids of equations with the vocabulary, and their results' tags.
 
-        None if the vocabulary is in a final result or cannot be followed.
+        Returns None if the vocabulary is in a final result or cannot be followed.
         """
         shape = result.aval.shape
         tags: dict[Any, Tags] = {
@@ -293,11 +294,11 @@ class _Search:
             return None
         inside = id(equation) in region
         if not inside and variable in self.made:
-            raise NotTokensError  # It depends on the logits outside the region.
+            raise NotTokensError  # The value depends on the logits outside the region.
         if not inside and (vocab not in tags or variable in self.trained):
             return None
         if equation.primitive.name == "iota":
-            # Positions of tokens begin at another index in each chunk.
+            # Positions of tokens would begin at another index in each chunk.
             counted = tags[equation.params["dimension"]]
             return [] if counted in (None, vocab) else None
         operands = operand_tags(equation, tags)
@@ -336,7 +337,7 @@ def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | 
                     return None
                 result_tags[dim] = tag if result_tags[dim] is None else result_tags[dim]
         return tuple(result_tags)
-    # The rule must derive the known tags from the arranged ones.
+    # Applied to the derived tags, the rule must give the known tags.
     known = tags[candidates[0]]
     options = _arrangements(equation, known, shape, vocab)
     if options is None:

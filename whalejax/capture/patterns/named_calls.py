@@ -1,13 +1,13 @@
 """Turns parts of a traced program that can be computed in blocks into named calls.
 
-The program stays the same. The lowering may run the call in another way: attention in
+The computation stays the same. The lowering may run a call in another way: attention in
 blocks of scores, logits for some tokens at a time.
 
-A model may make one mask, ``[batch, 1, rows, columns]``, and pass it to each layer. In
-a scan or a checkpointed region it is then a complete value from outside, and its memory
-grows with the square of the sequence. Here the equations that make it (positions,
-comparisons of padding or segment numbers) run again inside, where blocks can be
-computed alone.
+A model may make one mask, ``[batch, 1, rows, columns]``, and pass it to each layer. A
+scan or a checkpointed region then reads the mask as a complete value, whose memory
+grows with the square of the sequence. Here the equations that make the mask
+(positions, comparisons of padding or segment numbers) run again inside the region,
+where they can compute single blocks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class _Maker:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A scan or a checkpointed region; ``masks`` are inputs that attention reads for
-    pairs of rows and columns.
+    """A scan or a checkpointed region.
+
+    ``masks`` are the inputs that attention reads for pairs of rows and columns.
     """
 
     equation: Any
@@ -61,11 +62,11 @@ def with_inner_masks(jaxpr: Any, trained: Sequence[bool]) -> Any:
 
     Args:
         jaxpr: Jaxpr without calls that could be inlined.
-        trained: Whether each input has a gradient.
+        trained: Whether a gradient flows to each input.
     """
     avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
-    # Each pass moves masks one region further in. It ends, as the sources passed in
-    # place of a mask are smaller, and no smaller values make those in blocks.
+    # Each pass moves masks one region further in. The passes end, because a region
+    # reads smaller values than the mask instead, and finally none smaller exist.
     while _holds_outer_masks(jaxpr, trained):
 
         def once(*values: Any, program: Any = jaxpr) -> list[Any]:
@@ -85,7 +86,6 @@ def _holds_outer_masks(jaxpr: Any, trained: Sequence[bool]) -> bool:
 def _made_inside(
     jaxpr: Any, values: Sequence[Any], trained: Sequence[bool]
 ) -> list[Any]:
-    """Evaluates a program; an outer region makes the masks of an inner one."""
     calls = {
         id(region.equation): _masked_call(region) for region in _regions(jaxpr, trained)
     }
@@ -127,8 +127,8 @@ def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
         for number in region.masks:
             atom = region.equation.invars[number]
             if not _compat.is_literal(atom):
-                # A mask that is enlarged here (for heads, say) is moved in first, and
-                # its sources in the next pass.
+                # A mask that is enlarged here (for heads, say) moves in first. The
+                # values that it is made of move in the next pass.
                 sources, _ = _chain(atom, maker, flows)
                 read.update(s for s in sources if s.aval.size >= atom.aval.size)
     return {n for n, v in enumerate(body.invars) if v in read}
@@ -150,10 +150,10 @@ def _mask_maker(
 def _chain(
     variable: Any, maker: Mapping[Any, Any], flows: set[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns sources of a variable, and the equations from them to it.
+    """Returns the sources of a variable, and the equations from them to the variable.
 
-    Every equation can be computed in blocks. If a gradient enters an equation but none
-    leaves its result (a comparison, a stopped gradient), the result is a source.
+    Every such equation can be computed in blocks. A result through which no gradient
+    passes, though one enters its equation, is a source (a comparison, for instance).
     """
     sources: list[Any] = []
     equations: list[Any] = []
@@ -191,7 +191,6 @@ def _in_blocks(equation: Any) -> bool:
 
 
 def _masked_call(region: _Region) -> rebuild.EquationReplacement:
-    """Returns a scan or checkpointed region that makes some of its inputs itself."""
     equation, makers = region.equation, region.makers
     sources = tuple(dict.fromkeys(s for m in makers.values() for s in m.sources))
     literals = {
@@ -202,7 +201,7 @@ def _masked_call(region: _Region) -> rebuild.EquationReplacement:
     def function(*values: Any) -> list[Any]:
         known = dict(zip(sources, values, strict=False))
         operands = {**literals, **dict(zip(given, values[len(sources) :], strict=True))}
-        # A scan closes over its constants; None replaces those made inside.
+        # A scan closes over its constants; None replaces inputs that are made inside.
         whole = [operands.get(n) for n in range(len(equation.invars))]
         if _compat.recursion(equation) == "scan":
             return rebuild.scan(equation, whole, lambda xs: run_body(known, list(xs)))
@@ -229,16 +228,16 @@ def _masked_call(region: _Region) -> rebuild.EquationReplacement:
 
 
 CALL: Final = "whalejax_attention"
-"""Name of a call that is attention and nothing else."""
+"""Name of a call that contains one attention alone."""
 
 LOGITS: Final = "whalejax_logits_"
-"""Prefix of the name of a call that makes logits and a few numbers of them for each
-token; the number of leading inputs with gradients follows."""
+"""Prefix of the name of a call that computes logits and, for each token, a few numbers
+from them. The number of leading inputs with gradients follows."""
 
 
 Found = Callable[[Any, set[Any]], tuple[list[rebuild.EquationReplacement], list[str]]]
-"""Function of an open jaxpr and its trained variables, which returns calls, and the
-reasons against other calls."""
+"""Function from an open jaxpr and its trained variables to the calls that can be made
+of it, and the reasons why other calls cannot."""
 
 
 def is_attention(equation: Any) -> bool:
@@ -270,12 +269,12 @@ def with_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[Any, tuple[str, ...
     """Returns a program in which each attention that can run in blocks is one call.
 
     Args:
-        jaxpr: Closed jaxpr, as captured.
-        trained: Whether each input has a gradient.
+        jaxpr: Closed jaxpr of the loss.
+        trained: Whether a gradient flows to each input.
 
     Returns:
-        The program, without other calls that could be inlined, and the reason for each
-        attention that was left unchanged.
+        The program, with other calls inlined, and the reason for each attention that
+        was left unchanged.
     """
     return _rebuilt(jaxpr, trained, _attentions)
 
@@ -289,7 +288,8 @@ def possible_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[int, int]:
     """Returns how many attentions and logits can become calls.
 
     Args:
-        jaxpr, trained: Arguments of ``with_calls``, unchanged.
+        jaxpr: Closed jaxpr of the loss.
+        trained: Whether a gradient flows to each input.
     """
 
     def count(program: Any, kind: Callable[[Any], bool]) -> int:
@@ -303,7 +303,7 @@ def possible_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[int, int]:
 
 
 def most_tokens(jaxpr: Any) -> int:
-    """Returns the most tokens whose logits one call makes; 0 if no call does.
+    """Returns the most tokens whose logits one call computes; 0 without such calls.
 
     Args:
         jaxpr: Program, or part of one, that ``with_logits`` returned.
@@ -335,7 +335,7 @@ def _rebuilt(
 
 @functools.lru_cache(maxsize=2)
 def _flattened(jaxpr: Any) -> Any:
-    """Returns a program without its calls; cached, as attention and logits both ask."""
+    """Returns a program with its calls inlined; cached for attention and logits."""
     if _is_flat(jaxpr):
         return jaxpr
     return spliced(jaxpr, _instead_of_calls, constant=_count)
@@ -352,7 +352,7 @@ def _instead_of_calls(equation: Any) -> Callable[..., list[Any]] | str | None:
 
 
 def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluates a program without its calls; loops and checkpointed regions stay."""
+    """Evaluates a program with its calls inlined, except loops and checkpoints."""
 
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
         kind = _inner_program_kind(equation)
@@ -389,7 +389,7 @@ def _as_iota(value: Any) -> Any:
 
 
 def _count(value: Any) -> Callable[[], Any] | None:
-    """Returns a function that makes positions 0, 1, … by ``iota``; else None."""
+    """Returns a function that makes the positions 0, 1, … by ``iota``, or None."""
     shape: Any = getattr(value, "shape", ())
     dtype: Any = getattr(value, "dtype", None)
     known = _compat.is_concrete(value) or isinstance(value, np.ndarray)
@@ -496,7 +496,6 @@ def _losses(
 
 
 def _behind(body: Any, one: Logits) -> list[Any]:
-    """Returns equations from the inputs of logits to the exits, in program order."""
     needed, given = set(one.exits), set(one.inputs)
     behind = []
     for equation in reversed(body.eqns):
@@ -524,13 +523,14 @@ def _call(
 
 
 def keeping(scan: Any, calls: set[int]) -> Callable[[Sequence[Any]], list[Any]]:
-    """Returns a function that runs a scan and saves what attention in blocks saves.
+    """Returns a function that runs a scan and saves the residuals of its attention.
 
-    These are queries, keys and values in the ring's order, and the output.
+    Residuals of attention in blocks are queries, keys and values in the ring's order,
+    and the output.
 
     Args:
         scan: Scan as it was traced.
-        calls: Ids of its calls that run in blocks.
+        calls: Ids of its attention calls that run in blocks.
     """
 
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
@@ -556,7 +556,7 @@ def _keeping(equation: Any) -> Any:
         return output, (output, *map(jnp.copy, values[:3]), values[3:])
 
     def backward(kept: Any, cotangent: Any) -> Any:
-        # Only the saved residuals are inspected.
+        # This derivative never runs, only its saved residuals are inspected.
         return tuple(jnp.zeros_like(x) for x in (*kept[1:4], *kept[4]))
 
     attention.defvjp(forward, backward)

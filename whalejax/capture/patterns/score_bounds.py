@@ -1,9 +1,9 @@
-"""Bounds of the values of a program on scores, for many blocks at once.
+"""Bounds of the values in a program of scores, for many blocks at once.
 
-The hidden blocks of a mask are found without computing it: every equation runs on the
-least and the greatest values of its operands. Values that only pass through (a choice
-between two, a broadcast) keep their bounds exactly, so that a constant has equal
-bounds. Values from arithmetic are rounded, and their bounds are widened for that.
+The hidden blocks of a mask are found without computing the mask. Every equation runs on
+the least and the greatest values of its operands. Equations that pass values through (a
+selection, a broadcast) keep bounds exactly, so a constant has equal bounds. Values from
+arithmetic are rounded, and their bounds are widened accordingly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.capture.patterns.blockwise import ScoreNode
 
 
 Interval = tuple[Any, Any]
-"""Lower and upper bounds of a value, for many blocks at once."""
+"""Lower and upper bounds of a value, each an array over many blocks."""
 
 ANY: Final[Interval] = (-math.inf, math.inf)
 
@@ -29,17 +29,16 @@ BOOL: Final[Interval] = (0.0, 1.0)
 def interval(
     node: ScoreNode, known: Sequence[Interval], extents: Mapping[int, Any]
 ) -> Interval:
-    """Returns bounds of an equation's result.
+    """Returns bounds of the result of a node's equation.
 
     Args:
-        node: Node of the equation.
-        known: Bounds of the nodes before it.
-        extents: First and last index of each part, by dimension that is cut; other
-            dimensions are uncut.
+        node: Node with an equation.
+        known: Bounds of the earlier nodes.
+        extents: First and last index of each block, by dimension that is cut.
 
     Returns:
-        The bounds; without a rule for such equations ``ANY`` itself, or ``BOOL`` itself
-        if the result is logical.
+        The bounds. Without a rule for the equation they are the object ``ANY``, or
+        ``BOOL`` if the result is logical.
     """
     equation = node.equation
     if equation.primitive.name == "iota":
@@ -61,11 +60,11 @@ def equation_interval(
     Args:
         equation: Equation with one result.
         operands: Bounds of its operands.
-        extent: First and last position of an ``iota``; None for all.
+        extent: First and last position of an ``iota``; None for all positions.
 
     Returns:
-        The bounds; without a rule for such equations ``ANY`` itself, or ``BOOL`` itself
-        if the result is logical.
+        The bounds. Without a rule for the equation they are the object ``ANY``, or
+        ``BOOL`` if the result is logical.
     """
     name = equation.primitive.name
     dtype = np.dtype(equation.outvars[0].aval.dtype)
@@ -84,10 +83,10 @@ def equation_interval(
 
 
 def _rounded(bounds: Interval, dtype: Any, *, exact: bool) -> Interval:
-    """Returns bounds of numbers after they are stored in a type.
+    """Returns bounds of numbers after they are stored in a dtype.
 
-    Integers outside the type's range wrap, and floating-point numbers are rounded.
-    ``exact`` means that no arithmetic made them: bounds that the type can hold stay.
+    Integers outside the dtype's range wrap, and floating-point numbers are rounded.
+    With ``exact``, no arithmetic made the numbers, so bounds in the range stay.
     """
     low, high = _f(bounds[0]), _f(bounds[1])
     sure = ~(np.isnan(low) | np.isnan(high))
@@ -157,7 +156,7 @@ def _comparison_rule(
 
 
 def _of_bits(rule: Callable[[Any, Any], Any]) -> Callable[[Interval, Interval], Any]:
-    """Returns a rule for bits; its bounds of other numbers are infinite."""
+    """Returns a rule for logical values; for numbers it gives infinite bounds."""
 
     def either(a: Interval, b: Interval) -> Interval:
         bits = [(_f(x[0]) >= 0) & (_f(x[1]) <= 1) for x in (a, b)]
@@ -172,7 +171,7 @@ _EXACT: Final = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims transpose copy stop_gradient "
     "convert_element_type name select_n max min neg abs".split()
 )
-"""Equations whose results are elements of their operands, up to the sign."""
+"""Equations whose results are elements of their operands, perhaps with another sign."""
 
 _INTERVALS: Final[Mapping[str, Callable[..., Interval]]] = {
     **dict.fromkeys(

@@ -1,10 +1,10 @@
-"""Finds a softmax by its equations, and moves a factor for each of its rows.
+"""Finds a softmax by its equations, and moves factors of its result past a product.
 
-Functions called softmax differ in where they subtract the maximum, cast and transpose;
-all divide an exponential by its sum. A mask of heads multiplies the softmax's result,
-after which nothing could be computed in blocks. A factor that is the same for all keys
-commutes with the sum over them, and can multiply the product's output instead; so can
-several factors, and divisors.
+Implementations of softmax differ in where they subtract the maximum, cast and
+transpose. All divide an exponential by its sum. A mask of heads multiplies the result
+of the softmax, so that attention could not be computed in blocks. But a factor that is
+equal for all keys commutes with the sum over keys. It can multiply the output of the
+product instead. The same holds for several factors, and for divisors.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
 
     Args:
         weights: Operand of the product.
-        maker: The equation that makes each variable.
+        maker: Equation that makes each variable.
 
     Returns:
-        The softmax; why its result is not read unchanged; or None for no softmax.
+        The softmax; a text that says why its result is read only after changes; or None
+        without a softmax.
     """
     if _compat.is_literal(weights):
         return None
@@ -56,7 +57,7 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
         changed = _changed(equation, maker)
         return (
             "its weights are changed after the softmax (dropout, or a second mask), "
-            "differently from key to key"
+            "by different factors for different keys"
             if changed
             else None
         )
@@ -66,7 +67,6 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
 
 
 def _changed(equation: Any, maker: Mapping[Any, Any]) -> bool:
-    """Whether a softmax is behind factors and selections alone."""
     waiting, met = [equation], set[int]()
     while waiting:
         equation = waiting.pop()
@@ -95,7 +95,7 @@ CASTS: Final = frozenset({"convert_element_type", "copy", "name"})
 
 
 def _softmax(equation: Any, maker: Mapping[Any, Any]) -> tuple[Any, int] | None:
-    """Returns the operand and dimension of the softmax that a division ends, if any."""
+    """Returns operand and dimension of the softmax that a division ends, or None."""
     if equation is None or equation.primitive.name != "div":
         return None
     above, below = equation.invars
@@ -143,9 +143,9 @@ SPREADS: Final = frozenset("broadcast_in_dim reshape squeeze expand_dims".split(
 
 
 def _is_level(atom: Any, axis: int, maker: Mapping[Any, Any]) -> bool:
-    """Whether a value is one number for a whole row, as its maximum is.
+    """Whether a value is equal for a whole row, as the maximum of the row is.
 
-    A softmax is the same whatever is subtracted from all scores of a row.
+    Subtracting such a value from the scores does not change the softmax.
     """
     while not _compat.is_literal(atom):
         shape = atom.aval.shape
@@ -180,7 +180,7 @@ class _ScaledWeights:
     Attributes:
         weights: Variable of the weights.
         factors: Factors in order of use.
-        order: For each dimension of the scaled weights, that of the weights.
+        order: For each dimension of the scaled weights, the dimension of the weights.
     """
 
     weights: Any
@@ -189,7 +189,9 @@ class _ScaledWeights:
 
 
 def rescaled(body: Any) -> list[rebuild.EquationReplacement]:
-    """Replaces products of one jaxpr that read scaled weights: scales the output.
+    """Returns replacements of products that read scaled weights.
+
+    Each reads the unscaled weights, and scales its output instead.
 
     Args:
         body: Open jaxpr, without calls that could be inlined.
@@ -204,7 +206,7 @@ def rescaled(body: Any) -> list[rebuild.EquationReplacement]:
 
 
 def holds_rescaled(jaxpr: Any) -> bool:
-    """Returns whether a program has any product that reads scaled weights."""
+    """Returns whether any product of a program reads scaled weights."""
     body = _compat.open_jaxpr(jaxpr)[0]
     return bool(rescaled(body)) or any(
         holds_rescaled(inner) for e in body.eqns for inner in _compat.inner_jaxprs(e)
@@ -214,7 +216,6 @@ def holds_rescaled(jaxpr: Any) -> bool:
 def _instead(
     product: Any, side: int, chains: _Chains
 ) -> rebuild.EquationReplacement | None:
-    """Returns a product with a scaled output; None if its weights are not scaled."""
     scaled = chains.behind(product.invars[side])
     if scaled is None or not scaled.factors:
         return None
@@ -258,7 +259,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def _output_places(product: Any, side: int) -> list[int | None]:
-    """Returns each operand dimension's output dimension; None if summed over."""
+    """Returns the output dimension of each operand dimension; None if summed over."""
     inside, batch = product.params["dimension_numbers"]
     ranks = [len(atom.aval.shape) for atom in product.invars]
     own = [
@@ -275,7 +276,7 @@ def _output_places(product: Any, side: int) -> list[int | None]:
 
 
 def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
-    """Broadcasts a factor; ``places`` has its (output, own) dimensions above 1."""
+    """Broadcasts a factor; ``places`` pairs output dimensions with the factor's own."""
     factor = lax.convert_element_type(factor, like.dtype)
     order = sorted(places)
     sizes = [np.shape(factor)[d] for _, d in places]
@@ -290,7 +291,7 @@ class _Chains:
         self._known: dict[Any, _ScaledWeights | None] = {}
 
     def behind(self, atom: Any) -> _ScaledWeights | None:
-        """Returns a value's weights and factors, through transposes and casts."""
+        """Returns the weights and factors behind a value's transposes and casts."""
         if _compat.is_literal(atom):
             return None
         if atom not in self._known:
@@ -316,7 +317,7 @@ class _Chains:
         return next((behind for behind in either if behind is not None), None)
 
     def _scale_through(self, equation: Any, place: int) -> _ScaledWeights | None:
-        """Returns an operand's weights, with the other operand as a factor, or None."""
+        """Returns the weights of an operand, with the other operand as a factor."""
         lying = _factors(equation, place)
         result = None if lying is None else self.behind(equation.invars[place])
         if lying is None or result is None:
@@ -336,10 +337,10 @@ class _Chains:
 
 
 def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
-    """Returns the dimensions of weights and factor in an elementwise product.
+    """Returns how an elementwise product combines the dimensions of weights and factor.
 
-    First the weights' dimension of each result dimension, then of each factor
-    dimension; None if the equation is another one.
+    The first tuple has the weights' dimension of each result dimension, the second that
+    of each factor dimension. Returns None for other equations.
     """
     weights, factor = equation.invars[place], equation.invars[1 - place]
     if _compat.is_literal(weights):
@@ -362,7 +363,6 @@ def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
 
 
 def _narrowest(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, Tags]:
-    """Returns the array that a factor was broadcast from, with its tags."""
     while not _compat.is_literal(atom):
         equation = maker.get(atom)
         if equation is None or equation.primitive.name not in CASTS | SPREADS:

@@ -1,10 +1,10 @@
-"""Finds how reported values of micro-batches combine to the whole batch's.
+"""Finds how values reported by micro-batches combine to the value of the whole batch.
 
 It compares two traces of a loss, with fewer and with more samples, and finds the form
-of every value: it is the same for all samples, has a row for each sample, or is a sum,
-a mean, a maximum or a minimum over them. The form of an operation's result follows from
-those of its operands. A value is reported as unclear, with the reason, if no
-combination of its parts gives what one device would compute for the whole batch.
+of every value. A value is equal for all samples, has a row for each sample, or is a
+sum, a mean, a maximum or a minimum over the samples. The form of a result follows
+from the forms of its operands. If no combination gives what one device would compute
+for the whole batch, the value is reported with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from whalejax.planner.model.graph import LOOKUPS, LOOPS, Op
 
 
 class Kind(enum.IntEnum):
-    """Kinds of values, from the simplest."""
+    """Kinds of values, simplest first."""
 
     SAME = 0
     """Depends on no sample."""
@@ -38,11 +38,11 @@ class Kind(enum.IntEnum):
     ADDED = 4
     """Linear in a sum over the samples."""
     WEIGHED = 5
-    """A mean over the samples with the loss's own weights."""
+    """A mean over the samples, weighted as the loss is."""
     MOST = 6
-    """Non-decreasing function of the maximum over the samples alone."""
+    """Non-decreasing function of the maximum over the samples, and of nothing else."""
     LEAST = 7
-    """The same for the minimum."""
+    """Non-decreasing function of the minimum over the samples, and of nothing else."""
     MIXED = 8
     """Anything else."""
 
@@ -53,9 +53,10 @@ class ValueForm:
 
     Attributes:
         kind: Kind of the value.
-        power: Power of the number of micro-batches by which the whole batch's value is
-            larger than the mean of its parts; None for zero, for which any power holds.
-        sources: Operations that mixed the samples; ``APART`` if no operation did.
+        power: Exponent p for which the value of the whole batch is the mean of the
+            parts' values times ``num_micro_batches ** p``; None for a value of zero,
+            for which any exponent holds.
+        sources: Indices of operations that mixed the samples; ``APART`` if none did.
     """
 
     kind: Kind = Kind.SAME
@@ -64,7 +65,7 @@ class ValueForm:
 
 
 APART: Final = -1
-"""Replaces the source if no operation over samples is the reason."""
+"""Source of a value that no operation over samples mixed."""
 
 SAME: Final = ValueForm()
 MIXED: Final = ValueForm(kind=Kind.MIXED, sources=frozenset((APART,)))
@@ -87,13 +88,13 @@ _MOVES: Final = frozenset(
     "reduce_precision device_put convert_element_type gather dynamic_slice "
     "stack unstack tile".split()
 )
-"""Operations that move elements, or round each to a type with fewer bits."""
+"""Operations that move elements, or round each element to a type with fewer bits."""
 
 _RISES: Final = frozenset("add add_any exp tanh logistic floor ceil max min".split())
 """Operations whose result does not decrease when an operand increases."""
 
 _FIRST: Final = {"reduce_max": Kind.MOST, "reduce_min": Kind.LEAST}
-"""Reductions of samples to the greatest or the least."""
+"""Reductions to the greatest or the least sample."""
 
 _PRODUCTS: Final = frozenset(("mul", "dot_general", "conv_general_dilated"))
 
@@ -105,7 +106,7 @@ def mixed(forms: Iterable[ValueForm], *sources: int) -> ValueForm:
 
 
 def join_forms(forms: Sequence[ValueForm]) -> ValueForm:
-    """Returns the form of a value that is linear in several, or one of several.
+    """Returns the form of a value that is linear in several values, or is one of them.
 
     The carry of a loop, for example, is one of several values.
     """
@@ -155,7 +156,7 @@ def passed(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
     if kinds & _TAKEN:
         return mixed(forms, *_behind(forms))
     if any(form.power not in (0, None) for form in forms):
-        # The larger of two keeps their power, if both powers are equal.
+        # The larger of two values keeps their power if both powers are equal.
         same = kind in ("max", "min", "reduce_max", "reduce_min", "abs", "sign")
         return join_forms(forms) if same else mixed(forms)
     return ValueForm(kind=max(kinds, default=Kind.SAME))
@@ -173,7 +174,7 @@ def added(kind: str, forms: Sequence[ValueForm], index: int) -> ValueForm:
     if plain and kind in _FIRST and forms[0].power in (0, None):
         return ValueForm(kind=_FIRST[kind], sources=frozenset((index,)))
     if plain and kind == "scatter-add" and len(forms) == 3 and forms[0].power is None:
-        forms = forms[2:]  # Added to zeros, at indices that each sample gives.
+        forms = forms[2:]  # Samples' values are added to zeros at their own indices.
     elif not plain or kind not in ("reduce_sum", "dot_general"):
         return mixed(forms, index, *_behind(forms))
     product = _product(forms)
@@ -184,7 +185,6 @@ def added(kind: str, forms: Sequence[ValueForm], index: int) -> ValueForm:
 
 
 def _end(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
-    """Returns the form of an operation on maxima or minima over the samples."""
     places = [n for n, form in enumerate(forms) if form.kind in _ENDS]
     own = {forms[n].kind for n in places}
     rest = [form for n, form in enumerate(forms) if n not in places]
@@ -220,17 +220,17 @@ def _behind(forms: Iterable[ValueForm]) -> frozenset[int]:
 
 
 HOWS = ("same", "sum", "average", "mean", "max", "min", "rows")
-"""Combinations of micro-batches' values: the first one, the sum, the mean over samples,
-the mean by the loss's weights, the maximum, the minimum, or the rows in order."""
+"""Combinations of the values of micro-batches: the first value, the sum, the mean over
+samples, the mean by the loss's weights, the maximum, the minimum, the rows in order."""
 
 MADE_OTHERWISE = "is made in another way where the batch has more samples"
-"""Reason why a value cannot be compared between two traces."""
+"""Reason for a value that is not computed alike in both traces."""
 
 _KEYS = frozenset("random_bits random_gamma rng_uniform threefry2x32".split())
 """Operations that draw random numbers."""
 
 _TRUTHS = {"reduce_or": "reduce_max", "reduce_and": "reduce_min"}
-"""Reductions of booleans, and the equal ones of the numbers 0 and 1."""
+"""Reductions of booleans, each with the same reduction of the numbers 0 and 1."""
 
 _PLACES = frozenset(
     "lt select_n broadcast_in_dim reshape squeeze convert_element_type concatenate "
@@ -239,7 +239,7 @@ _PLACES = frozenset(
 """Operations that turn sample numbers into an index."""
 
 _SMALL = frozenset(("max", "convert_element_type", "copy", "reshape", "squeeze"))
-"""Operations that guard a weight, or cast it."""
+"""Operations that keep a weight above zero, or cast it."""
 
 
 @dataclass(slots=True)
@@ -251,8 +251,8 @@ class ValueForms:
         rows: Tensors for which the dimension of the samples is known.
         changing: Inputs that every micro-batch changes, and random keys.
         statistics: Operations that mix samples for the loss itself, as batch
-            normalisation does: their verdict applies to all values that depend on them.
-        forms: Form of each value by the id of its tensor, once ``run`` has found it.
+            normalisation does. They do not make the values after them unclear.
+        forms: Form of each value by the id of its tensor, filled by ``run``.
     """
 
     pairing: Pairing
@@ -264,7 +264,7 @@ class ValueForms:
     _turns: Mapping[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Repeats passes over the program until nothing changes; loops need several."""
+        """Passes over the program until no form changes; loops need several passes."""
         small = self.pairing.small
         batch = {tensor for tensor, _ in small.graph.batch_dims}
         for tensor in small.graph.tensors:
@@ -285,7 +285,7 @@ class ValueForms:
 
         Args:
             tensor: Tensor of the smaller program.
-            inexact: Whether it is floating-point.
+            inexact: Whether the value is floating-point.
         """
         form = self.forms.get(tensor, MIXED)
         grown = bool(self.pairing.grown.get(tensor))
@@ -359,7 +359,7 @@ class ValueForms:
         if op.kind in ("convert_element_type", "div") and self._cut_off(op):
             return passed("round", forms)
         if op.reshape and grown and not self.rows.isdisjoint(op.operands):
-            # Neighbouring samples in one dimension differ in a larger batch.
+            # In a larger batch, a dimension of samples has other neighbours.
             if self.rows.isdisjoint(op.results):
                 return MIXED
         truths = op.kind in _TRUTHS and self._dtype(op.results[0]) == "bool"
@@ -380,9 +380,7 @@ class ValueForms:
         return self.pairing.small.graph.tensors[tensor].dtype
 
     def _ratio(self, given: Sequence[Any], forms: Sequence[ValueForm]) -> ValueForm:
-        """Returns the form of a sum divided by something: a mean if that is the loss's
-        own weight.
-        """
+        """Returns the form of a quotient, a mean if a sum is divided by the weight."""
         weight, over = self.pairing.small.results[1], forms[0]
         if weight is not None and isinstance(given[1], int):
             own, under = self._base(weight), self._base(given[1])
@@ -393,7 +391,6 @@ class ValueForms:
         return passed("div", forms)
 
     def _base(self, tensor: int) -> int:
-        """Returns the tensor before casts and guards against zero."""
         makers = self.pairing.makers[0][tensor]
         op = self.pairing.small.graph.ops[makers[0]] if makers else None
         if op is None or op.kind not in _SMALL or len(op.operands) != 1:
@@ -416,7 +413,6 @@ class ValueForms:
         return ValueForm(kind=Kind.PLACE) if own else MIXED
 
     def _cut_off(self, op: Op) -> bool:
-        """Whether an integer or boolean type rounds an operation's result."""
         equation = self.pairing.equation(op)
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         truth = str(after) == "bool" != str(before)
@@ -426,7 +422,7 @@ class ValueForms:
     def _spread(self, op: Op) -> tuple[bool, bool]:
         """Returns whether an operation mixes the samples, and whether it reduces them.
 
-        A dimension that is in no factor is cut, or concatenated with another.
+        A dimension of samples that is in no factor was cut or concatenated.
         """
         if op.reshape:
             return False, False
@@ -495,7 +491,7 @@ class ValueForms:
         return form.kind <= Kind.NOISE and form.power in (0, None)
 
     def _source_name(self, operand: Any, depth: int = 0) -> Any:
-        """Returns a name for the way a value is made; equal values have equal names."""
+        """Returns a name for how a value is computed; equal values have equal names."""
         if not isinstance(operand, int):
             return "scalar", float(abs(operand[0]))
         makers = self.pairing.makers[0][operand]
@@ -513,6 +509,6 @@ class ValueForms:
 
 
 _DEPTH = 100
-"""Maximum depth to which values are followed when compared."""
+"""Number of operations through which two values are compared at most."""
 
-_APART = "cannot be put together of the values of micro-batches"
+_APART = "cannot be computed from the values of micro-batches"

@@ -1,13 +1,14 @@
 """Finds how reported values are combined, as far as the program shows it.
 
-The trace knows the values by name, and ``sample_dims`` the position of their rows;
+The trace has the names of the values, and ``sample_dims`` the position of their rows.
 ``batch_combination`` finds the form of a value from two traces of a loss. This module
-decides which of the two applies, and describes values that cannot be combined.
+chooses between rows and form, and describes values that cannot be combined.
 
-Operations whose statistics of the samples reach the loss or the state are found by
-following the batch dimension, and values reduced over it, forward through the factors
-of a graph's operations. Values that depend on a statistic, such as batch
-normalisation's, still have rows of samples: each micro-batch its own.
+It also finds the statistics: operations on several samples whose result reaches the
+loss or the state. It follows the batch dimension, and values reduced over it, forward
+through the factors of a graph's operations. Values that depend on a statistic, such as
+those after batch normalisation, still have a row for each sample, though each
+micro-batch computes its own statistic.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ _NONE: Final[Sources] = frozenset()
 
 
 def statistics(graph: Graph, loss: Sequence[int], state: Sequence[int]) -> set[int]:
-    """Returns indices of operations whose statistics of the samples matter to the loss.
+    """Returns indices of operations whose statistics of the samples reach the loss.
 
     Args:
         graph: Graph of the loss.
-        loss, state: Tensors of the loss's results, and of the model's new state.
+        loss: Tensors of the loss's results.
+        state: Tensors of the model's state after the step.
     """
     follow = _Follow(graph, [*loss, *state])
     follow.run()
@@ -67,9 +69,9 @@ class _Follow:
     """Follows the batch dimension, and values that were reduced over it.
 
     Attributes:
-        statistics: Operations whose result meets the samples again, or that mix samples
-            and keep their dimension.
-        reduced: Source operations of each tensor that was reduced over the batch.
+        statistics: Operations that mix samples and keep their dimension, or whose
+            reduced result is combined with the samples again.
+        reduced: Operations that reduced each tensor over the batch.
     """
 
     def __init__(self, graph: Graph, roots: Iterable[int]) -> None:
@@ -98,8 +100,8 @@ class _Follow:
     def _spread(self, op: Op) -> tuple[bool, bool]:
         """Passes the batch dimension on; returns whether samples are mixed, and kept.
 
-        They are kept if the operation mixes them along a batch dimension that it needs
-        unsharded, as a running sum does.
+        Samples are kept if the operation mixes them along a batch dimension that it
+        needs unsharded, as a running sum does.
         """
         slots = op.operands + op.results
         count = len(op.operands)
@@ -120,7 +122,7 @@ class _Follow:
         return mixes and bool(op.results), across
 
     def _reshape(self, op: Op) -> None:
-        """Puts the batch in the result's dimension that holds its stride."""
+        """Gives the batch to the dimension of the result that has its stride."""
         before = self.graph.tensors[op.operands[0]].shape
         after = self.graph.tensors[op.results[0]].shape
         for dim in self._batch.get(op.operands[0], ()):
@@ -137,7 +139,7 @@ class _Follow:
 
 def _reaching(graph: Graph, roots: Iterable[int]) -> set[int]:
     wanted = set(roots)
-    for _ in range(2):  # The need of a loop's carry is found only after its body.
+    for _ in range(2):  # What a loop's carry needs is known only after its body.
         for op in reversed(graph.ops):
             if any(t in wanted for t in op.results):
                 wanted.update(op.operands)
@@ -145,8 +147,8 @@ def _reaching(graph: Graph, roots: Iterable[int]) -> set[int]:
 
 
 Said = SampleRows | UnknownCombination | str | None
-"""Position of rows, the reason why the combination is unknown, or another one by name
-(``HOWS``)."""
+"""Position of a value's rows, the name of another combination (one of ``HOWS``), or why
+the combination is unknown."""
 
 
 def judged(
@@ -156,13 +158,14 @@ def judged(
     changing: Collection[int],
     state: Sequence[int],
 ) -> dict[int, Said]:
-    """Returns the combination of each wanted result.
+    """Returns the combination of each result, by its index.
 
     Args:
-        small, large: Traces of the loss with fewer and with more samples.
+        small: Trace of the loss with fewer samples.
+        large: Trace of the loss with more samples.
         wanted: Indices of the results.
         changing: Inputs that every micro-batch changes, and random keys.
-        state: Indices of the results that are the model's new state.
+        state: Indices of the results that are the model's state after the step.
     """
     times = large.graph.batch_size // small.graph.batch_size
     pairing = Pairing(small=small, large=large, times=times)
@@ -201,11 +204,10 @@ def judged(
 def _with_row_axis(
     said: str, stands: SampleRows | UnknownCombination | None
 ) -> SampleRows | str:
-    """Returns the combination of a value, with the position of its rows if any."""
     if said == "rows" and isinstance(stands, SampleRows):
         return stands
     if said == "rows":
-        unknown = "has rows of which it is not known where they stand"
+        unknown = "has rows whose position is unknown"
         return stands.why if isinstance(stands, UnknownCombination) else unknown
     if said not in HOWS and isinstance(stands, UnknownCombination):
         return stands.why
@@ -218,7 +220,6 @@ def _tensors(trace: Trace, numbers: Sequence[int]) -> dict[int, int]:
 
 
 def _scalar(pairing: Pairing, number: int) -> Said:
-    """Returns the combination of a number that is a constant of the program."""
     a, b = (values[number] for values in pairing.literals)
     unclear = UnknownCombination(shape=(), why="depends on the number of samples")
     try:
@@ -230,7 +231,7 @@ def _scalar(pairing: Pairing, number: int) -> Said:
 
 
 Told = tuple[tuple[str, UnknownCombination], ...]
-"""Values that cannot be combined, by name."""
+"""Values that cannot be combined, with their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,11 +239,11 @@ class Reports:
     """The values that a loss reports.
 
     Attributes:
-        out_tree: Structure of ``(total, weight, metrics, new_rest)``; each value in it
-            that is not a mean is a ``ReportedValue`` with its combination.
+        out_tree: Structure of ``(total, weight, metrics, new_rest)``. A value that is
+            not combined by a mean is a ``ReportedValue`` with its combination.
         unclear: Values that cannot be combined.
-        averaged: Floating-point values that are averaged over micro-batches, though the
-            mean is not known to be that of the whole batch.
+        averaged: Floating-point values that are averaged over micro-batches, though
+            the average may differ from the value of the whole batch.
     """
 
     out_tree: Any
@@ -265,7 +266,7 @@ def reports(
     Args:
         trace: Trace of the loss.
         out_tree: Structure of ``(total, weight, metrics, new_rest)``.
-        again: Traces the loss with another number of samples.
+        again: Function that traces the loss with a number of samples.
         changing: Inputs that every micro-batch changes, and random keys.
     """
     _, _, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
@@ -301,14 +302,13 @@ def _is_batch_shape(
 
 
 def _alone(trace: Trace, wanted: Sequence[int]) -> dict[int, Said]:
-    """Returns combinations from one trace of a loss that accepts no other size."""
     result: dict[int, Said] = {
         n: UnknownCombination(shape=avals(trace)[n].shape, why=_ONE_SIZE)
         for n in wanted
     }
     tensors = {n: trace.results[n] for n in wanted if avals(trace)[n].shape}
     shaped = {n: t for n, t in tensors.items() if t is not None}
-    if trace.graph.batch_size > 1:  # Samples are not recognisable at size 1.
+    if trace.graph.batch_size > 1:  # A dimension of size 1 need not be the samples.
         rows = reported_rows(trace.graph, [*shaped.values()])
         places = zip(shaped, rows, strict=True)
         result.update((n, said) for n, said in places if isinstance(said, SampleRows))
@@ -316,8 +316,8 @@ def _alone(trace: Trace, wanted: Sequence[int]) -> dict[int, Said]:
 
 
 _ONE_SIZE: Final = (
-    "is of a loss that cannot be traced with another number of samples to see what it "
-    "is made of"
+    "is of a loss that cannot be traced with another number of samples, so its "
+    "computation is unclear"
 )
 
 
@@ -329,7 +329,7 @@ def check_keys(trace: Trace, out_tree: Any) -> None:
         out_tree: Structure of ``(total, weight, metrics, new_rest)``.
 
     Raises:
-        WhaleError: A value is a random key; lists all, with the remedy.
+        WhaleError: A value is a random key. The message lists all, with the remedy.
     """
     metrics = out_tree.unflatten(range(out_tree.num_leaves))[2]
     problems = Problems()
@@ -338,16 +338,19 @@ def check_keys(trace: Trace, out_tree: Any) -> None:
             problems.add(f"metrics[{dotted(path)!r}] is a random key")
     problems.raise_if_any(
         WhaleError,
-        title="loss_fn reports what is no number. Report jax.random.key_data(key) "
+        title="loss_fn reports random keys. Report jax.random.key_data(key) "
         "as wh.Aux(samples={...}) if it has a row for each sample, or leave it out",
     )
 
 
 def undivided(out_tree: Any) -> Any:
-    """Returns the structure of the values of an uncut batch: all as reported.
+    """Returns the structure of the values of a batch that is not cut.
 
     Args:
         out_tree: Structure of ``(total, weight, metrics, new_rest)``.
+
+    Returns:
+        The structure, in which every value stays as reported.
     """
     total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
 
@@ -359,7 +362,6 @@ def undivided(out_tree: Any) -> Any:
 
 
 def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
-    """Returns reports with the combinations that were found, by index of the result."""
     total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
     # The loss's weight is the number of samples, unless the user gave it.
     plain = ("mean",) if trace.graph.weighted else ("mean", "average")
@@ -397,13 +399,15 @@ def check_clear(
     """Refuses reported values of several micro-batches that cannot be combined.
 
     Args:
-        unclear: Values without a known combination, by name.
+        unclear: Values without a known combination, with their names.
         size: Number of samples of a micro-batch.
-        chosen: Number of micro-batches that the planner chose, if any.
-        combine: Combination over ranks that have micro-batches of their own, if any.
+        chosen: Number of micro-batches if the planner chose it; default None.
+        combine: Combination of gradients over ranks, if each rank reports values of
+            micro-batches of its own; default None.
 
     Raises:
-        WhaleError: Some values cannot be combined; lists all, with the remedy.
+        WhaleError: Some values cannot be combined. The message lists all, with the
+            remedy.
     """
     problems = Problems()
     for name, value in unclear:

@@ -1,9 +1,9 @@
 """Compares two traces of one loss, with fewer and with more samples.
 
-Only comparison shows the effect of the number of samples: a dimension that grows with
-it, a number that is divided by it. Programs of one loss differ if the loss reads the
-number of samples, as a slice of the first four does; values that cannot be paired there
-are marked.
+Comparison alone shows the effect of the number of samples: dimensions that grow with
+it, and numbers that it divides. The two programs differ if the loss reads the number of
+samples, as a slice of the first four samples does. Values that cannot be paired are
+marked.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ class Pairing:
     """Pairs of equal values in two traces with fewer and more samples.
 
     Attributes:
-        small, large: The traces.
-        times: Ratio of the second trace's samples to the first's.
-        pairs: Tensor of the second trace for each tensor of the first.
-        torn: Tensors of the first trace that the second computes from others.
-        lost: Indices of results that are different tensors in the second trace.
-        grown: Dimensions that grow with the samples, by tensor of the first trace.
+        small: Trace with fewer samples.
+        large: Trace with more samples.
+        times: Ratio of the large trace's samples to the small trace's.
+        pairs: Tensor of the large trace for each tensor of the small one.
+        torn: Tensors of the small trace that the large one computes from others.
+        lost: Indices of results that are different tensors in the large trace.
+        grown: Dimensions that grow with the samples, by tensor of the small trace.
         makers: For each trace, the operations that make each tensor.
         literals: For each trace, the scalar of each result; None for other results.
     """
@@ -86,7 +87,7 @@ class Pairing:
                 continue
             again = a in self.pairs and self.small.graph.tensors[a].kind != "const"
             if b in (None, UNKNOWN) or again or not self._has_equal_source(a, b):
-                # Only this consumer differs: JAX traces no slice that takes all.
+                # JAX traces no slice that takes all, so this consumer alone differs.
                 torn.add(user)
                 continue
             self.pairs[a] = b
@@ -100,7 +101,7 @@ class Pairing:
             todo += [(x, y, self.torn, a) for x, y in behind]
 
     def operands(self, op: Op) -> list[int | tuple[Any, Any]]:
-        """Returns operands in order: tensors, and scalars of both programs."""
+        """Returns the operands: tensor ids, or scalar literals of both programs."""
         here = self._scalars[0].get(op.position)
         large = self._made_like(op)
         there = None if large is None else self._scalars[1].get(large.position)
@@ -115,12 +116,12 @@ class Pairing:
         return operands
 
     def equation(self, op: Op) -> Any:
-        """Returns the equation of an operation in the smaller program, or None."""
+        """Returns an operation's equation in the smaller program, or None."""
         here = self._scalars[0].get(op.position)
         return None if here is None else here.equation
 
     def other_equation(self, op: Op) -> Any:
-        """Returns the equation of the same operation in the larger one, or None."""
+        """Returns the same operation's equation in the larger program, or None."""
         large = self._made_like(op)
         there = None if large is None else self._scalars[1].get(large.position)
         return None if there is None else there.equation
@@ -173,14 +174,15 @@ def power_of(a: Any, b: Any, times: int) -> int | None:
     """Returns the power of the number of samples to which a scalar is proportional.
 
     Args:
-        a, b: The scalar with fewer and with more samples.
+        a: The scalar with fewer samples.
+        b: The scalar with more samples.
         times: Ratio of the numbers of samples.
 
     Returns:
         The power; None for zero, which is proportional to every power.
 
     Raises:
-        ValueError: It is proportional to no power.
+        ValueError: The scalar is proportional to no power.
 
     >>> power_of(4, 16, 4), power_of(0.5, 0.25, 2), power_of(3, 3, 8)
     (1, -1, 0)
@@ -198,7 +200,7 @@ def power_of(a: Any, b: Any, times: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BoundEquation:
-    """An equation, and each operand's value if it is a constant of the program."""
+    """An equation, and the values of the operands that are constants of the program."""
 
     equation: Any
     values: tuple[Any, ...]
@@ -208,22 +210,22 @@ def scalars(program: Any) -> tuple[dict[Position, _BoundEquation], list[Any]]:
     """Returns every equation by position, with the scalars among its operands.
 
     Returns:
-        These, and for each result its scalar; None for other results.
+        The equations, and for each result its scalar; None for other results.
     """
     result: dict[Position, _BoundEquation] = {}
     return result, _scalars_of(program, (), {}, result)
 
 
 UNKNOWN: Final = -1
-"""Marker of a tensor that was not found."""
+"""Stands for a tensor that was not found."""
 
 
 def decides(trace: Trace, op: Op) -> Value:
     """Returns the tensor that ends a loop or selects a branch.
 
     Returns:
-        The tensor; None for other operations, or if a literal of the program decides;
-        ``UNKNOWN`` if not found.
+        The tensor. None for other operations, or if a literal of the program decides;
+        ``UNKNOWN`` if the tensor is not found.
     """
     if op.kind not in ("while", "cond"):
         return None
@@ -286,7 +288,6 @@ def _scalars_of(
 def _inner_inputs(
     equation: Any, values: tuple[Any, ...], place: int, count: int
 ) -> tuple[Any, ...]:
-    """Returns the inputs of an inner jaxpr; None for those not known as scalars."""
     kind = _compat.recursion(equation)
     if kind == "cond":
         return values[1:]
@@ -326,7 +327,7 @@ def _values_equal(a: Any, b: Any) -> bool:
         return True
     try:
         return bool(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=False))
-    except Exception:  # On another process, or of a type that cannot be compared.
+    except Exception:  # Arrays of other processes, or types that cannot be compared.
         return False
 
 

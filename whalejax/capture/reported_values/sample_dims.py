@@ -1,10 +1,9 @@
 """Finds the batch dimension of reported values.
 
-With several micro-batches, a reported value with a row for each sample has to be put
-together in the order of the global batch, while other values are means or sums. This
-module follows the batch's samples forward through the graph's operations and finds the
-dimension of each reported value's rows, or why it is unknown. It is separate from
-``combinations``, which finds what the loss mixes, not where rows are.
+Several micro-batches may report a value with a row for each sample. The rows have to be
+put in the order of the global batch, while other values are means or sums. This module
+follows the batch's samples forward through the operations of a graph. It finds the
+dimension of each reported value's rows, or why the dimension is unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class SampleRows:
 
     Attributes:
         axis: Index of the dimension.
-        outer: Number of repeats of all samples in the dimension.
+        outer: Number of times that the dimension repeats all samples.
         inner: Number of consecutive elements of one sample.
     """
 
@@ -48,17 +47,17 @@ class UnknownCombination:
 
 class _Mark(enum.Enum):
     OTHER = "comes from a dimension that is no batch"
-    MIXED = "holds some samples, or samples in another order"
+    MIXED = "has some of the samples, or has them in another order"
 
 
 _Where = SampleRows | _Mark | None
-"""Meaning of a dimension; None for one that no operand has, as in a constant."""
+"""Meaning of a dimension; None if no operand has the dimension, as in a constant."""
 
 _FRESH = frozenset(("broadcast_in_dim", "iota", "zeros_like", "empty", "empty2"))
 """Operations that create dimensions."""
 
 _CUTS = frozenset(("slice", "dynamic_slice"))
-"""Operations that cut out part of a dimension."""
+"""Operations that return part of a dimension."""
 
 
 def reported_rows(
@@ -71,7 +70,8 @@ def reported_rows(
         values: Ids of tensors that are not scalars.
 
     Returns:
-        For each: its rows, the reason why they are unknown, or None if it has none.
+        For each value, the position of its rows or why it is unknown; None for a value
+        without rows.
     """
     follow = _Follow(graph)
     follow.run()
@@ -100,7 +100,7 @@ class _Follow:
                     self.where[key] = SampleRows() if key in batch else _Mark.OTHER
 
     def run(self) -> None:
-        """Repeats passes over the program until nothing changes; loops need several."""
+        """Passes over the program until nothing changes; loops need several passes."""
         loops = any(op.kind in LOOPS for op in self.graph.ops)
         before = -1, -1
         while before != (now := self._resolved_counts()):
@@ -115,7 +115,6 @@ class _Follow:
         return ranks, len(self.single)
 
     def value_rows(self, value: int) -> SampleRows | UnknownCombination | None:
-        """Returns the samples' position in a value, or why it is unknown, or None."""
         shape = self.graph.tensors[value].shape
         dims = [self.where.get((value, dim)) for dim in range(len(shape))]
         rows = [
@@ -124,7 +123,7 @@ class _Follow:
             if isinstance(x, SampleRows)
         ]
         if _Mark.MIXED in dims:
-            why = "holds some of the samples, or mixes them along a dimension"
+            why = "has some of the samples, or mixes them along a dimension"
             return UnknownCombination(shape=shape, why=why)
         if len(rows) > 1:
             return UnknownCombination(
@@ -177,7 +176,7 @@ class _Follow:
             self._untied(op, tied)
 
     def _untied(self, op: Op, tied: set[tuple[int, int]]) -> None:
-        """Sets result dimensions that come from parts of others, or from several."""
+        """Sets result dimensions that come from parts of dimensions or from several."""
         lost = [
             (slot, dim)
             for slot, tensor in enumerate(op.operands)
@@ -202,7 +201,7 @@ class _Follow:
             self.single.update(op.results)
 
     def _produced_rows(self, op: Op) -> _Where:
-        """Returns the meaning of an untied dimension if no samples are lost."""
+        """Returns the meaning of a dimension that is in no factor."""
         known = any(
             isinstance(self.where.get((t, d)), (SampleRows, _Mark))
             for t in op.operands
@@ -238,7 +237,7 @@ def _regrouped(
 ) -> Iterator[_Where]:
     """Yields the meanings of dimensions that regroup others in order.
 
-    ``before`` and ``after`` are the sizes of the other dimensions, and of these.
+    ``before`` and ``after`` have the sizes of the dimensions before and afterwards.
     """
     rows = [dim for dim, x in enumerate(given) if isinstance(x, SampleRows)]
     if _Mark.MIXED in given or len(rows) > 1:

@@ -20,14 +20,15 @@ from whalejax.planner.model.graph import Factor, FactorKind
 def attention_behaviour(jaxpr: Any) -> Behaviour:
     """Returns the behaviour of an attention as one operation.
 
-    Queries, keys and values have equal sequence shards; keys go round a ring.
+    Queries, keys and values are sharded alike along the sequence. Keys and values are
+    sent round a ring of devices.
 
     Args:
         jaxpr: Body of the call, whose inputs are the operands.
     """
     one = attention_of(jaxpr)
     places = {v: n for n, v in enumerate(_compat.open_jaxpr(jaxpr)[0].invars)}
-    # Keys and values may be one variable inside; outside they are two operands.
+    # One variable of the body may be key and value; the call has two operands for it.
     slots = [0, 1, 2, *(places[v] for v in one.outside)]
     result = len(slots)
     shapes = [v.aval.shape for v in (*one.inputs, one.output)]
@@ -62,7 +63,7 @@ def attention_behaviour(jaxpr: Any) -> Behaviour:
         factors=tuple(factors),
         flops=2 * count * rows * columns * (depth + width),
         matmul=(rows, depth, columns, count),
-        # The output is saved too, but by the operation that reads it next.
+        # The operation that reads the output next saves it.
         saves=tuple((slot, slots[wrt]) for slot in slots[:3] for wrt in range(3)),
         share=share,
         zigzag=zigzag,
@@ -70,13 +71,12 @@ def attention_behaviour(jaxpr: Any) -> Behaviour:
 
 
 _PARTS: Final = 64
-"""Maximum number of parts into which a sequence is cut to find hidden blocks."""
+"""Maximum number of parts into which a sequence is cut to find masked blocks."""
 
 
 def _visible_fraction(
     one: AttentionPattern, rows: int, columns: int
 ) -> tuple[float, bool]:
-    """Returns the fraction of visible scores, and whether all later ones are hidden."""
     tag = next(t for q, t in one.rows if one.query.aval.shape[q] == rows)
     both = math.gcd(rows, columns)
     parts = max(n for n in range(1, _PARTS + 1) if both % n == 0)
@@ -89,8 +89,8 @@ def _visible_fraction(
 def _outside_members(one: AttentionPattern) -> dict[int | None, list[Member]]:
     """Returns dimensions of values from outside, by their dimension in the scores.
 
-    The key None has dimensions that every device needs unsharded: columns, and
-    dimensions that are read in two ways.
+    Dimensions that every device needs unsharded have the key None. These are columns,
+    and dimensions that are read in two ways.
     """
     outside_members: dict[int | None, list[Member]] = {}
     for number, ways in enumerate(one.scores.tags):
@@ -104,7 +104,7 @@ def _outside_members(one: AttentionPattern) -> dict[int | None, list[Member]]:
 def _sizes(one: AttentionPattern) -> tuple[int, int, int, int]:
     """Returns rows, depth and columns of the first product, and the number of products.
 
-    The rows are those of the longest dimension that only queries have.
+    The rows are the longest dimension that queries alone have.
     """
     query, key = one.query.aval.shape, one.key.aval.shape
     rows = [query[place] for place, _ in one.rows]

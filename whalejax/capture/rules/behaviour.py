@@ -1,13 +1,12 @@
-"""Behaviour of a primitive for each dimension, as plain data, and records of the walk.
+"""Treatment of dimensions by a primitive, as plain data, and records of the walk.
 
 Rules (``capture/rules/*.py``) read an ``Equation`` and return a ``Behaviour``. Slots
-count the equation's operands first, literals included, and then its results; the walk
-renumbers them after it leaves out literals. It is separate from the rules because all
-of them, and the walk, use it.
+number the equation's operands, literals included, and after them its results. The walk
+numbers them again without the literals.
 
-Windows of convolutions and pooling along spatial dimensions are plain data, too: the
-lowering derives from them what each device computes. Windows that devices cannot share
-carry the reason.
+Windows of convolutions and pooling along spatial dimensions are plain data too. The
+lowering derives from them what each device computes. Windows along a dimension that
+devices cannot divide carry the reason.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Equation:
         return self.inputs[slot] if slot < count else self.outputs[slot - count]
 
     def size(self, member: Member) -> int:
-        """Returns the size of one dimension of one slot."""
+        """Returns the size of one dimension of an operand or result."""
         return self.shape(member[0])[member[1]]
 
 
@@ -61,11 +60,11 @@ class Behaviour:
         elementwise: See ``planner.model.graph.Op``.
         flops: See ``planner.model.graph.Op``.
         matmul: See ``planner.model.graph.Op``.
-        saves: (slot, operand) pairs: the backward pass reads the slot if that
-            operand is differentiable.
-        stops_gradient: Whether it passes no gradient.
-        parts: (dimension, count) if the operation cuts or joins operand 0 or
-            result 0 into equal parts; the walk writes it as a reshape and a split.
+        saves: (slot, operand) pairs. The backward pass reads the slot if the operand
+            is differentiable.
+        stops_gradient: Whether the equation passes no gradient.
+        parts: (dimension, count) if the operation cuts operand 0, or joins result 0,
+            into equal parts. The walk records it as a reshape and a split.
         unknown: Whether no rule is known.
         share, zigzag, windows: See ``planner.model.graph.Op``.
     """
@@ -88,7 +87,7 @@ Rule = Callable[[Equation], Behaviour]
 
 
 class FactorBuilder:
-    """Collects the factors of one equation; size-1 dimensions never enter."""
+    """Collects the factors of one equation, without dimensions of size 1."""
 
     def __init__(self, equation: Equation) -> None:
         self._equation = equation
@@ -101,22 +100,22 @@ class FactorBuilder:
             self._factors.append(Factor(members=above_one, kind=kind))
 
     def require_whole(self, *members: Member) -> None:
-        """Links dimensions that every device needs unsharded."""
+        """Puts dimensions that every device needs unsharded into one factor."""
         self.link(*members, kind="unshardable")
 
     def each_whole(self, members: Iterable[Member]) -> None:
-        """Adds a separate factor for each dimension that is needed unsharded."""
+        """Puts each dimension that every device needs unsharded into its own factor."""
         for member in members:
             self.require_whole(member)
 
     @property
     def factors(self) -> tuple[Factor, ...]:
-        """Factors so far."""
+        """Factors that were added."""
         return tuple(self._factors)
 
 
 def of_each(rule: Behaviour, flags: Sequence[bool], samples: int) -> Behaviour:
-    """Returns the behaviour of an operation on several samples, given that on one.
+    """Returns the behaviour on several samples of an operation, given that on one.
 
     Args:
         rule: Behaviour on one sample.
@@ -124,7 +123,7 @@ def of_each(rule: Behaviour, flags: Sequence[bool], samples: int) -> Behaviour:
         samples: Number of samples.
     """
     if rule.reshape:
-        # Samples stay in front of regrouped dimensions.
+        # The dimension of samples precedes the regrouped ones.
         return rule
     front = Factor(members=tuple((slot, 0) for slot, own in enumerate(flags) if own))
     moved = (
@@ -144,7 +143,7 @@ def of_each(rule: Behaviour, flags: Sequence[bool], samples: int) -> Behaviour:
 
 
 def unknown(equation: Equation) -> Behaviour:
-    """Returns a behaviour with every dimension of operands and results unsharded."""
+    """Returns a behaviour that needs every dimension unsharded."""
     letters = FactorBuilder(equation)
     slots = len(equation.inputs) + len(equation.outputs)
     letters.each_whole(
@@ -155,10 +154,10 @@ def unknown(equation: Equation) -> Behaviour:
 
 Position = tuple[int, ...]
 Label = tuple[Mark, Position]
-"""A mark and the position of the jaxpr in which it was opened."""
+"""A mark, and the position of the jaxpr in which it was entered."""
 
 Value = int | None
-"""A tensor's id; None for a scalar that is written into the program."""
+"""Id of a tensor; None for a scalar literal of the program."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,7 +187,7 @@ class TensorDraft:
 
 @dataclass(slots=True, kw_only=True)
 class OpDraft:
-    """An operation without regions and gradients; slots leave out literals."""
+    """An operation without its TaskGraph and gradients; slots omit literals."""
 
     kind: str
     position: Position
@@ -209,9 +208,10 @@ class Context:
 
     Attributes:
         prefix: Position of the jaxpr.
-        labels, scope, trip, remat, chunks: See ``OpDraft``.
-        policy: Policy of the checkpointed region around it.
-        sorted_rows: The call around it that sorts rows across the batch, or None.
+        labels, scope, trip, remat, chunks: Fields of ``OpDraft``.
+        policy: Policy of the checkpointed region around the jaxpr.
+        sorted_rows: The call around the jaxpr that sorts rows across the batch, or
+            None.
         depth: Length of the position of that call's jaxpr.
     """
 
@@ -248,7 +248,7 @@ class Context:
 def without_literals(
     rule: Behaviour, operands: Sequence[Value], num_results: int
 ) -> Behaviour:
-    """Returns a rule whose slots do not count operands that are literals."""
+    """Returns a rule whose slots omit the operands that are literals."""
     if None not in operands:
         return rule
     slots: dict[int, int] = {}
@@ -276,10 +276,10 @@ def without_literals(
 def windows_of_convolution(equation: Equation) -> tuple[Window, ...]:
     """Returns one window for each spatial dimension of an image or a volume.
 
-    A convolution with one spatial dimension runs along a sequence and has none.
+    A convolution with one spatial dimension runs along a sequence and has no windows.
 
     Args:
-        equation: ``conv_general_dilated``.
+        equation: Equation of ``conv_general_dilated``.
     """
     params = equation.params
     numbers = params["dimension_numbers"]
@@ -306,7 +306,6 @@ def windows_of_convolution(equation: Equation) -> tuple[Window, ...]:
 
 
 def _refused_convolution(params: Any, number: int, taps: int) -> str:
-    """Returns why devices cannot share a convolution's spatial dimension, or ""."""
     if params["batch_group_count"] > 1:
         return "it convolves groups of samples"
     spread, stride = params["lhs_dilation"][number], params["window_strides"][number]
@@ -318,8 +317,8 @@ def _refused_convolution(params: Any, number: int, taps: int) -> str:
         return ""
     return (
         f"it is a transposed convolution of stride {spread} with a kernel of {taps} "
-        f"and padding ({low}, {high}); only one whose kernel is its stride, with "
-        f"padding ({spread - 1}, {spread - 1}), can share space"
+        f"and padding ({low}, {high}); space can be divided only if the kernel is as "
+        f"large as the stride and the padding is ({spread - 1}, {spread - 1})"
     )
 
 
@@ -327,7 +326,7 @@ def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
     """Returns one window for each pooled dimension.
 
     Args:
-        equation: ``reduce_window`` or a similar primitive.
+        equation: Equation of ``reduce_window`` or a similar primitive.
     """
     sizes, strides, padding, spread, dilation = pooled(equation)
     if len(equation.outputs) != 1:
@@ -347,13 +346,12 @@ def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
 
 
 def _refused_pooling(equation: Equation, spread: int) -> str:
-    """Returns why devices cannot share a pooled dimension, or an empty text."""
     if equation.name == "reduce_window":
         return (
-            "it reduces windows by a function of its own, of which no padding is known "
-            "that changes nothing; maximum, minimum and sum can share space"
+            "it reduces windows by a function without a known neutral padding; space "
+            "can be divided for maximum, minimum and sum"
         )
-    return "it spreads its operand" if spread > 1 else ""
+    return "it dilates its operand" if spread > 1 else ""
 
 
 def pooled(equation: Equation) -> tuple[Sequence[Any], ...]:

@@ -1,11 +1,10 @@
 """Rules of arithmetic primitives, and the table of all rules by the primitive's name.
 
-Most primitives are elementwise: one pass, every dimension passes through. They are a
-table of names and the slots that the backward pass reads; ``"x"`` is the operand and
-``"y"`` the result. Others are matrix products and convolutions, which have most of the
-FLOPs, reductions, scans along a dimension, windows and sorting. A primitive without a
-rule is allowed: its dimensions all stay unsharded, and its name is reported in
-``Graph.unknown_primitives``.
+Most primitives are elementwise: every dimension passes through. A table lists them with
+the slots that the backward pass reads; ``"x"`` is the operand and ``"y"`` the result.
+The other primitives are matrix products and convolutions, which have most of the FLOPs,
+reductions, scans along a dimension, windows and sorting. For a primitive without a
+rule, all dimensions stay unsharded, and ``Graph.unknown_primitives`` has its name.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ _FLAT: Final = (
 
 
 def pass_through(equation: Equation) -> tuple[Factor, ...]:
-    """Links every dimension of the result with equal ones of the operands.
+    """Returns factors of the result's dimensions and equal ones of the operands.
 
-    Operands may be scalars, or have size 1 where the result has more.
+    An operand may be a scalar, or have size 1 where the result is larger.
     """
     out_slot = len(equation.inputs)
     out = equation.outputs[0]
@@ -86,7 +85,7 @@ def _linear(equation: Equation) -> Behaviour:
 
 
 def _flat(equation: Equation) -> Behaviour:
-    """Returns the behaviour for a derivative of zero, or a non-real result."""
+    """Returns the behaviour of an operation whose result has no gradient."""
     return Behaviour(
         factors=pass_through(equation), elementwise=True, stops_gradient=True
     )
@@ -130,7 +129,6 @@ def _select(equation: Equation) -> Behaviour:
 
 
 def _side_by_side(equation: Equation) -> Behaviour:
-    """Returns the behaviour of an operation whose result i is operand i, unchanged."""
     letters = FactorBuilder(equation)
     count = len(equation.inputs)
     for slot, shape in enumerate(equation.outputs):
@@ -171,8 +169,8 @@ SAME_SHAPE: Final = frozenset(ELEMENTWISE_RULES) - frozenset(
         "layout_constraint with_memory_space_constraint reshard"
     ).split()
 )
-"""Primitives with one result whose operands have its shape or are scalars, and whose
-parameters refer to no dimension."""
+"""Primitives with one result, whose operands are scalars or have the result's shape.
+Their parameters refer to no dimension."""
 
 
 def _product(shape: Sequence[int], dims: Iterable[int]) -> int:
@@ -212,8 +210,8 @@ def _dot_general(equation: Equation) -> Behaviour:
 def _ragged_dot(equation: Equation) -> Behaviour:
     """Returns the behaviour for rows sorted by group, each times its group's matrix.
 
-    Only the form with the groups among the left rows is supported: the backward pass's
-    forms do not occur in a forward loss.
+    Only the form with groups among the left rows is supported. The other forms occur in
+    backward passes alone.
     """
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (left_in, right_in), (left_batch, _) = numbers.dot_dimension_numbers
@@ -241,7 +239,7 @@ def _ragged_dot(equation: Equation) -> Behaviour:
 def _conv(equation: Equation) -> Behaviour:
     """Returns the behaviour of a convolution.
 
-    Spatial dimensions with windows of size 1 are like any other dimension.
+    Along a spatial dimension with windows of size 1, each point is separate.
     """
     params = equation.params
     numbers = params["dimension_numbers"]
@@ -300,7 +298,6 @@ PRODUCT_RULES: Final[dict[str, Rule]] = {
 
 
 def _reduce(equation: Equation, axes: tuple[int, ...], count: int) -> FactorBuilder:
-    """Links kept dimensions and contracts reduced ones, for ``count`` operands."""
     letters = FactorBuilder(equation)
     first = len(equation.inputs)
     kept = 0
@@ -322,7 +319,7 @@ def _reduction(*saves: tuple[int, int], flat: bool = False) -> Rule:
 
 
 def _general_reduce(equation: Equation) -> Behaviour:
-    """Returns the behaviour of ``lax.reduce``: operands, then as many start values."""
+    """Returns the behaviour of ``lax.reduce``, which reads start values too."""
     count = len(equation.outputs)
     letters = _reduce(equation, tuple(equation.params["dimensions"]), count)
     slots = range(count)
@@ -332,9 +329,9 @@ def _general_reduce(equation: Equation) -> Behaviour:
 
 
 def _over_places(*saves: tuple[int, int]) -> Rule:
-    """Returns the rule for a collective over dimensions, as ``vmap`` makes it.
+    """Returns the rule for a collective along dimensions, as ``vmap`` makes them.
 
-    Each operand has a result of its own; a named axis has no rule.
+    Each operand has its own result. A collective over a named axis has no rule.
     """
 
     def rule(equation: Equation) -> Behaviour:
@@ -357,8 +354,6 @@ def _over_places(*saves: tuple[int, int]) -> Rule:
 
 
 def _along(*saves: tuple[int, int]) -> Rule:
-    """Returns the rule for running sums, products or maxima, unsharded on the axis."""
-
     def rule(equation: Equation) -> Behaviour:
         letters = FactorBuilder(equation)
         for dim in range(len(equation.inputs[0])):
@@ -399,7 +394,7 @@ def _top_k(equation: Equation) -> Behaviour:
 
 
 def _reduce_window(equation: Equation) -> Behaviour:
-    """Returns the behaviour of pooling; only dimensions with a window of one pass."""
+    """Returns the behaviour of pooling; dimensions with windows of size 1 pass."""
     letters = FactorBuilder(equation)
     windows, strides, padding, dilation, _ = pooled(equation)
     result = len(equation.inputs)
@@ -419,7 +414,7 @@ def _reduce_window(equation: Equation) -> Behaviour:
 
 
 def _batched(last: int) -> Rule:
-    """Returns the rule for linear algebra on the last dimensions; leading ones pass."""
+    """Returns the rule for linear algebra on the last dimensions; others pass."""
 
     def rule(equation: Equation) -> Behaviour:
         letters = FactorBuilder(equation)
@@ -499,6 +494,6 @@ def behaviour(equation: Equation) -> Behaviour:
     """Returns an equation's behaviour; without a rule, dimensions stay unsharded.
 
     Args:
-        equation: Primitive, parameters and shapes.
+        equation: Name and parameters of the primitive, and shapes.
     """
     return RULES.get(equation.name, unknown)(equation)

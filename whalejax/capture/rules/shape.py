@@ -44,8 +44,8 @@ def _iota(_: Equation) -> Behaviour:
 def _window(equation: Equation, sizes: tuple[int, ...]) -> Behaviour:
     """Returns the behaviour of a slice: full dimensions pass, cut ones stay unsharded.
 
-    A single row of a dimension is on one device and summed over the others, as in a
-    gather, so that dimension is contracted.
+    A slice of one element contracts its dimension, as a gather does: one device has the
+    element, and a sum over devices returns it.
     """
     letters = FactorBuilder(equation)
     result = len(equation.inputs)
@@ -100,7 +100,7 @@ def _concatenate(equation: Equation) -> Behaviour:
 
 
 def _split(equation: Equation) -> Behaviour:
-    """Returns a split's behaviour: equal parts get a new factor, others do not."""
+    """Returns a split's behaviour; equal parts are a dimension of their own."""
     axis = equation.params["axis"]
     sizes = equation.params["sizes"]
     if len(set(sizes)) == 1:
@@ -193,7 +193,7 @@ def _gather(equation: Equation) -> Behaviour:
 
 
 def _scatter(equation: Equation) -> Behaviour:
-    """Returns a scatter's behaviour; only sums may be computed in parts on devices."""
+    """Returns a scatter's behaviour; devices may compute parts of sums alone."""
     letters = FactorBuilder(equation)
     numbers = equation.params["dimension_numbers"]
     operand, indices, updates = equation.inputs
@@ -220,8 +220,8 @@ def _scatter(equation: Equation) -> Behaviour:
         if dim in numbers.operand_batching_dims:
             continue
         if dim in numbers.inserted_window_dims:
-            # XLA updates a slice for one index; a device without that index writes
-            # what it reads from another device's part.
+            # For one index XLA updates a slice. A device without that index writes
+            # there what it reads from the part of another device.
             letters.link((0, dim), (3, dim), kind="unshardable" if one else "linked")
             continue
         window = windows.pop(0)

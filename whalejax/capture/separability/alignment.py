@@ -1,8 +1,8 @@
-"""Aligns the dimensions of operands and regroups them in reshapes.
+"""Aligns the dimensions of operands, and regroups dimensions in reshapes.
 
-Both cut two lists of atoms, which hold the same elements in the same order, into atoms
-of equal sizes. Plain, equal and drawn atoms may be cut; the samples may not, because
-micro-batches would then hold other groups of them.
+Both tasks have two lists of atoms for the same elements in the same order, and cut them
+into atoms of equal sizes. Plain, equal and drawn atoms may be cut. Samples may not, as
+micro-batches would then have other groups of them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def align_dim(a: Dim, b: Dim) -> Dim:
         CoupledError: Samples are combined with batch indices or with other samples, or
             the sizes differ.
     """
-    if size_of(a) != size_of(b):  # One side has one element, which is repeated.
+    if size_of(a) != size_of(b):  # The side of size 1 is repeated.
         short, full = (a, b) if size_of(a) == (1, 1) else (b, a)
         if size_of(short) == (1, 1):
             return full
@@ -104,7 +104,7 @@ _Pair = tuple[Atom, Atom]
 
 
 def _cut(x: Atom, y: Atom, rest: list[Atom]) -> _Pair | None:
-    """Cuts an inner part as large as ``y`` from ``x``; ``rest`` gets the outer one."""
+    """Cuts an inner atom as large as ``y`` from ``x``; ``rest`` gets the outer rest."""
     if x.along is Along.SAMPLES or x.part % y.part or x.whole % y.whole:
         return None
     rest.append(x.sized(x.part // y.part, x.whole // y.whole))
@@ -117,7 +117,7 @@ def _cut_reversed(x: Atom, y: Atom, first: list[Atom], second: list[Atom]) -> _P
         return result[1], result[0]
     if Along.SAMPLES in (x.along, y.along):
         raise CoupledError("regroups samples")
-    # Atoms of different kinds overlap: their common dimension is plain.
+    # Where atoms of different kinds overlap, the common dimension is plain.
     wide = [*first, x]
     other = [*second, y]
     first.clear()
@@ -132,8 +132,9 @@ def regroup_dims(dims: Dims, part: Sequence[int], whole: Sequence[int]) -> Dims:
     """Returns dimensions after a reshape.
 
     Args:
-        dims: Dimensions before it.
-        part, whole: Shape after it, in the traces of the part and of the whole.
+        dims: Dimensions before the reshape.
+        part: Shape after the reshape in the trace of the part.
+        whole: Shape after the reshape in the trace of the whole.
 
     Raises:
         CoupledError: The reshape divides or regroups the samples.
@@ -160,7 +161,7 @@ def _take(atoms: list[Atom], part: int, whole: int) -> Dim:
         atoms.append(atom.sized(atom.part // part, atom.whole // whole))
         taken.append(atom.sized(part, whole))
         part = whole = 1
-    # Atoms of one element need no dimension and stay in the list.
+    # Atoms of one element stay in the list, as they need no dimension.
     return merged_atoms(taken[::-1])
 
 
@@ -177,9 +178,9 @@ def _partial_dim_error(samples: Atom, part: int, whole: int) -> CoupledError:
 def _take_mixed(
     atoms: list[Atom], atom: Atom, taken: list[Atom], part: int, whole: int
 ) -> Dim:
-    """Removes elements if an atom ends inside the dimension; the result is plain.
+    """Removes the elements of a dimension inside which an atom ends.
 
-    The rest of all atoms becomes one plain dimension too.
+    The result is plain. The rest of all atoms becomes one plain dimension.
     """
     every = [*atoms, atom]
     if is_samples(tuple(every)) or is_samples(tuple(taken)):

@@ -1,8 +1,8 @@
 """Rules for elementwise operations.
 
 The rules find how a result grows with its operands. A sum over the samples stays a sum
-only under linear operations. A value proportional to a power of the number of samples
-stays so only under homogeneous operations.
+only under linear operations. A value that is proportional to a power of the number of
+samples stays so only under homogeneous operations.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _DEGREES: Final[dict[str, float]] = {
     "ge": 0,
     "atan2": 0,
 }
-"""Degree d of homogeneity: a factor f > 0 of all operands is f**d in the result."""
+"""Degree d of homogeneity: operands multiplied by f > 0 multiply the result by f**d."""
 
 _OTHERS: Final = (
     "log log1p log2 one_minus_square sin cos tan asin acos atan sinh cosh tanh asinh "
@@ -70,7 +70,7 @@ _OTHERS: Final = (
 
 
 def result_dims(equation: PairedEquation, values: Sequence[Value]) -> Dims:
-    """Returns dimensions of an elementwise result; operands may include scalars."""
+    """Returns the dimensions of an elementwise result; operands may be scalars."""
     rank = len(equation.shapes()[0])
     dims = [v.dims for v in values if len(v.dims) == rank]
     return align_dims(dims) if dims else ()
@@ -181,7 +181,7 @@ def _div(equation: PairedEquation) -> list[Value]:
 
 
 FINEST: Final = 7
-"""Mantissa bits of bfloat16; a cast to fewer does not count as linear."""
+"""Mantissa bits of bfloat16. A cast to fewer bits does not count as linear."""
 
 
 def _convert(equation: PairedEquation) -> list[Value]:
@@ -212,7 +212,7 @@ def _is_widened(before: Any, after: Any) -> bool:
 
 
 def check_sum_dtype(dtype: Any) -> None:
-    """Refuses sums over the samples in a dtype that cannot hold them.
+    """Refuses sums over the samples in a dtype that cannot represent them.
 
     Raises:
         CoupledError: The dtype is boolean, a narrow integer, or floating-point with few

@@ -1,8 +1,8 @@
 """Rules based on facts: batch indices, and experts' tokens sorted and put back.
 
-They apply before the others and return None if no fact decides. Values in the order of
-a sort (``Sorted``) are represented in the samples' own order, as long as operations
-treat each row separately.
+They apply before the other rules, and return None if no fact decides. A value in the
+order of a sort (``Sorted``) is represented by the value in the samples' order, while
+operations treat each row separately.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from whalejax.capture.separability.values import (
 
 
 FactRule = Callable[[PairedEquation, Reason], list[Value] | None]
-"""Function that derives facts about an equation's results, or returns None.
+"""Function that returns facts about an equation's results, or None.
 
-The reason is reported if a result that has only its fact is used in another way than
-the fact allows.
+Some results may be used only as their fact allows. The reason is reported if such a
+result is used in another way.
 """
 
 _ROW_WISE: Final = frozenset(ELEMENTWISE_RULES) | frozenset(
@@ -92,7 +92,7 @@ def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | N
 
 
 def with_fact(value: Value, fact: Any, reason: Reason) -> Value:
-    """Returns a value with a fact, the only thing that may be used of it."""
+    """Returns a value that may be used only as a fact allows."""
     return Value(kind=Dependence.COUPLED, dims=value.dims, fact=fact, reason=reason)
 
 
@@ -117,7 +117,7 @@ def _is_natural(value: Value) -> bool:
 
 
 def _below_zero(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows ``index < 0`` of an index that is known not to be negative."""
+    """Follows ``index < 0`` for an index that is never negative."""
     index, zero = equation.values
     literal = _literal(zero)
     if literal is None or literal != 0 or not _is_natural(_unsorted(index)):
@@ -185,7 +185,7 @@ def _columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _by_columns(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows a lookup or a write at the samples' own positions."""
+    """Follows a lookup or a write at each sample's own position."""
     values = equation.values
     known = fact_of(values[1], IndexColumns) is not None
     if not known or any(v.coupled for i, v in enumerate(values) if i != 1):
@@ -193,7 +193,7 @@ def _by_columns(equation: PairedEquation, _: Reason) -> list[Value] | None:
     return apply_rule(equation)
 
 
-# Integers that are known by identity.
+# Integers whose identity is known.
 
 
 def _new_ids(equation: PairedEquation) -> list[Value] | None:
@@ -208,7 +208,7 @@ def _new_ids(equation: PairedEquation) -> list[Value] | None:
 
 
 def _wrapped(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows a number plus a constant, as for negative indices."""
+    """Follows a number plus a constant, as for indices that count from the end."""
     value, more = equation.values
     numbered = fact_of(value, Numbered)
     if numbered is None or _literal(more) is None or not numbered.ids.natural:
@@ -230,7 +230,6 @@ def _at_least(equation: PairedEquation, _: Reason) -> list[Value] | None:
 
 
 def _one_hot(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows ``numbers == 0, 1, 2 …`` along a separate last dimension."""
     for value, other in (equation.values, equation.values[::-1]):
         numbered = fact_of(value, Numbered)
         if numbered is not None and not numbered.wrapped:
@@ -241,7 +240,7 @@ def _one_hot(equation: PairedEquation, _: Reason) -> list[Value] | None:
 
 
 def _count_fact(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Returns the fact about counts of numbers: one-hot rows, added up."""
+    """Returns the fact about sums of one-hot rows, which count numbers."""
     value = equation.values[0]
     one_hot = fact_of(value, OneHot)
     if one_hot is None:
@@ -266,7 +265,6 @@ def _repeated(dims: Sequence[Dim]) -> bool:
 
 
 def _histogram(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows a histogram: ones counted at indices given by numbers."""
     operand, indices, updates = equation.values
     numbered = fact_of(indices, Numbered)
     if (
@@ -306,7 +304,7 @@ def _counts_on(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return None
 
 
-# Sorted by expert, and put back.
+# Rows sorted by expert and put back.
 
 
 def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
@@ -376,8 +374,11 @@ def divided_order(
 
     Args:
         call: Call of a function, in either trace.
-        values: Its operands.
+        values: Operands of the call.
         reason: Reason to report if the result is used in another way.
+
+    Returns:
+        Facts about the result; None if the call is another function.
     """
     if len(values) != 2:
         return None
@@ -391,7 +392,6 @@ def divided_order(
 
 
 def _inner_size(dim: Dim) -> int | None:
-    """Returns the size of one sample or group; None if not contiguous."""
     if not dim or not is_samples(dim[:1]):
         return None
     return int(np.prod([a.part for a in dim[1:]]))
@@ -506,7 +506,7 @@ def _ragged(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Follows an operation on sorted rows as if they were in the samples' order."""
+    """Follows an operation that treats sorted rows separately."""
     facts = [fact_of(v, Sorted) for v in equation.values]
     orders = {id(f.sorting) for f in facts if f is not None}
     others = [v for v, f in zip(equation.values, facts, strict=True) if f is None]
@@ -544,7 +544,7 @@ _KEEPING: Final = (
     "sharding_constraint"
 ).split()
 _MOVING: Final = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
-"""Operations whose own rules move a fact's dimension."""
+"""Operations whose own rules change the dimension of a fact."""
 
 _RULES: Final[dict[str, tuple[FactRule, ...]]] = {
     **{name: (_pass_fact,) for name in _KEEPING},

@@ -1,4 +1,4 @@
-"""Follows two traces of a loss together, and the jaxprs that they call."""
+"""Follows two traces of a loss together, including the jaxprs that they call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHER_OPERATION: Final = (
 )
 
 
-ORDER: Final = "takes its products in another order for other numbers of samples"
+ORDER: Final = "multiplies its operands in another order for other numbers of samples"
 
 
 LOOKED_UP: Final = "takes samples of the batch by an index, as h[index] does"
@@ -46,7 +46,7 @@ _LOOKUPS: Final = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_s
 
 
 UNKNOWN_FACTOR: Final = 1.7
-"""Test value for a factor of gradients that no derivative rule may depend on."""
+"""Test value of a factor of cotangents; derivative rules must be linear in it."""
 
 
 @dataclass(slots=True)
@@ -55,15 +55,15 @@ class Interpreter:
 
     Attributes:
         share: Ratio of the part's samples to the whole batch's.
-        group: Number of samples in a group of neighbours.
+        group: Number of neighbouring samples in a group.
         runs: Number of consecutive runs of samples.
-        scale: Test factor; not 1 if a derivative rule must be linear in its cotangent,
-            because gradients are divided by a loss's weights, or the rule is called
-            once for each sample.
-        line: The user's line that calls the program, for operations without one.
+        scale: Factor of cotangents. It is not 1 if a derivative rule must be linear in
+            its cotangent, because gradients are divided by a loss's weights, or the
+            rule is called once for each sample.
+        line: The user's line that calls the program, for operations without a line.
         differentiated: Whether derivatives of the program are taken. They are not for a
             traced derivative rule, which may call its own function.
-        at: Position of the program in the outermost one.
+        at: Position of the program in the outermost program.
         seen: Facts about every variable, by the position of its jaxpr, in calls,
             checkpointed regions and loops over layers; None if not needed.
     """
@@ -81,8 +81,9 @@ class Interpreter:
         """Returns facts about a program's results.
 
         Args:
-            part, whole: Jaxprs of the program.
-            inputs: Facts about its inputs.
+            part: Jaxpr of the program for the part.
+            whole: Jaxpr of the program for the whole batch.
+            inputs: Facts about the inputs of the program.
         """
         (body, constants), (other, others) = map(_compat.open_jaxpr, (part, whole))
         known: dict[Any, Value] = {}
@@ -125,7 +126,6 @@ class Interpreter:
         return known[part]
 
     def _different(self, body: Any, other: Any) -> list[Value]:
-        """Marks results as coupled by the first operation that only one program has."""
         pairs = zip_longest(body.eqns, other.eqns)
         apart = (
             a or b
@@ -161,7 +161,7 @@ class Interpreter:
             reason = replace(reason, why=error.why, group=group, runs=runs)
             if error.why == f"dimension_numbers {SIZE}":
                 reason = of_einsum(reason, part)
-        except Exception as error:  # Unforeseen cases are not proven.
+        except Exception as error:  # An unforeseen case counts as not proven.
             why = f"is used in a way that is not followed ({type(error).__name__})"
             reason = replace(reason, why=why)
         return [_coupled(atom, reason) for atom in part.outvars]
@@ -174,7 +174,7 @@ class Interpreter:
             return self._call(part, whole, given, reason)
         if part.primitive.name == "custom_linear_solve":
             return self._solve(part, whole, given)
-        reason = replace(reason, why="uses the places of samples in the batch")
+        reason = replace(reason, why="uses the positions of samples in the batch")
         equation = PairedEquation(part=part, whole=whole, values=given)
         results = apply_fact_rule(equation, reason) if kind is None else None
         if results is not None:
@@ -211,7 +211,7 @@ class Interpreter:
         return call
 
     def _solve(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
-        """Follows a linear solve by its solver; other functions give its gradient."""
+        """Follows a linear solve by its solver; its other functions give gradients."""
         first = _compat.solve_parts(part)
         (inner, other) = (_compat.solve_jaxpr(e) for e in (part, whole))
         operands = [*given[first[0] : first[1]], *given[first[2] :]]
@@ -291,7 +291,7 @@ class Interpreter:
             return [_coupled(atom, ends.reason) for atom in part.outvars]
         own = ends.kind is Dependence.SAMPLE and ends.within
         if not (ends.kind is Dependence.FIXED or own) or not is_one(ends.ratio):
-            raise CoupledError("loops until all samples say that it ends")
+            raise CoupledError("loops until all samples have met its condition")
         return [_ended_by(ends, v) for v in carried]
 
 
@@ -339,7 +339,7 @@ def _with_sizes(value: Value, part: Any, whole: Any) -> Value:
 
 
 def _join(a: Value, b: Value) -> Value:
-    """Returns facts about a value that is one of two, as a carry is."""
+    """Returns facts about a value that is one of two values, as a carry is."""
     a, b = replace(a, numbers=None), replace(b, numbers=None)
     if a == b:
         return a
@@ -358,7 +358,7 @@ def _join(a: Value, b: Value) -> Value:
 
 
 _KEYS: Final = ("", FIXED_KEY, "rng", "foreign")
-"""Sources of random keys; a value of several sources has the last of them."""
+"""Sources of random keys. A value of several sources has the last of them."""
 
 
 def _with_keys(

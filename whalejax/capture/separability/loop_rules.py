@@ -1,7 +1,7 @@
 """Rules for values that a loop along the batch carries: sums, and the loop's index.
 
 A loop that adds a value of each sample to its carry computes the sum over the samples.
-So a carry may be used for additions only; any other use of it couples samples.
+Such a carry may be used for additions only; any other use of it couples samples.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from whalejax.capture.separability.values import (
 
 
 def place_in_loop(count: tuple[int, int], reason: Reason) -> Value:
-    """Returns the index of a loop, which may only be used to look up its sample.
+    """Returns the index of a loop, which may be used only to look up its sample.
 
     Args:
-        count: Iterations of the loop in both traces.
-        reason: Reason to report if it is used in another way.
+        count: Number of iterations in both traces.
+        reason: Reason to report if the index is used in another way.
     """
     fact = LoopPlace(count=count, times=1)
     return Value(kind=Dependence.COUPLED, fact=fact, reason=reason)
@@ -50,7 +50,7 @@ def place_in_loop(count: tuple[int, int], reason: Reason) -> Value:
 
 
 def _same_place(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows the index in another shape of one element, or another integer type."""
+    """Follows the index as one element of another shape or integer type."""
     value = equation.values[0]
     place = fact_of(value, LoopPlace)
     shapes, wide = equation.shapes(), _is_wide(equation.result_dtype)
@@ -74,7 +74,7 @@ def _multiple(equation: PairedEquation, _: Reason) -> list[Value] | None:
 
 
 def _key_of_place(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows a key folded with the index: each sample's own, from the loss's rng."""
+    """Follows a key of the loss's rng folded with the index: a key for each sample."""
     key, place = equation.values
     if key.key != "rng" or key.coupled or fact_of(place, LoopPlace) is None:
         return None
@@ -84,7 +84,6 @@ def _key_of_place(equation: PairedEquation, _: Reason) -> list[Value] | None:
 
 
 def _own_slice(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows a slice of the loop's current sample or chunk of samples."""
     operand, *starts = equation.values
     along = [i for i, v in enumerate(starts) if fact_of(v, LoopPlace)]
     if operand.coupled or len(along) != 1:
@@ -100,7 +99,6 @@ def _own_slice(equation: PairedEquation, _: Reason) -> list[Value] | None:
 
 
 def _own_element(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows a lookup of the loop's current sample."""
     operand, index = equation.values
     place = fact_of(index, LoopPlace)
     if place is None or operand.coupled:
@@ -158,14 +156,13 @@ def _looked_up(operand: Value, axis: int, dims: Sequence[Dim]) -> Value:
 
 
 def _added_to(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows a running sum with a value added."""
     state, more = equation.values
     if equation.name == "add" and fact_of(state, RunningSum) is None:
         state, more = more, state
     running = fact_of(state, RunningSum)
     if running is None or fact_of(more, RunningSum):
         return None
-    if more.coupled:  # The added value couples samples, not the sum.
+    if more.coupled:  # Not the sum, but the added value couples samples.
         return [replace(more.plain, dims=state.dims)]
     added = fixed(more.dims, ratio=None) if running.added is None else running.added
     return [_with_added(state, _result(equation, [added, more]))]
@@ -187,7 +184,7 @@ def _cast_sum(equation: PairedEquation, _: Reason) -> list[Value] | None:
 
 
 def _chosen_sum(equation: PairedEquation, _: Reason) -> list[Value] | None:
-    """Follows a selection between a running sum with and without an addition."""
+    """Follows a selection between a running sum before and after an addition."""
     which, *cases = equation.values
     sums = [fact_of(v, RunningSum) for v in cases]
     first = next((s for s in sums if s is not None), None)

@@ -1,16 +1,15 @@
 """The verdict on a loss: a mean of independent samples, or the reason why not.
 
-A part of the batch computes the same as the whole if the loss is a sum over samples,
-and its coefficient times the number of samples is the same for both. The program is
-traced with both numbers of samples. The traces are compared, so its numbers need no
-rules.
+A part of the batch computes the same as the whole on two conditions. The loss is a sum
+over samples, and its coefficient times the number of samples is equal for both. The
+program is traced with both numbers of samples. Numbers in the program need no rules, as
+the two traces show how they change.
 
-A dimension of one element is often dropped or repeated by another rule than a longer
-one, as in ``jnp.squeeze``, and a loss may branch on it. So the proof uses parts of two
-or more samples, and the program for one must be the same, operation by operation.
-Operands and parameters must be the same, and shapes must depend on the number of
-samples in the same way. Operations that only add or drop dimensions of one element do
-not count.
+A dimension of size 1 is often treated by another rule than a longer one, as in
+``jnp.squeeze``, and a loss may branch on it. So the proof uses parts of two or more
+samples. The program for one sample must then have the same operations with the same
+operands and parameters, and its shapes must depend on the number of samples in the same
+way. Operations that only add or drop dimensions of size 1 do not count.
 """
 
 from __future__ import annotations
@@ -47,11 +46,12 @@ from whalejax.capture.separability.values import (
 
 OTHER_PROGRAM: Final = "does other operations for one sample"
 OTHER_OPERATION: Final = "does something else for one sample"
-OTHER_ARRAY: Final = "has an array that is another for one sample"
+OTHER_ARRAY: Final = "has a different array for one sample"
 
 Shape = tuple[int, ...]
 Three = tuple[Any, Any, Any]
-"""Items at one position of the three traces: for one sample, and for more."""
+"""Items at one position of the three traces: for one sample, and for two larger
+numbers."""
 
 _MOVING: Final = (
     "squeeze",
@@ -66,7 +66,7 @@ _CALLS: Final = (
     "jit pjit closed_call core_call remat checkpoint custom_jvp_call custom_vjp_call "
     "custom_vjp_call_jaxpr cond while custom_linear_solve"
 ).split()
-"""Calls, whose bodies are compared: operands may have dimensions of one element."""
+"""Calls whose bodies are compared, as operands may have dimensions of size 1."""
 
 _MATRICES: Final = tuple("lu cholesky eigh qr svd geqrf triangular_solve".split())
 """Operations on the last two dimensions."""
@@ -85,12 +85,15 @@ _REDUCING: Final = tuple(
 def single_sample_reason(
     single: Any, pair: tuple[Any, Any], sizes: tuple[int, int, int]
 ) -> Reason | None:
-    """Returns why the proof for more samples does not cover one; None if it does.
+    """Returns why the proof for more samples does not cover one sample.
 
     Args:
         single: Program for one sample, or one group.
         pair: Traces with more samples.
         sizes: Number of samples of each program.
+
+    Returns:
+        The reason; None if the proof covers one sample.
     """
     try:
         _Comparison(sizes=sizes).compare((single, *pair))
@@ -111,7 +114,7 @@ class _UnlikeError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class _Comparison:
-    """Compares three traces; equal arrays of both sides get one name."""
+    """Compares three traces. Equal arrays of different traces get one name."""
 
     sizes: tuple[int, int, int]
 
@@ -157,7 +160,10 @@ class _Comparison:
     # Shapes.
 
     def _shape(self, atoms: Sequence[Any]) -> Shape:
-        """Returns an array's shape for one sample, from its trace or two others."""
+        """Returns an array's shape for one sample.
+
+        It is read from the trace for one sample, or follows from the two others.
+        """
         shapes = [tuple(a.aval.shape) for a in atoms]
         if len(shapes) == 1:
             return shapes[0]
@@ -165,14 +171,13 @@ class _Comparison:
         return tuple(round(self._expected(*pair)) for pair in pairs)
 
     def _expected(self, small: Any, large: Any) -> Any:
-        """Returns a number for one sample, extrapolated from two by a power law."""
         if small == large or not (small and large):
             return small
         power = math.log(abs(large / small)) / math.log(self.sizes[2] / self.sizes[1])
         return small * (self.sizes[0] / self.sizes[1]) ** power
 
     def _is_left_out(self, same: dict[Any, Any], *equations: Any) -> bool:
-        """Returns whether an operation only adds or drops dimensions of one element."""
+        """Returns whether an operation only adds or drops dimensions of size 1."""
         first = equations[0]
         if first.primitive.name not in _MOVING:
             return False
@@ -275,10 +280,10 @@ def _numbers(shape: Shape) -> dict[int, int]:
 
 
 def _dim_treatment(equation: Any, shapes: Sequence[Shape]) -> Any:
-    """Returns the treatment of dimensions of more than one element.
+    """Returns how an operation treats dimensions larger than 1.
 
-    It is equal for one sample and for more if the operation is the same; None if all
-    dimensions must be equal.
+    The treatment is equal for one sample and for more if the operation is the same.
+    Returns None if all dimensions must be equal.
     """
     name, params = equation.primitive.name, equation.params
     if name in _MOVING:
@@ -328,7 +333,7 @@ def _paired(numbers: Any, shapes: Sequence[Shape]) -> Any:
 
 
 def _looked_up(params: Any, shapes: Sequence[Shape]) -> Any:
-    """Returns the indexing of a lookup; None if it looks up one element."""
+    """Returns the dimension numbers of a lookup; None if it looks up one element."""
     numbers = params["dimension_numbers"]
     operand, indices, result = map(_numbers, shapes)
     if any(d not in operand for d in numbers.start_index_map):
@@ -358,9 +363,10 @@ class LossInput:
     """One flat input of a traced loss.
 
     Attributes:
-        axis: Dimension that holds the samples; None if there is none.
-        key: Source of the random key: ``"rng"``, ``"foreign"``, or empty for none.
-        state: Name of the state that samples change, or empty.
+        axis: Dimension of the samples; None without one.
+        key: Source of the random key: ``"rng"``, ``"foreign"``, or empty for an input
+            that is no key.
+        state: Name of the state that samples change; empty for other inputs.
     """
 
     axis: int | None = None
@@ -373,7 +379,7 @@ class LossPrograms:
     """Programs from which the independence of samples is proven.
 
     Attributes:
-        at: Returns the loss's jaxpr for a number of samples, whose results are
+        at: Function from a number of samples to the loss's jaxpr, whose results are
             total, weight and the state that samples may change.
         inputs: Every flat input.
         state: Names of the state, in the order of the results.
@@ -391,12 +397,13 @@ class Separability:
     """Verdict on whether parts of a batch compute the same as the whole.
 
     Attributes:
-        group: Number of neighbours that must stay together; 1 if none.
-        runs: Number of equal runs of the batch; a part must hold the same indices of
-            each, as with chosen and then rejected samples; 1 if there are none.
-        reason: Reason why the parts differ from the whole; None if they do not.
-        sums: Whether the loss sums its samples and is no mean.
-        in_weight: Whether the reason is about the weight of a ``WeightedLoss``.
+        group: Number of neighbouring samples that must stay together; default 1.
+        runs: Number of equal runs of the batch; default 1. A part must have the same
+            indices of each run. An example is a run of chosen and one of rejected
+            samples.
+        reason: Reason why parts differ from the whole; None if they do not.
+        sums: Whether the loss is a sum over its samples instead of a mean.
+        in_weight: Whether the reason concerns the weight of a ``WeightedLoss``.
     """
 
     group: int = 1
@@ -412,7 +419,7 @@ class Separability:
 
 
 MOST_GROUPS: Final = 4
-"""Maximum number of group sizes that are tried, if reshapes require larger groups."""
+"""Maximum number of group sizes to try, if reshapes require larger groups."""
 
 
 def prove(
@@ -422,12 +429,13 @@ def prove(
 
     Args:
         programs: Programs of the loss.
-        part, whole: Number of samples of a part, and of the whole batch.
-        group: Number of samples that stay together; None takes 1, or what reshapes of
-            the batch require.
+        part: Number of samples of a part.
+        whole: Number of samples of the whole batch.
+        group: Number of neighbouring samples that stay together. None tries 1 first,
+            and then the size that reshapes of the batch require.
 
     Returns:
-        The verdict; its reason if the loss cannot be traced with both sizes.
+        The verdict. If the loss cannot be traced with both sizes, that is its reason.
     """
     if part == whole:
         return Separability(group=group or 1)
@@ -455,7 +463,7 @@ def _prove(
         why = f"{part} samples are no whole groups of {unit}"
         return _refuse(Reason(operation="", line="", why=why))
     small, large = part, whole
-    if part == unit:  # One group has no dimension; the proof needs more.
+    if part == unit:  # One group makes a dimension of size 1; the proof needs two.
         small, large = 2 * unit, whole if whole > 2 * unit else 4 * unit
     try:
         pair = programs.at(small), programs.at(large)
@@ -493,8 +501,9 @@ def known_inputs(
     Args:
         inputs: Every flat input.
         pair: Jaxprs with fewer and with more samples.
-        share: Ratio of the first one's samples to the second one's.
-        group, runs: Fields of ``Separability``, unchanged.
+        share: Ratio of the first jaxpr's samples to the second one's.
+        group: Number of neighbouring samples that must stay together; default 1.
+        runs: Number of equal runs of the batch; default 1.
     """
     bodies = [_compat.open_jaxpr(p)[0].invars for p in pair]
     return [
@@ -541,7 +550,7 @@ def _verdict(
             of_weight = value is weight and weighted
             return replace(_refuse(value.reason), in_weight=of_weight)
         if value.kind is Dependence.SAMPLE:
-            why = "is of one sample, whatever the others are"
+            why = "depends on one sample alone"
             return _refuse(Reason(operation="", line="", why=why))
     over = weight.ratio if weighted else 1.0
     ratio = total.ratio
@@ -550,20 +559,20 @@ def _verdict(
     if over and math.isfinite(ratio) and math.isclose(ratio, over, rel_tol=1e-5):
         return Separability()
     if weighted or not ratio > 0:
-        why = "is divided by a number that does not grow as the samples do"
+        why = "is divided by a number that is not proportional to the samples"
         if not weighted:
             why = "has a coefficient that is zero or changes its sign"
         return _refuse(Reason(operation="", line="", why=why))
     if math.isclose(ratio, share, rel_tol=1e-5):
         return _refuse(Reason(operation="", line="", why=SUM), sums=True)
     why = (
-        "has a coefficient that does not fall as the number of samples grows: on a "
+        "has a coefficient that does not fall as the number of samples grows: for a "
         f"part, the mean is {ratio:.4g} times that of the whole"
     )
     return _refuse(Reason(operation="", line="", why=why), sums=True)
 
 
-SUM: Final = "adds its samples up and divides by no number of them"
+SUM: Final = "adds its samples up and does not divide by their number"
 
 
 def _of_state(name: str, value: Value) -> Separability:

@@ -1,8 +1,8 @@
 """Rules for random numbers.
 
 By contract, draws from the loss's own ``rng`` belong to each sample: a step is compared
-with one device's at the same number of micro-batches. Draws from any other key would be
-the same in every micro-batch.
+with one device's step of the same number of micro-batches. Draws from any other key
+would be the same in every micro-batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _drawn_dim(part: int, whole: int) -> Dim:
 def _of_key(key: Value, dims: Sequence[Dim], *others: Value) -> Value:
     kind, within = combined_kind([key, *others])
     if kind is Dependence.SUM or not all(is_one(v.ratio) for v in (key, *others)):
-        raise CoupledError("draws from a key that all samples decide")
+        raise CoupledError("draws from a key that depends on all samples")
     check_one_batch(tuple(dims))
     return Value(kind=kind, dims=tuple(dims), within=within, key=key.key)
 
@@ -48,8 +48,8 @@ def _of_key(key: Value, dims: Sequence[Dim], *others: Value) -> Value:
 def _fresh_dims(equation: PairedEquation) -> list[Dim]:
     """Returns the dimensions of a key, followed by those that are drawn.
 
-    A key that is neither the loss's rng nor a sample's gives every part the same
-    numbers at the same indices.
+    A key that comes neither from the loss's rng nor from a sample draws the same
+    numbers for the same indices in every part.
     """
     key, (part, whole) = equation.values[0], equation.shapes()
     behind = [*zip(part, whole, strict=True)][len(key.dims) :]
@@ -82,7 +82,7 @@ def _fold_in(equation: PairedEquation) -> list[Value]:
     key, data = equation.values
     own = key.key == "rng"
     numbers = data.dims
-    if own:  # By contract, a key for each index is each sample's own.
+    if own:  # By contract, the keys for different indices belong to each sample.
         numbers = tuple(
             tuple(
                 Atom(Along.DRAWN, a.part, a.whole)
@@ -122,7 +122,7 @@ def _gamma(equation: PairedEquation) -> list[Value]:
     if not _is_own(key):
         raise CoupledError(FOREIGN)
     if shape.kind is Dependence.SUM or not is_one(shape.ratio):
-        raise CoupledError("draws from what depends on all samples")
+        raise CoupledError("draws from values that depend on all samples")
     front = key.dims if len(key.dims) == len(shape.dims) else shape.dims
     dims = align_dims([front, shape.dims])
     return [replace(_of_key(key, dims, shape), key="")]

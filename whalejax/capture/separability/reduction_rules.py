@@ -25,7 +25,7 @@ from whalejax.capture.separability.values import (
 )
 
 
-OWN_PLACES: Final = f"adds up values of places whose number {SIZE}"
+OWN_PLACES: Final = f"adds up values of positions whose number {SIZE}"
 
 
 def summed(value: Value, axes: Sequence[int], dims: Sequence[Dim]) -> Value:
@@ -33,7 +33,7 @@ def summed(value: Value, axes: Sequence[int], dims: Sequence[Dim]) -> Value:
 
     Args:
         value: Facts about the operand.
-        axes: The dimensions.
+        axes: Dimensions over which the sum runs.
         dims: Dimensions of the result.
 
     Raises:
@@ -96,7 +96,6 @@ def _reduce_end(equation: PairedEquation) -> list[Value]:
 
 
 def _check_positive(value: Value) -> None:
-    """Refuses a factor that is not positive, as it would reverse the order."""
     if value.ratio is not None and not value.ratio > 0:
         raise CoupledError(SIZE)
 
@@ -171,7 +170,7 @@ _APPROXIMATION: Final = (
     "reduction_input_size_override",
     "aggregate_to_topk",
 )
-"""Parameters of ``approx_top_k`` on which its choice in each row depends."""
+"""Parameters of ``approx_top_k`` that affect its choice in each row."""
 
 
 def _approx_top_k(equation: PairedEquation) -> list[Value]:

@@ -1,14 +1,14 @@
 """Loops along the samples: maps, and sums that are carried from sample to sample.
 
-The results of an iteration may depend only on its own sample. It may carry values that
-no iteration changes, running sums, the iteration's index, and random keys made from the
-loss's own.
+The results of an iteration may depend on its own sample alone. An iteration may carry
+values that no iteration changes, running sums, the index of the loop, and random keys
+made from the loss's own.
 
 A function with a custom derivative rule may couple samples in that rule too. With JAX's
 own rules, the gradient of a sum over samples is a sum. A user's rule may do anything,
 such as normalise cotangents over the batch. So ``check_derivative`` traces the rule
-itself, for a part and for the whole of the batch. Its results must be those that a mean
-over samples requires.
+itself, for a part and for the whole of the batch. The rule's results must be those that
+a mean over samples requires.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from whalejax.capture.separability.values import (
 
 
 class TraceFollower(Protocol):
-    """Follower of a program in two traces; see ``Interpreter``."""
+    """Follower of a program in two traces, as ``Interpreter`` is."""
 
     share: float
     scale: float
@@ -74,16 +74,17 @@ def check_derivative(
     given: Sequence[Value],
     found: Sequence[Value],
 ) -> list[Value]:
-    """Refuses a derivative rule that is not that of a mean over samples.
+    """Refuses a derivative rule that no mean over samples has.
 
     Args:
         follower: Follower of the traced rule.
-        part, whole: The call, in both traces.
-        given: Facts about its operands.
-        found: Facts about its results.
+        part: The call in the trace of the part.
+        whole: The call in the trace of the whole.
+        given: Facts about the operands of the call.
+        found: Facts about the results of the call.
 
     Returns:
-        Facts about its results. One that is zero is described like any other, as its
+        Facts about the results. A result of zero is described like any other, as its
         gradient may not be zero.
 
     Raises:
@@ -91,7 +92,7 @@ def check_derivative(
     """
     if _compat.is_ruled_by_jax(part):
         return list(found)
-    if all(map(_is_lost, found)):  # The rule hides a loop's running sum.
+    if all(map(_is_lost, found)):  # A loop's running sum is hidden behind the rule.
         return [v.plain if fact_of(v, RunningSum) else v for v in found]
     found = [replace(v, ratio=1.0) if v.ratio is None else v for v in found]
     inputs = _compat.differentiable_operands(part)
@@ -115,12 +116,11 @@ def check_derivative(
 
 
 def _is_lost(value: Value) -> bool:
-    """Whether a value is coupled and not a row of a sort."""
     return value.coupled and fact_of(value, Sorted) is None
 
 
 def _traced_rule(equation: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
-    """Traces a call from operands and cotangents to results and gradients."""
+    """Traces a call: from operands and cotangents to results and gradients."""
     avals = [atom.aval for atom in equation.invars]
     count = len(avals)
 
@@ -152,7 +152,6 @@ FORWARD: Final = (
 
 
 def _check_alike(value: Value, ruled: Value) -> None:
-    """Refuses results of a rule that depend on samples unlike the function's own."""
     if fact_of(value, Sorted) and fact_of(ruled, Sorted):
         value, ruled = value.fact.base, ruled.fact.base
     if value.coupled or ruled.ratio is None:
@@ -163,7 +162,6 @@ def _check_alike(value: Value, ruled: Value) -> None:
 
 
 def _cotangent(value: Value, follower: TraceFollower) -> Value:
-    """Returns facts about the cotangent of a value under a mean over samples."""
     ordered = fact_of(value, Sorted)
     if ordered is not None:
         base = _cotangent(ordered.base, follower)
@@ -197,11 +195,9 @@ def _check(value: Value, gradient: Value, follower: TraceFollower) -> None:
         raise CoupledError(RULE)
 
 
-PLACES_USED: Final = "uses the places of samples in the batch"
+PLACES_USED: Final = "uses the positions of samples in the batch"
 LOOPS: Final = "loops along the samples"
-CARRIES: Final = (
-    "loops along the samples, and carries from one to the next what is no plain sum"
-)
+CARRIES: Final = "loops along the samples, and carries values that are no plain sums"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,8 +206,9 @@ class SampleLoop:
 
     Attributes:
         follower: Follower of the body.
-        part, whole: The scan, in both traces.
-        given: Facts about its operands.
+        part: The scan in the trace of the part.
+        whole: The scan in the trace of the whole.
+        given: Facts about the operands of the scan.
         reason: Reason to report if a carry is used for more than a sum.
         lead: Samples, as a dimension of the stacked results.
         drawn: Whether an iteration may draw its own random numbers.
@@ -226,7 +223,7 @@ class SampleLoop:
     drawn: bool = False
 
     def results(self) -> list[Value]:
-        """Returns facts about the results.
+        """Returns facts about the results of the scan.
 
         Raises:
             CoupledError: The loop couples samples.
@@ -258,7 +255,7 @@ class SampleLoop:
     def _without_samples(self, inside: Sequence[Value]) -> list[Value]:
         coupled = next((v for v in inside if v.coupled), None)
         if coupled is None:
-            raise CoupledError(f"loops as often as {SIZE}")
+            raise CoupledError(f"has a number of iterations that {SIZE}")
         return [replace(coupled, dims=()) for _ in self.part.outvars]
 
     # Inputs of an iteration.

@@ -1,8 +1,9 @@
 """Rules for products and lookups, and the table of all rules by primitive.
 
-Products are of matrices, of groups of rows by expert, and convolutions. A lookup or a
-scattered write couples no samples if a sample's index is computed from its own data. An
-index that selects among samples couples them, unless it is the sample's own position.
+Products are matrix products, products of rows grouped by expert, and convolutions. A
+lookup or a scattered write couples no samples if the index of a sample is computed from
+its own data. An index that selects among samples couples them, unless each sample's
+index is its own position.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _dot_general(equation: PairedEquation) -> list[Value]:
 
 
 def _ragged_dot(equation: PairedEquation) -> list[Value]:
-    """Follows a product of rows by group whose groups depend on no sample.
+    """Follows a product of grouped rows whose groups depend on no sample.
 
     ``fact_rules`` handles other groups.
     """
@@ -178,7 +179,7 @@ def columns_of(indices: Value, count: int) -> list[Value] | None:
 
 
 def _index_dims(indices: Value, columns: Sequence[Value] | None) -> list[Dim]:
-    """Returns dimensions of index arrays, without that of the index itself.
+    """Returns the dimensions of index arrays, without the one that numbers them.
 
     Positions of samples are described as copies, which align with any dimension.
     """
@@ -198,7 +199,7 @@ def _check_indices(values: Sequence[Value]) -> None:
     if any(v.kind is Dependence.SUM for v in values):
         raise CoupledError("looks up by a sum over the samples")
     if any(v.coupled for v in values):
-        raise CoupledError("looks up by an index that other samples decide")
+        raise CoupledError("looks up by an index that depends on other samples")
     if not all(is_one(v.ratio) for v in values):
         raise CoupledError("looks up by an index that depends on the number of samples")
 
@@ -255,7 +256,7 @@ def _gather(equation: PairedEquation) -> list[Value]:
 
 
 def _filler(equation: PairedEquation) -> Value:
-    """Returns a lookup's fill value; without a ratio if it is 0, NaN or not used."""
+    """Returns a lookup's fill value; with ratio None if it is 0, NaN or not used."""
     value = equation.params.get("fill_value")
     filled = equation.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     if not filled or (value is None and _compat.is_inexact(equation.result_dtype)):
@@ -305,7 +306,7 @@ def _scatter(equation: PairedEquation) -> list[Value]:
         if size_of(scatter[d]) == size_of(updates.dims[u]):
             scatter[d] = align_dim(scatter[d], updates.dims[u])
         elif any(a.grows for a in (*scatter[d], *updates.dims[u])):
-            raise CoupledError("writes to some of the samples by their place")
+            raise CoupledError("writes to some of the samples by their position")
         else:
             scatter[d] = plain_dim(*size_of(scatter[d]))
     gone = [dim for i, dim in enumerate(own) if i not in met]
@@ -316,7 +317,7 @@ def _scatter(equation: PairedEquation) -> list[Value]:
 
 
 def _check_applied(equation: PairedEquation) -> None:
-    """Refuses functions with constants, or of a sum over samples, applied in place."""
+    """Refuses in-place functions that have constants or read sums over samples."""
     combiner = equation.params.get("update_jaxpr")
     operand = equation.values[0]
     if equation.name != "scatter" or combiner is None:
@@ -324,7 +325,7 @@ def _check_applied(equation: PairedEquation) -> None:
     body, constants = _compat.open_jaxpr(combiner)
     plain = body.outvars == [body.invars[1]]
     if not plain and (constants or equation.params.get("update_consts")):
-        raise CoupledError("applies a function at some places")
+        raise CoupledError("applies a function at some positions")
     if not plain and (operand.kind is Dependence.SUM or not is_one(operand.ratio)):
         raise CoupledError("applies a function to a sum over the samples")
 
@@ -355,15 +356,14 @@ def _scatter_value(
 
 
 def _check_combined(equation: PairedEquation, operand: Value, updates: Value) -> None:
-    """Refuses products, maxima and minima of sums over samples, unless linear."""
     sums = sum(v.kind is Dependence.SUM for v in (operand, updates))
     product = equation.name in ("scatter-mul", "scatter_mul")
     if sums > product:
         raise CoupledError(f"applies {equation.name} to sums over the samples")
     if updates.kind is Dependence.SUM and not equation.params["unique_indices"]:
-        raise CoupledError("may multiply sums over the samples in one place")
+        raise CoupledError("may multiply sums over the samples at one position")
     if not is_one(product_ratio([operand, updates])):
-        raise CoupledError("multiplies what depends on the number of samples")
+        raise CoupledError("multiplies values that depend on the number of samples")
 
 
 INDEXING_RULES: Final[dict[str, Any | Rule]] = {

@@ -43,7 +43,7 @@ from whalejax.capture.separability.values import (
 )
 
 
-TAKES: Final = "takes some of the samples by their place in the batch"
+TAKES: Final = "takes some of the samples by their position in the batch"
 
 
 def _iota(equation: PairedEquation) -> list[Value]:
@@ -167,11 +167,11 @@ def cut_dim(
 
     Args:
         dim: Dimension that is cut.
-        sizes: Its sizes in both traces.
+        sizes: Sizes of the dimension in both traces.
         cuts: Start, end and stride in both traces.
 
     Raises:
-        CoupledError: The slice takes only some of the samples.
+        CoupledError: The slice takes some of the samples and leaves others.
     """
     if all(cut == (0, n, 1) for cut, n in zip(cuts, sizes, strict=True)):
         return dim
@@ -186,7 +186,7 @@ def cut_dim(
     if cuts[0][2] > 1 and all(
         (n % cut[2], cut[0] // cut[2], len(range(*cut))) == (0, 0, n // cut[2])
         for n, cut in zip(sizes, cuts, strict=True)
-    ):  # One of every ``stride`` neighbours.
+    ):  # The slice takes one of every ``stride`` neighbours.
         stride = cuts[0][2]
         if cuts[0][2] != cuts[1][2] or cuts[0][0] != cuts[1][0]:
             raise CoupledError(TAKES)
@@ -197,7 +197,7 @@ def cut_dim(
             return merged_atoms([*dim[:-1], inner.sized(per, per)])
         if inner.along is Along.SAMPLES:
             raise CoupledError(TAKES, group=stride)
-    # Complete runs of all samples, out of several that were concatenated.
+    # Several runs of all samples were concatenated, and the slice takes full runs.
     outer = dim[0]
     run = [n // a for n, a in zip(sizes, (outer.part, outer.whole), strict=True)]
     if outer.along is Along.PLAIN and not outer.grows and is_samples(dim[1:]):
@@ -214,7 +214,7 @@ def cut_dim(
 def _runs(
     dim: Dim, sizes: tuple[int, int], cuts: Sequence[tuple[int, int, int]]
 ) -> int:
-    """Returns the number of equal runs, some of which a slice takes; 0 otherwise."""
+    """Returns the number of equal runs of which a slice takes some; 0 otherwise."""
     if not (dim and is_samples(dim[:1])) or any(cut[2] != 1 for cut in cuts):
         return 0
     pairs = [*zip(sizes, cuts, strict=True)]
@@ -245,7 +245,7 @@ def _dynamic_slice(equation: PairedEquation) -> list[Value]:
     value, *starts = equation.values
     pieces = (equation.part.params["slice_sizes"], equation.whole.params["slice_sizes"])
     shapes, dims = equation.operand_shapes(0), []
-    deciding = []  # A full slice always begins at 0.
+    deciding = []  # Starts of full slices are always 0, and decide nothing.
     for i, (dim, start) in enumerate(zip(value.dims, starts, strict=True)):
         sizes, taken = (shapes[0][i], shapes[1][i]), (pieces[0][i], pieces[1][i])
         if taken == sizes:
@@ -263,7 +263,7 @@ def _dynamic_slice(equation: PairedEquation) -> list[Value]:
             dims.append(plain_dim(*taken))
         deciding.append(start)
     if any(v.kind is Dependence.SUM or not is_one(v.ratio) for v in deciding):
-        raise CoupledError("takes a place that samples decide together")
+        raise CoupledError("slices at a position that depends on all samples")
     kind, within = combined_kind([value, *deciding])
     return [Value(kind=kind, dims=tuple(dims), ratio=value.ratio, within=within)]
 
@@ -277,13 +277,13 @@ def _dynamic_update_slice(equation: PairedEquation) -> list[Value]:
     ]
     starts = [v for v, moves in zip(starts, moving, strict=True) if moves]
     if any(v.kind is Dependence.SUM or not is_one(v.ratio) for v in starts):
-        raise CoupledError("writes to a place that samples decide together")
+        raise CoupledError("writes to a position that depends on all samples")
     dims = []
     for i, (dim, other) in enumerate(zip(value.dims, update.dims, strict=True)):
         if (shapes[0][i], shapes[1][i]) == (pieces[0][i], pieces[1][i]):
             dims.append(align_dim(dim, other))
         elif has_own_places(dim) or has_own_places(other):
-            raise CoupledError("writes to some of the samples by their place")
+            raise CoupledError("writes to some of the samples by their position")
         elif pieces[0][i] != pieces[1][i]:
             raise CoupledError(f"writes a piece that {SIZE}")
         else:

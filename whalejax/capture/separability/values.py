@@ -1,14 +1,14 @@
 """Facts about values of a traced loss, for few and for many samples at once.
 
 Two traces of one loss are followed together: of a part of the batch, and of the whole.
-A value is described once for both. Its dimensions are lists of atoms, outermost first,
-and an atom has a size in each trace. A value without a better description is
-``COUPLED``, with the equation that made it so.
+A value is described once for both. Each of its dimensions is a list of atoms, outermost
+first, and an atom has a size in each trace. A value that no rule describes is
+``COUPLED``; its reason is the equation that made it so.
 
-Positions, and the orders in which experts' tokens are sorted, are coupled to all
-samples by themselves. Programs use them to look up values in each sample, or to put
-tokens back, and then they couple nothing. A fact carries what such a use needs. Rules
-receive an equation of both traces.
+Positions, and the orders in which experts' tokens are sorted, depend on all samples by
+themselves. But programs use them to look up values of each sample, or to put tokens
+back, and such a use couples nothing. A fact has what rules must know about such a
+value. Rules receive an equation of both traces.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Dependence(enum.IntEnum):
 
 
 class Along(enum.Enum):
-    """Meanings of an atom of a dimension."""
+    """Kinds of atoms of a dimension."""
 
     SAMPLES = "samples"
-    """The samples of the batch (or its groups), in order."""
+    """The samples of the batch, or its groups of samples, in order."""
     PLAIN = "plain"
     """Anything else; elements may differ from each other."""
     EQUAL = "equal"
-    """Copies: all elements along it are equal."""
+    """Copies: all elements along the atom are equal."""
     DRAWN = "drawn"
     """Random numbers, drawn independently."""
 
@@ -60,7 +60,7 @@ class Atom:
 
     @property
     def grows(self) -> bool:
-        """Whether it has more elements if the batch has more samples."""
+        """Whether the atom is larger if the batch has more samples."""
         return self.part != self.whole
 
     def sized(self, part: int, whole: int) -> Atom:
@@ -76,13 +76,13 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Operation that couples samples.
+    """Reason for coupled samples: an operation and what it does.
 
     Attributes:
         operation: Name of the primitive, or empty.
         line: The user's source line, such as ``"model.py:12"``.
         why: Effect of the operation on the samples.
-        group: Number of samples in the groups of neighbours that the operation forms; 0
+        group: Number of samples in each group of neighbours that the operation forms; 0
             if it forms none.
         runs: Number of equal consecutive runs into which the operation divides the
             batch; 0 if it does not.
@@ -102,15 +102,15 @@ class Value:
     Attributes:
         kind: Dependence on the samples.
         dims: Dimensions of the value.
-        ratio: Factor by which elements are larger in the trace of a part than in that
-            of the whole, if both read the same samples. For a sum, the mean over the
-            parts is compared with the whole. None for zero, where any factor is right.
-        within: Whether it belongs to the current sample of a loop over samples, and so
-            has no dimension of samples.
-        key: Source of its random key: ``"rng"`` for the loss's own, ``"fixed"`` for one
-            made from a constant, or ``"foreign"``; empty if there is none.
+        ratio: Factor by which elements are larger in the trace of a part than in the
+            trace of the whole, if both read the same samples. For a sum, the mean over
+            the parts is compared with the whole. None for zero, which has any ratio.
+        within: Whether the value belongs to the current sample of a loop over samples,
+            and so has no dimension of samples.
+        key: Source of the value's random key: ``"rng"`` for the loss's own, ``"fixed"``
+            for a key made from a constant, or ``"foreign"``; empty without a key.
         fact: Further fact, such as ``Filled``; None without one.
-        numbers: Its value in both traces if it is a scalar literal.
+        numbers: The number in both traces if the value is a scalar literal.
         reason: Reason for the coupling.
     """
 
@@ -125,12 +125,12 @@ class Value:
 
     @property
     def coupled(self) -> bool:
-        """Whether nothing is known of its dependence on the samples."""
+        """Whether nothing is known about the dependence on the samples."""
         return self.kind is Dependence.COUPLED
 
     @property
     def batched(self) -> bool:
-        """Whether it has a value for each sample."""
+        """Whether the value has a part for each sample."""
         return self.kind is Dependence.SAMPLE
 
     @property
@@ -145,7 +145,7 @@ class Value:
         return replace(self, dims=tuple(dims), fact=None, numbers=None)
 
     def scale_by(self, by: float | None) -> Value:
-        """Returns the value times a number with a ratio; 1 changes nothing."""
+        """Returns the value times a number whose ratio is ``by``."""
         ratio = None if self.ratio is None or by is None else self.ratio * by
         return replace(self, ratio=ratio, fact=None, numbers=None)
 
@@ -155,8 +155,8 @@ class CoupledError(Exception):
 
     Args:
         why: Effect of the operation on the samples.
-        group: Number of samples in the groups of neighbours that it forms.
-        runs: Number of equal runs into which it divides the batch.
+        group: Number of samples in each group of neighbours that the operation forms.
+        runs: Number of equal runs into which the operation divides the batch.
     """
 
     def __init__(self, why: str, group: int = 0, runs: int = 0) -> None:
@@ -167,7 +167,7 @@ class CoupledError(Exception):
 
 
 SIZE: Final = "depends on the number of samples"
-"""Reason for a value whose factor differs between a part and the whole."""
+"""Reason for a value with different factors for a part and for the whole."""
 
 
 OTHER_RATIO: Final = f"adds or compares values one of which {SIZE}"
@@ -175,7 +175,9 @@ OTHER_RATIO: Final = f"adds or compares values one of which {SIZE}"
 
 
 def same_ratio(values: Sequence[Value]) -> float | None:
-    """Returns the common ratio of some values; None if all are zeros, which have any.
+    """Returns the common ratio of some values; None if all are zeros.
+
+    Zeros have any ratio.
 
     Raises:
         CoupledError: Two values have different ratios.
@@ -189,7 +191,7 @@ def same_ratio(values: Sequence[Value]) -> float | None:
 
 
 def is_one(ratio: float | None) -> bool:
-    """Returns whether a ratio is 1, or None, which is the ratio of zeros."""
+    """Returns whether a ratio may be 1; zeros, whose ratio is None, have any."""
     return ratio is None or math.isclose(ratio, 1.0, rel_tol=1e-5)
 
 
@@ -211,7 +213,7 @@ def size_of(dim: Dim) -> tuple[int, int]:
 
 
 def plain_dim(part: int, whole: int) -> Dim:
-    """Returns a dimension without known facts."""
+    """Returns a dimension of one plain atom."""
     return () if part == whole == 1 else (Atom(Along.PLAIN, part, whole),)
 
 
@@ -236,7 +238,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArithmeticSteps:
-    """Element i along the last dimension is i; both traces have one length."""
+    """Element i along the last dimension is i; both traces have the same length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,18 +267,18 @@ class IndexColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ids:
-    """Integers, known by identity; none is negative if ``natural``."""
+    """Integers whose identity is known; none is negative if ``natural``."""
 
     natural: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbered:
-    """Integers that are known by identity.
+    """Integers that are equal to known ones.
 
     Attributes:
-        ids: Identity of the integers.
-        wrapped: Whether a constant was added, as to negative indices.
+        ids: The known integers.
+        wrapped: Whether a constant was added, as to indices that count from the end.
     """
 
     ids: Ids
@@ -302,8 +304,8 @@ class Sorting:
     """One sort along a dimension of samples.
 
     Attributes:
-        dim: Atoms of that dimension.
-        ids: Identity of the numbers that it sorts by, if known.
+        dim: Atoms of the dimension.
+        ids: Identity of the numbers by which the sort orders, if known.
     """
 
     dim: Dim
@@ -316,8 +318,9 @@ class Order:
 
     Attributes:
         sorting: The sort.
-        divided: Divisor of the positions: k gives the token of k choices.
-        inverse: Whether it holds the target positions instead.
+        divided: Divisor of the positions. Divided by k, the position of one of a
+            token's k choices is the position of the token.
+        inverse: Whether the value has target positions instead of source positions.
     """
 
     sorting: Sorting
@@ -335,10 +338,10 @@ class Sorted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopPlace:
-    """The current index of a loop along the batch, or a multiple of it.
+    """The current index of a loop along the batch, or a multiple of the index.
 
     Attributes:
-        count: Iterations of the loop in both traces.
+        count: Number of iterations in both traces.
         times: Factor of the index, such as the size of chunks.
     """
 
@@ -357,7 +360,7 @@ class RunningSum:
 
     Attributes:
         carry: Value at the beginning of the iteration.
-        added: Increment since then; None for nothing.
+        added: Sum of what the iteration added; None for nothing.
     """
 
     carry: Carry
@@ -366,7 +369,7 @@ class RunningSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter:
-    """State that samples change: as given, or with a sum over samples added.
+    """State that samples change: as given, or after a sum over samples was added.
 
     Attributes:
         name: Name of the state.
@@ -387,7 +390,8 @@ class PairedEquation:
     """An equation in the trace of a part, and the same equation in that of the whole.
 
     Attributes:
-        part, whole: Equation in each trace.
+        part: Equation in the trace of the part.
+        whole: Equation in the trace of the whole.
         values: Facts about the operands.
     """
 
@@ -450,8 +454,7 @@ def fixed(dims: Dims = (), ratio: float | None = 1.0) -> Value:
 
 
 def combined_kind(values: Sequence[Value]) -> tuple[Dependence, bool]:
-    """Returns the dependence of a result on the samples, and whether it is inside a
-    loop over them.
+    """Returns how a result depends on the samples, and whether it is in a sample loop.
 
     Raises:
         CoupledError: Samples are combined with a sum over them, or with other samples.
@@ -475,7 +478,7 @@ def constant(part: Any, whole: Any) -> Value:
     """Returns facts about an array that is a constant of the program.
 
     Raises:
-        CoupledError: Its elements differ between the traces.
+        CoupledError: Elements of the array differ between the traces.
     """
     shapes = tuple(np.shape(part)), tuple(np.shape(whole))
     if shapes[0] == shapes[1] == ():
@@ -503,11 +506,10 @@ def _is_key(value: Any) -> bool:
 
 
 def _ratio(part: Any, whole: Any) -> float | None:
-    """Returns the ratio of two numbers; None for two zeros, NaN for no ratio."""
     a, b = np.asarray(part), np.asarray(whole)
     if a == b or (a != a and b != b):
         return None if a == 0 and a.dtype != bool else 1.0
     if a.dtype == bool or a == 0 or b == 0:
-        return float("nan")  # Not equal to any number, nor to itself.
+        return float("nan")  # NaN differs from every other ratio and from itself.
     ratio = complex(a) / complex(b)
     return ratio.real if ratio.imag == 0 else float("nan")

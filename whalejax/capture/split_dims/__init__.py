@@ -1,1 +1,1 @@
-"""Splits dimensions that consist of several."""
+"""Splits dimensions that merge several others, such as query, key and value."""

@@ -1,12 +1,12 @@
 """Splits fused dimensions: ``[embed, 3 · heads]`` becomes ``[embed, 3, heads]``.
 
 A kernel that makes query, key and value in one product has the heads as the minor part
-of a dimension, and so has every value until the three are separated. If a program
-reshapes ``[batch, heads, ...]`` into ``[batch · heads, ...]``, or rows of a time-major
-batch into one dimension, the next values have a minor part too. No ``PartitionSpec``
-can name a minor part. So the program is evaluated again with such parameters reshaped
-and such reshapes postponed. Operations keep the parts as separate dimensions if they
-can; others read the original value. The computation stays the same.
+of a dimension. So do all values before the three are separated. If a program reshapes
+``[batch, heads, ...]`` into ``[batch · heads, ...]``, or rows of a time-major batch
+into one dimension, the following values have a minor part too. No ``PartitionSpec`` can
+name a minor part. So the program is evaluated again, with such parameters reshaped and
+such reshapes postponed. Operations keep the parts as separate dimensions if they can.
+Other operations read the original value. The computation stays the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from whalejax.jaxpr import rebuild
 Position = tuple[int, ...]
 
 _PLACING: Final = ("sharding", "out_sharding")
-"""Parameters with which the user shards a result, by its original dimensions."""
+"""Parameters by which the user shards a result, in terms of its original dimensions."""
 
 
 def taken_apart(
@@ -48,12 +48,12 @@ def taken_apart(
 
     Args:
         jaxpr: Closed jaxpr, as traced.
-        fused: Cuts by index of the input: dimension to the number of parts.
+        fused: Number of parts by dimension, for each input to cut, by its index.
         merges: Positions of reshapes whose results keep the merged dimensions separate.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
     avals = [v.aval for v in body.invars]
-    # Inputs that are returned unchanged must stay recognisable.
+    # Inputs that the program returns unchanged must stay the same variables.
     numbers = {v: i for i, v in enumerate(body.invars)}
     own = [None if _compat.is_literal(v) else numbers.get(v) for v in body.outvars]
     runner = _Runner(merges)
@@ -175,7 +175,7 @@ class _Runner:
         return turned
 
     def _with_rule(self, equation: Any, operands: list[Any]) -> list[Any]:
-        """Evaluates a call with its own tangent rule, which runs with views too."""
+        """Evaluates a call with its own tangent rule, which receives views too."""
         if not all(_compat.is_inexact(v.aval.dtype) for v in equation.invars):
             return _compat.bind(equation, [flat_of(v) for v in operands])
         inner = _compat.inner_jaxprs(equation)[0]

@@ -1,7 +1,8 @@
-"""Values some of whose dimensions are kept in parts, and rules that carry them along.
+"""Values with some dimensions cut into parts, and rules that keep the parts separate.
 
-Each rule receives an equation and operands; some are views. It returns the results, or
-None if it cannot. Then the equation reads the original values.
+Each rule receives an equation and its operands, some of which are views. It returns the
+results, or None if it cannot keep the parts. Then the equation reads the original
+values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class View:
     """A value with some of its dimensions cut.
 
     Attributes:
-        value: Array, with one dimension for each part of a cut one.
+        value: Array in which each part of a cut dimension is a dimension.
         shape: Shape in the program.
         cuts: Cuts of the dimensions of ``shape``.
     """
@@ -42,7 +43,7 @@ class View:
 
     @property
     def flat(self) -> Any:
-        """Array in the program's own shape."""
+        """Array in the program's own shape, without cuts."""
         return lax.reshape(self.value, self.shape)
 
     @property
@@ -57,11 +58,11 @@ class View:
         return places
 
     def slice_view(self) -> View:
-        """Returns this stack as a loop's body sees one slice; its value is unused."""
+        """Returns one slice of this stack without a value, as a loop's body sees it."""
         return View(None, self.shape[1:], {d - 1: c for d, c in self.cuts.items()})
 
     def outside(self, stack: Any) -> View:
-        """Returns a stack of such values, one for each turn of a loop."""
+        """Returns a stack of such values, one for each iteration of a loop."""
         cuts = {d + 1: c for d, c in self.cuts.items()}
         return View(stack, (stack.shape[0], *self.shape), cuts)
 
@@ -73,7 +74,7 @@ class BroadcastView:
     Attributes:
         value: Array with the repeats.
         operand: Value that is repeated.
-        dims: For each of its dimensions, that of ``value``.
+        dims: For each dimension of the operand, the dimension of ``value``.
     """
 
     value: Any
@@ -81,7 +82,7 @@ class BroadcastView:
     dims: Shape
 
     def cut(self, cuts: Cuts) -> Any:
-        """Returns the array with cut dimensions; repeats the operand by parts."""
+        """Returns the array with cut dimensions, made by repeating the cut operand."""
         shape = tuple(self.value.shape)
         target = View(None, shape, cuts)
         given = {d: size for d, size in zip(self.dims, self.operand.shape, strict=True)}
@@ -99,7 +100,7 @@ class BroadcastView:
 
 
 def expanded(shape: Shape, cuts: Cuts) -> Shape:
-    """Returns a shape with cut dimensions in parts; size 1 becomes ones."""
+    """Returns a shape with cut dimensions in parts; a size of 1 becomes parts of 1."""
     result: list[int] = []
     for dim, size in enumerate(shape):
         parts = cuts.get(dim, (size,))
@@ -108,7 +109,7 @@ def expanded(shape: Shape, cuts: Cuts) -> Shape:
 
 
 def recut(value: Any, shape: Shape, cuts: Cuts) -> View:
-    """Returns an array as a view with these cuts."""
+    """Returns an array as a view with the given cuts."""
     if isinstance(value, View) and value.cuts == cuts:
         return value
     if isinstance(value, BroadcastView):
@@ -129,14 +130,14 @@ def array_of(value: Any) -> Any:
 
 
 def pattern_of(value: Any) -> Any:
-    """Returns the pattern of a value for ``like``."""
+    """Returns the cuts of a value in the form that ``like`` reads."""
     if not isinstance(value, View):
         return None
     return View(None, value.shape, value.cuts)
 
 
 def like(value: Any, pattern: Any) -> Any:
-    """Returns an array as a view with a pattern's cuts."""
+    """Returns an array as a view with the cuts of another value."""
     if not isinstance(pattern, View):
         return value
     return View(value, pattern.shape, pattern.cuts)
@@ -164,7 +165,6 @@ def _shape_of(value: Any) -> Shape:
 
 
 def _together(operands: Sequence[Any]) -> dict[int, Shape] | None:
-    """Returns the cuts of values of one shape, or None if they conflict."""
     cuts: dict[int, Shape] = {}
     for view in _views(operands):
         if any(cuts.get(d, c) != c for d, c in view.cuts.items()):
@@ -174,7 +174,7 @@ def _together(operands: Sequence[Any]) -> dict[int, Shape] | None:
 
 
 def spread(equation: Any, operands: list[Any]) -> list[Any] | None:
-    """Evaluates a broadcast, and records its operand; None for other equations."""
+    """Evaluates a broadcast, and keeps its operand; None for other equations."""
     if equation.primitive.name != "broadcast_in_dim" or len(operands) != 1:
         return None
     operand = flat_of(operands[0])
@@ -184,9 +184,9 @@ def spread(equation: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def merge_dims(equation: Any, operands: list[Any]) -> list[Any] | None:
-    """Evaluates a reshape with merged dimensions kept separate, else None."""
+    """Evaluates a reshape that keeps merged dimensions separate; None for others."""
     if equation.primitive.name not in ("reshape", "squeeze"):
-        return None  # An operation that is read as part of a reshape.
+        return None  # Another operation, though capture reads it as part of a reshape.
     return _regrouped(equation, [_view(operands[0])], merges=True)
 
 
@@ -264,7 +264,7 @@ def _regrouped(
 ) -> list[Any]:
     """Evaluates any reshape; a dimension that was cut stays in parts.
 
-    With ``merges``, merged dimensions stay split too.
+    With ``merges``, merged dimensions stay separate too.
     """
     (view,) = operands
     shape = tuple(equation.outvars[0].aval.shape)

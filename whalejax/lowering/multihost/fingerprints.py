@@ -1,9 +1,9 @@
 """Hashes of optimizers (their state and update), which processes compare.
 
-Processes with different optimizers compile different programs and wait for each other's
-collectives. If only constants differ, their parameters diverge silently. As an
-optimizer consists of functions, the hash covers its state and the operations of its
-update, with constants; each result is hashed by its inputs. The order of independent
+Processes with different optimizers compile different programs, and wait for each
+other's collectives. If only constants differ, their parameters diverge silently. An
+optimizer consists of functions, so the hash covers its state and the operations of its
+update, with constants. Each result is hashed with its inputs. The order of independent
 operations does not count, so dictionaries may be traversed in any order.
 """
 

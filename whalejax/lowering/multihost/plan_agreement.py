@@ -1,7 +1,7 @@
 """Compares plans and versions of all processes once, before the first step.
 
-Processes exchange texts through JAX's coordination service, not by a collective: in a
-collective, different programs would wait for each other.
+Processes exchange texts through JAX's coordination service. A collective would not do,
+as processes with different programs would wait in it for each other.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ if TYPE_CHECKING:
 
 
 WAIT_SECONDS: Final = 300.0
-"""Deadline for all processes to arrive; a late one may still be planning."""
+"""Seconds for all processes to arrive, as a late process may still be planning."""
 
 LOOK_SECONDS: Final = 2.0
-"""Interval of the checks whether a late process is still alive."""
+"""Seconds between two checks whether a late process is still alive."""
 
 _rounds = itertools.count()
-"""Number of the comparison; equal programs compare in the same order."""
+"""Number of the next comparison, equal in processes that compare in the same order."""
 
 
 class Agreement:
     """Compares the plans, optimizers and versions of a mesh's processes.
 
     Attributes:
-        wait_seconds: Deadline for all processes to arrive.
+        wait_seconds: Seconds that the comparison waits for all processes.
     """
 
     def __init__(self, mesh: Mesh, *, one_kind: bool = False) -> None:
         """Finds the processes that take part.
 
         Args:
-            mesh: Mesh of all processes; for a mesh of one process nothing is compared.
-            one_kind: Whether devices must be of one kind, as one program runs on them.
+            mesh: Mesh of all processes. With one process nothing is compared.
+            one_kind: Whether devices must be of one kind, as one program runs on them;
+                default False.
         """
         devices: Any = mesh.devices
         processes = {device.process_index for device in devices.flat}
@@ -67,19 +68,21 @@ class Agreement:
         also: Callable[[], Mapping[str, object]] = dict,
         plan: Plan | None = None,
     ) -> None:
-        """Compares at the first call only; all processes call it.
+        """Compares at the first call, and does nothing at later ones.
+
+        All processes call it.
 
         Args:
             program: Loss, optimizer and plan; plan and optimizer must be equal in all
                 processes.
-            also: Function that returns further values that must be equal, by name;
-                called only for a comparison, as hashing a plan can take longer than a
-                step.
-            plan: Plan of all processes, if it is not the program's.
+            also: Function that returns further values that must be equal, by name. It
+                is called for the comparison alone, as hashing a plan can take longer
+                than a step. Default: no values.
+            plan: Plan of all processes; default: the plan of ``program``.
 
         Raises:
             PlanError: Processes have other plans, optimizers, versions or kinds of
-                device, or did not arrive in time; lists their numbers.
+                device, or did not arrive in time. The message has their numbers.
         """
         if not self._open:
             return
@@ -90,8 +93,8 @@ class Agreement:
         problems = differences(_exchanged(mine, self.wait_seconds))
         if problems:
             raise PlanError(
-                f"{'; '.join(problems)}. They would wait for what the others do not "
-                "send"
+                f"{'; '.join(problems)}. They would wait for data that the others do "
+                "not send"
             )
 
     def _facts(self, what: object, optimizer: str) -> dict[str, str]:
@@ -109,7 +112,7 @@ def differences(found: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns the differences of processes from process 0, with remedies.
 
     Args:
-        found: Reports of the processes: text by name.
+        found: Values of each process by name, in the order of the processes.
 
     >>> for line in differences([{"jax": "0.10.0"}, {"jax": "0.10.2"}]): print(line)
     processes 1 have another jax than process 0 (0.10.2, not 0.10.0): install one in all
@@ -153,7 +156,7 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
     while left:
         ended = (
             launch_heartbeat.start_heartbeat().ended_ranks()
-        )  # Read first, so that texts of ended processes are still received below.
+        )  # Ended processes are read first; texts that they sent are still read below.
         wait = max(0.1, min(end - time.monotonic(), LOOK_SECONDS / len(left)))
         for number in left:
             said = _compat_processes.told_by(f"{folder}/{number}", wait)
@@ -170,8 +173,8 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
                 f"{wait_seconds:.0f} s after process {jax.process_index()}"
             )
             raise PlanError(
-                f"{what}. Look for the first error of theirs; all must compile the "
-                "same steps in the same order"
+                f"{what}. Look for the first error of these processes; all must "
+                "compile the same steps in the same order"
             )
     return [result[number] for number in sorted(result)]
 

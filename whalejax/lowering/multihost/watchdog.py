@@ -1,8 +1,8 @@
 """Ends a process whose step waits for another process that died or hangs.
 
-If a process dies, the others get an error. If one hangs, they would wait for ever, in
-programs that Python cannot interrupt. So a thread watches the steps, reports the wait,
-and ends the process.
+If a process dies, the others get an error. If one hangs, the others would wait for
+ever, in programs that Python cannot interrupt. So a thread watches the steps, reports
+the wait, and ends the process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from whalejax.planner.pipeline.transfer_order import ScheduledTransfer, words_of
 
 
 LEAST_SECONDS: Final = 300.0
-"""Smallest deadline of a step."""
+"""Smallest deadline of a step, in seconds."""
 
 FIRST_SECONDS: Final = 3600.0
-"""Deadline of the first step of a kind, in which processes wait for compilation."""
+"""Deadline in seconds of the first step of a kind, as processes may still compile."""
 
 TIMES_LONGEST: Final = 10
-"""Deadline of a step, as a multiple of the longest step before it."""
+"""Deadline of a step, as a multiple of the longest earlier step of its kind."""
 
 
 def lost_process_error(error: BaseException, where: str) -> WhaleError:
     """Returns the error for a step that failed because another process died.
 
-    It waits until the heartbeats show which process died.
+    The function waits until the heartbeats show which process died.
 
     Args:
         error: Error that JAX raised.
@@ -61,41 +61,42 @@ class Watch:
     Attributes:
         least_seconds: Smallest deadline of a step, in seconds.
         first_seconds: Deadline of the first step of each kind, in seconds.
-        doing: Part of a step that is being issued, or None.
+        doing: Part of the step that is being issued, or None.
     """
 
     def __init__(self, *, alone: bool) -> None:
-        """Starts the watch unless one process runs alone.
+        """Starts the watch, except in a process that runs alone.
 
         Args:
-            alone: Whether no other process takes part, so nothing is watched.
+            alone: Whether no other process takes part.
         """
         self._alone = alone
         self.least_seconds = LEAST_SECONDS
         self.first_seconds = FIRST_SECONDS
         self.doing: ScheduleRow | ScheduledTransfer | None = None
         self._failed = ""
-        # Longest seconds of each kind, without the first.
+        # Seconds of the longest step of each kind, without the first one.
         self._longest: dict[str, float] = {}
-        # Kind, start and future results of each unfinished step.
+        # Kind, start and pending results of each unfinished step.
         self._open: deque[tuple[str, float, Sequence[Any] | None]] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def begin(self, kind: str) -> None:
-        """Starts to watch a step, before it is issued.
+        """Starts to watch a step that is about to be issued.
 
         Raises:
-            WhaleError: An earlier step failed here, and others may still wait in it.
+            WhaleError: An earlier step failed in this process, and other processes may
+                still wait in that step.
         """
         if self._alone:
             return
         if self._failed:
             raise WhaleError(
-                f"{self._failed} failed before in this process, and the others may "
-                "still wait in it: what is sent now they would take for its. Look at "
-                "that error, start all processes anew, and restore the latest "
-                "checkpoint"
+                f"{self._failed} failed before in this process, and other processes "
+                "may still wait in it: they would read data of this step as data of "
+                "that one. Look at that error, start all processes anew, and restore "
+                "the latest checkpoint"
             )
         launch_heartbeat.start_heartbeat().step()
         with self._lock:
@@ -108,7 +109,7 @@ class Watch:
             self._thread.start()
 
     def issued(self, results: Sequence[Any]) -> None:
-        """Sets the results of the issued step; it ends when they are ready."""
+        """Sets the results of the issued step, which ends when they are ready."""
         if not self._alone:
             with self._lock:
                 self._open.append((*self._open.pop()[:2], results))
@@ -142,7 +143,6 @@ class Watch:
             self._longest[kind] = 0.0 if longest is None else max(took, longest)
 
     def _overdue(self) -> tuple[str, float, float] | None:
-        """Returns an overdue kind, its seconds and the longest before; or None."""
         with self._lock:
             self._settle()
             if not self._open:
@@ -156,7 +156,7 @@ class Watch:
             )
             if (
                 launch_heartbeat.start_heartbeat().ended_ranks()
-            ):  # ended processes will not answer
+            ):  # Processes that ended do not answer.
                 allowed = min(
                     allowed, launch_heartbeat.start_heartbeat().silent_seconds
                 )
@@ -174,8 +174,8 @@ class Watch:
 
     def _end(self, kind: str, waited: float, longest: float) -> None:
         who = launch_heartbeat.start_heartbeat().late() or (
-            "All processes are there and have begun as many steps: another one does "
-            "something else than this one"
+            "All processes are alive and have begun the same number of steps: another "
+            "one runs a different program"
         )
         say(
             f"whalejax: {kind} has waited for {waited:.0f} s at "
@@ -194,5 +194,5 @@ def _results_ready(results: Sequence[Any] | None) -> bool:
         return False
     try:
         return all(x.is_deleted() or x.is_ready() for x in results)
-    except RuntimeError:  # donated at this moment
+    except RuntimeError:  # The array was donated in this moment.
         return True

@@ -1,8 +1,8 @@
 """Compiles stage programs as a step runs them, without running them.
 
-Every program is compiled for the output shardings of the programs before it. With the
-rows of the schedule, this gives the memory of each stage over time, and the transfers
-between stages.
+Every program is compiled for the output shardings of the programs before it. From the
+compiled programs and the rows of the schedule follow the memory of each stage over time
+and the transfers between stages.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class StageMemory:
     """Peak memory of a device of a stage in a step, in bytes by term.
 
     Attributes:
-        params_bytes: Parameters, with copies of those that another stage stores.
+        params_bytes: Parameters, with copies of parameters that another stage stores.
         optimizer_bytes: Optimizer state of the parameters.
         gradients_bytes: Accumulated gradients.
         kept_bytes: Batch, non-trainable state, and the largest sum of residuals of
             micro-batches in flight.
-        temporary_bytes: Bytes above the other terms at the peak: a program's
-            temporaries, inputs and outputs.
+        temporary_bytes: Temporaries, inputs and outputs of a program, as far as the
+            peak exceeds the other terms.
     """
 
     params_bytes: int
@@ -77,11 +77,11 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTransferBytes:
-    """Bytes that each device of one part receives, forward or backward.
+    """Bytes that each device of one virtual stage receives, forward or backward.
 
     Attributes:
-        part: Number of the part.
-        action: ``forward`` for values, ``backward`` for cotangents of them.
+        part: Number of the virtual stage.
+        action: ``forward`` for values, ``backward`` for their cotangents.
         times: Number of transfers in a step.
         nbytes: Bytes of each transfer.
     """
@@ -97,11 +97,12 @@ class CompiledStages:
     """Compiled stage programs, with their memory and transfers.
 
     Attributes:
-        programs: Compiled programs of each part in turn, then those of the update.
+        programs: Compiled programs by virtual stage, followed by those of the update.
         memory: Memory of a device of each stage.
-        moved: Transfers between parts.
-        once_bytes: Bytes that the devices of each stage receive once in a step: inputs
-            that another stage owns, and gradients of its parameters from other stages.
+        moved: Transfers between virtual stages.
+        once_bytes: Bytes that the devices of each stage receive once in a step. They
+            are inputs that another stage owns, and gradients of the stage's parameters
+            from other stages.
     """
 
     programs: tuple[StageProgram, ...]
@@ -125,7 +126,7 @@ def compile_stages(
 
 @dataclass(slots=True)
 class _Site:
-    """Bytes that a micro-batch in flight saves, and extra bytes, after each action."""
+    """Bytes after each action: residuals of a micro-batch in flight, and others."""
 
     kept: dict[Action, int] = field(default_factory=dict)
     above: dict[Action, int] = field(default_factory=dict)
@@ -310,7 +311,7 @@ class _Rehearsing:
         )
 
     def _in_flight(self, stage: int) -> tuple[int, int]:
-        """Returns the most residual bytes in flight, and extra bytes at the peak."""
+        """Returns the most residual bytes in flight, and other bytes at the peak."""
         now = most = fullest = 0
         stages = self.apart.table.num_stages
         held: dict[tuple[int, int], int] = {}
@@ -343,7 +344,7 @@ class _Rehearsing:
         for action, places in apart.moves.targets.items():
             for source, targets in enumerate(places):
                 for target, values in targets.items():
-                    # A part's cotangents are then on the devices of the target.
+                    # Cotangents move to the devices of the target before its program.
                     part = target if action == "forward" else source
                     sums[part, action] = sums.get((part, action), 0) + _nbytes(
                         aval_with_sharding(apart.avals[v], self._handing(v, target))

@@ -1,7 +1,7 @@
 """Stage programs that evaluate the states of another runner.
 
-A model in evaluation mode reads fewer inputs than in training, for instance no random
-keys. Unread inputs stay on the stages of the training runner.
+A model in evaluation mode may read fewer inputs than in training, for instance no
+random keys. Unread inputs stay on the stages of the training runner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class StageProgramsEvaluator(StageProgramsExecutor):
     """Evaluates the states of the ``StageProgramsExecutor`` of the same plan."""
 
     def __init__(self, home: StageProgramsExecutor, *args: Any) -> None:
-        """Traces the loss in evaluation mode for its shapes; compiles nothing.
+        """Traces the loss in evaluation mode, and compiles nothing.
 
         Args:
             home: Training executor, which owns the states.
@@ -30,4 +30,4 @@ class StageProgramsEvaluator(StageProgramsExecutor):
         return self._home.owner(number)
 
     def _finishing(self) -> tuple[Any, Any]:
-        return None, None  # Nothing is trained.
+        return None, None  # An evaluation has no update.

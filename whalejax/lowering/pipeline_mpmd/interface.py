@@ -1,4 +1,4 @@
-"""The interface of the executor that steps, transfers and compilation use."""
+"""Interface of the executor that steps, transfers and compilation use."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class StageExecutor(Protocol):
     """Interface of ``stage_programs_executor.StageProgramsExecutor``.
 
     Attributes:
-        plan, plans: Plan of the model and of each stage.
-        mesh, meshes: Mesh of all stages, and of each.
-        whole: Sharding of each stage that replicates over all its devices.
+        plan: Plan of the model.
+        plans: Plan of each stage.
+        mesh: Mesh of all stages.
+        meshes: Mesh of each stage.
+        whole: For each stage, the sharding that replicates over all its devices.
         here: Whether this process has devices of each stage.
-        division: Division of the loss into parts.
+        division: Division of the loss into virtual stages.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
         layouts: Shardings of values on each stage.
         moves: Transfers between stages.
@@ -57,7 +59,7 @@ class StageExecutor(Protocol):
     @functools.cached_property
     def first_batch(self) -> int: ...
     def gradient_aval(self, number: int) -> Any:
-        """Returns the abstract accumulated gradient by an input of the loss."""
+        """Returns the abstract sum of gradients by an input of the loss."""
         ...
 
     @functools.cached_property

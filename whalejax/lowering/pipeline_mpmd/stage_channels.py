@@ -1,8 +1,8 @@
 """Transfers of arrays from the devices of one stage to those of another.
 
-Within a process arrays are copied. Across processes a small program over the devices of
-both stages permutes shards, device by device. Such programs are collectives: all
-processes with devices of one must launch them in the same order.
+Within a process, arrays are copied. Between processes, a small program over the devices
+of both stages moves shards, device by device. Such programs are collectives, so all
+processes that have devices of either stage must launch them in the same order.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Coming = Callable[[], list[Any]]
 class TransferThread:
     """A thread that issues transfers in order.
 
-    After a failed transfer it issues no more, as the other process would mistake the
-    next one for it.
+    After a failed transfer it issues no more. The other process would take the next
+    transfer for the failed one.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class TransferThread:
     def submit(
         self, hand: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
     ) -> Future[list[Any]]:
-        """Issues a transfer after the earlier ones.
+        """Queues a transfer, which is issued after the earlier ones.
 
         Args:
             hand: Function that transfers arrays.
@@ -67,12 +67,12 @@ class TransferThread:
         return self._last
 
     def settle(self) -> list[Any]:
-        """Waits until all are issued; returns the last result or raises the error."""
+        """Waits until all transfers are issued; returns the arrays of the last one."""
         return [] if self._last is None else self._last.result()
 
 
 class StageChannel:
-    """Transfers arrays from the devices of one stage to equally many of another."""
+    """Transfers arrays from the devices of one stage to as many of another stage."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class StageChannel:
         """Prepares the transfer of arrays between two stages.
 
         Args:
-            avals: Shapes and dtypes.
+            avals: Shapes and dtypes of the arrays.
             sources: Expected shardings on the sending stage; arrays may have others on
                 its devices.
             targets: Shardings on the receiving stage.
-            alone: Whether no other work is in flight during the transfer.
+            alone: Whether no other work is in flight during a transfer; default False.
         """
         self._targets = list(targets)
         devices: set[Any] = set()
@@ -104,13 +104,14 @@ class StageChannel:
     def send(
         self, arrays: Sequence[Any], aside: TransferThread | None = None
     ) -> Coming:
-        """Sends arrays; returns a function that returns them on the other stage.
+        """Sends arrays, and returns a function that returns them on the other stage.
 
-        That function returns None for each array if the other stage is not here.
+        The function returns None for each array if this process has no devices of the
+        other stage.
 
         Args:
-            arrays: Arrays of this process, or None for each that it does not have.
-            aside: Thread that waits for other processes; None uses this thread.
+            arrays: Arrays that are in this process, None for others.
+            aside: Thread that waits for other processes; None waits in this thread.
         """
         if not self._here:
             return lambda: [None] * len(self._targets)
@@ -121,7 +122,7 @@ class StageChannel:
 
 
 class _CrossProcessTransfer:
-    """Transfers arrays by one program, from each device to the one at its position."""
+    """Transfers arrays by one program, from each device to its counterpart."""
 
     def __init__(
         self, avals: Sequence[Any], source: Any, targets: Sequence[NamedSharding]
@@ -155,14 +156,13 @@ class _CrossProcessTransfer:
         def hand(xs: Sequence[Any]) -> list[Any]:
             return [jax.lax.ppermute(x, STAGE, [(0, 1)]) for x in xs]
 
-        # Compiled here, as the thread that runs it may lack this one's JAX settings.
+        # Compiled here, as the thread that runs the program may lack JAX settings.
         crossing = jax.shard_map(hand, mesh=pair, in_specs=(both,), out_specs=both)
         self.hand = jax.jit(crossing).lower(self.joint).compile()
 
     def _wrapping(
         self, avals: Sequence[Any], raw: Sequence[Any], targets: Sequence[NamedSharding]
     ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-        """Returns functions that convert to the transfer's layout, and back."""
         impls = [impl_of(a) for a in avals]
 
         def unwrap(xs: Sequence[Any]) -> list[Any]:
@@ -190,14 +190,13 @@ class _CrossProcessTransfer:
         return lambda: self._received_arrays(waiting.result())
 
     def _as_sent(self, arrays: Sequence[Any]) -> bool:
-        """Whether every device has the shard that its counterpart expects."""
         return all(self.plain) and all(
             x.sharding.is_equivalent_to(like, x.ndim)
             for x, like in zip(arrays, self.like, strict=True)
         )
 
     def _cross_at_once(self, arrays: Sequence[Any]) -> list[Any]:
-        # Otherwise the program would block threads that the computation needs.
+        # Waiting first, as the program would block threads that computations need.
         if self.sends:
             jax.block_until_ready(arrays)
         return self._cross(arrays)

@@ -1,4 +1,4 @@
-"""The compiled programs of a virtual stage, divided from its traced program."""
+"""The compiled programs of a virtual stage, made from its traced program."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from whalejax.lowering.pipeline_mpmd.stage_trace import TracedVirtualStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledPart:
-    """A compiled part of a virtual stage's program.
+    """A compiled part of a virtual stage's program, such as its forward pass.
 
     Attributes:
         reads: Numbers of the values that the part reads.
         gives: Operands that the part returns.
-        program: ``jax.jit`` function from values and sums to new values and sums.
+        program: ``jax.jit`` function from values and sums to returned values and
+            updated sums.
         mesh: Devices on which it runs.
     """
 
@@ -32,11 +33,11 @@ class CompiledPart:
     def run(
         self, values: Sequence[Any], before: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the new values and the updated sums.
+        """Returns values that the part computes, and the updated sums.
 
         Args:
             values: Values that the part reads.
-            before: Sums so far; their buffers are donated.
+            before: Sums before the call; their buffers are donated.
         """
         result: tuple[list[Any], list[Any]] = run_alone(
             lambda both: self.program(*both), (values, before), self.mesh
@@ -50,11 +51,11 @@ class VirtualStagePrograms:
 
     Attributes:
         number: Number of the virtual stage.
-        stage: Stage of the virtual stage.
+        stage: Stage on which it runs.
         place: Traced forward and backward pass.
         forward: Program that computes exports and residuals, and adds to the sums.
         backward: Program that computes cotangents, and adds to the gradients.
-        weight: Program that adds to the gradients, if the schedule splits the backward
+        weight: Program that adds to the gradients if the schedule splits the backward
             pass; otherwise None.
         forward_only: Program like ``forward`` that saves no residuals.
     """
@@ -143,7 +144,7 @@ def _piece(
 ) -> CompiledPart:
     """Returns a part of a virtual stage's program, which compiles at its first run.
 
-    The last ``added`` of the operands in ``gives`` are added to sums.
+    The last ``added`` operands of ``gives`` are added to sums.
     """
     _, reads = steps.needed(gives, given, also)
     first = len(gives) - added

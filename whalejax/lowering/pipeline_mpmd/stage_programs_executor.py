@@ -1,8 +1,8 @@
 """The ``pipeline_mpmd`` executor: stage programs.
 
 Every stage has its own devices and layout, and compiles a forward and a backward
-program for each of its virtual stages. All processes issue the rows of the schedule and
-the transfers in one order, each for its own devices.
+program for each of its virtual stages. All processes follow the rows of the schedule
+and the transfers in one order. Each issues the work of its own devices.
 
 The module is long because one class has the whole step: sums, forward and backward
 programs, transfers and the update.
@@ -68,7 +68,7 @@ from whalejax.planner.search.spmd_search import analysed_for
 
 
 _ALL = -1
-"""Stage number of a leaf that is on all stages."""
+"""Stage number of a leaf that every stage has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +88,15 @@ class _MultiMeshProgram(Program):
 
 
 class StageProgramsExecutor(StepRunner):
-    """Runs a plan with stage programs; see ``runner.Runner``.
+    """Runs a plan with stage programs; its methods are those of ``runner.Runner``.
 
     Attributes:
-        plan: Plan of the executor.
-        captured: Captured loss.
-        plans, meshes: Plan and mesh of each stage.
-        whole: Sharding of each stage that replicates over all its devices.
-        division: Division of the loss into parts.
+        plan: Plan of the model.
+        captured: Traced loss.
+        plans: Plan of each stage.
+        meshes: Mesh of each stage.
+        whole: For each stage, the sharding that replicates over all its devices.
+        division: Division of the loss into virtual stages.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
     """
 
@@ -212,14 +213,13 @@ class StageProgramsExecutor(StepRunner):
         return named_sharding(getattr(self.leaf(stage, path), kind), self.meshes[stage])
 
     def _of_rest(self, number: int, stage: int) -> NamedSharding:
-        """Returns the sharding of a non-trainable leaf; replicated unless a weight."""
         path = self.captured.adapter.rest_paths[number]
         if number not in self.division.units.frozen_others:
             return self.whole[stage]
         return named_sharding(self.leaf(stage, path).param_spec, self.meshes[stage])
 
     def leaf(self, stage: int, path: str) -> Any:
-        """Returns a parameter's plan on a stage; by default, that of the full model."""
+        """Returns the plan of a parameter on a stage; by default, of the full model."""
         result = (leaf for leaf in self.plans[stage].leaves if leaf.path == path)
         return next(result, self.plan.leaf(path))
 
@@ -231,7 +231,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def first_batch(self) -> int:
-        """The number of the loss's first input that is a batch leaf."""
+        """The number of the first input of the loss that is a batch leaf."""
         return len(self._owners) + len(jax.tree.leaves(self.captured.adapter.rest))
 
     def owner(self, number: int) -> int:
@@ -286,8 +286,9 @@ class StageProgramsExecutor(StepRunner):
             batch: Flat leaves of the global batch, in their planned layout.
 
         Returns:
-            The new state, metrics, and gradients of the mean loss for the batch leaves
-            that the adapter's ``batch_gradients`` names, which need one process.
+            The next state, the metrics, and gradients of the mean loss by the batch
+            leaves that the adapter's ``batch_gradients`` names. Such gradients need a
+            single process.
         """
         run = SchedulePass(self, state, batch)
         for event in self.moves.order:
@@ -299,7 +300,6 @@ class StageProgramsExecutor(StepRunner):
         return new, metrics, means
 
     def _mean(self, gradient: Any, losses: Sums | None) -> Any:
-        """Returns a gradient of the mean loss, from that of the totals."""
         assert losses is not None
         whole = NamedSharding(gradient.sharding.mesh, PartitionSpec())
         return self._divide(gradient, jax.device_put(losses.weight, whole))
@@ -321,7 +321,8 @@ class StageProgramsExecutor(StepRunner):
 
         Args:
             state: State before the step; it is donated.
-            losses: Sums of the micro-batches' losses; None if another process has them.
+            losses: Sums of the losses of micro-batches; None if another process has
+                them.
             gradients: Gradient sum of each parameter, or ``ABSENT``.
             rest: Non-trainable state after the last micro-batch.
         """
@@ -333,7 +334,7 @@ class StageProgramsExecutor(StepRunner):
         given = [*before, *jax.tree.leaves((sums, rest))]
         with consuming(state):
             results = self.finish(given)
-        # Leaves of other processes are unchanged.
+        # Other processes change their own leaves.
         leaves = [
             old if new is None else new
             for new, old in zip(results[: len(before)], before, strict=True)
@@ -432,7 +433,6 @@ class StageProgramsExecutor(StepRunner):
     def _program(
         self, stage: int, tensors: Mapping[Value, int | None]
     ) -> tuple[Program, dict[Value, Any]]:
-        """Returns a stage's program, and the specs of its imports and exports."""
         plan, places = self.plans[stage], self._places(stage)
         graph = stage_graph(self.captured.graph, self._dims, self.division, places)
         captured = replace(self.captured, graph=graph)
@@ -527,12 +527,12 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def wide_params(self) -> list[Any]:
-        """The abstract accumulated gradient of each parameter."""
+        """The abstract sum of gradients by each parameter."""
         leaves = jax.tree.leaves(self.abstract.params)
         return [jax.eval_shape(wide, x) for x in leaves]
 
     def gradient_aval(self, number: int) -> Any:
-        """Returns the abstract accumulated gradient by an input of the loss.
+        """Returns the abstract sum of gradients by an input of the loss.
 
         Args:
             number: Number of the input: a parameter or a leaf of the global batch.
@@ -545,12 +545,12 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def avals(self) -> Mapping[Value, Any]:
-        """The abstract values of the loss for one micro-batch."""
+        """Abstract values of the loss for one micro-batch."""
         return avals_of(self.captured)
 
     @functools.cached_property
     def unread(self) -> dict[int, Callable[[], Any]]:
-        """Functions that make zero gradients of unread inputs, by number."""
+        """Functions that make zero gradients of unread inputs, by input number."""
         read = {n for site in self.sites for n in site.place.params}
         wanted = self.program.adapter.batch_gradients
         numbers = [*range(len(self._owners)), *(self.first_batch + n for n in wanted)]
@@ -565,7 +565,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def sums(self) -> Sums:
-        """The abstract sums over micro-batches, without gradients."""
+        """Abstract sums over micro-batches, without gradients."""
         body, _ = _compat.open_jaxpr(self.captured.jaxpr)
         results = [_compat.abstract(v.aval.shape, v.aval.dtype) for v in body.outvars]
         *told, _ = self.captured.out_tree.unflatten(results)
@@ -578,7 +578,6 @@ class StageProgramsExecutor(StepRunner):
         return sums
 
     def _finishing(self) -> tuple[MultiStageProgram, StageMetrics]:
-        """Returns the update, divided among stages, and a reader of its metrics."""
         state = self.abstract
         sums = replace(self.sums, gradients=tuple(self.wide_params))
         tree: Any

@@ -1,8 +1,9 @@
 """Traces one virtual stage of a pipeline: its part of the loss, forward and backward.
 
-The part is traced once together with its backward pass. The program is divided into
-two, or three if a schedule splits the backward pass; the first saves residuals for the
-others. Another program for evaluation has only the forward pass, and saves nothing.
+Forward and backward pass are traced together. Their program is then divided into two
+programs, or three if the schedule splits the backward pass. The first program saves
+residuals for the others. Another program for evaluation has the forward pass alone, and
+saves nothing.
 """
 
 from __future__ import annotations
@@ -59,18 +60,22 @@ class VirtualStageSignature:
     """Numbers of a virtual stage's inputs and outputs in its program.
 
     Attributes:
-        params, rest, batch: Numbers of the loss's inputs, in the order of
-            ``TracedVirtualStage``.
+        params: Numbers of the inputs ``TracedVirtualStage.params``, in order.
+        rest: Numbers of the inputs ``TracedVirtualStage.rest``, in order.
+        batch: Numbers of the inputs ``TracedVirtualStage.batch``, in order.
         imports: Numbers of the imported values, in the order of the part's imports.
-        rng, step, number, scale: Numbers of the run's key, the step, the micro-batch
-            and the loss scale; ``rng`` and ``scale`` are None if absent.
+        rng: Number of the run's random key; None without one.
+        step: Number of the step.
+        number: Number of the micro-batch's index.
+        scale: Number of the loss scale; None without one.
         counted: Number of the input that counts earlier micro-batches, for counters.
-        cotangents: Numbers of the cotangents of differentiable exports; the last
-            virtual stage also has that of the loss.
+        cotangents: Numbers of the cotangents of differentiable exports. In the last
+            virtual stage, the cotangent of the loss follows.
         exports: Numbers of the exported values, in the order of the part's exports.
         fresh: Numbers of the non-trainable state after the micro-batch, in the order of
             the part's ``fresh``.
-        sums: Total, weight and metrics, flat; only of the last virtual stage.
+        sums: Numbers of total, weight and metrics, flat; empty except in the last
+            virtual stage.
         returns: Numbers of the cotangents of differentiable imports.
         gradients: Numbers of the parameters' gradients.
     """
@@ -98,8 +103,10 @@ class TracedVirtualStage:
 
     Attributes:
         part: Part of the program that the virtual stage runs.
-        params, rest, batch: Numbers of the loss's inputs that it reads; ``params`` also
-            has batch leaves whose gradients a step returns.
+        params: Numbers of the parameters that it reads, and of batch leaves whose
+            gradients a step returns.
+        rest: Numbers of the non-trainable leaves that it reads.
+        batch: Numbers of the batch leaves that it reads.
         sent: Differentiable exported values.
         received: Differentiable imported values.
         steps: Program of the forward and backward pass.
@@ -119,12 +126,12 @@ class TracedVirtualStage:
 
     @functools.cached_property
     def late(self) -> frozenset[int]:
-        """Numbers of the values that only the backward pass computes or receives."""
+        """Numbers of the values that the backward pass alone computes or receives."""
         return frozenset(self.steps.depending(self.names.cotangents))
 
     @functools.cached_property
     def acting(self) -> tuple[Step, ...]:
-        """The steps with effects, such as prints, outside the backward pass."""
+        """Steps with effects, such as prints, that are not in the backward pass."""
         return tuple(
             step
             for step in self.steps.steps
@@ -137,7 +144,7 @@ class TracedVirtualStage:
 
     @functools.cached_property
     def residuals(self) -> list[int]:
-        """Numbers of the forward pass's residuals that are not inputs of the stage."""
+        """Numbers of the residuals that are no inputs of the virtual stage."""
         return self.steps.residual_numbers(self.behind, self.late)
 
 
@@ -172,13 +179,13 @@ def place_of(
     """Traces a virtual stage.
 
     Args:
-        program: Program of its stage.
+        program: Program of the stage on which it runs.
         facts: Facts of the pipeline.
         part: Part of the program that the virtual stage runs.
         layouts: Sharding of each imported and exported value.
-        last: Whether it computes the loss.
-        cuts_batch: Whether it takes the global batch and slices its micro-batch;
-            otherwise it receives the leaves of the micro-batch.
+        last: Whether the virtual stage computes the loss.
+        cuts_batch: Whether the virtual stage takes the global batch and slices its
+            micro-batch, which is the default. Otherwise it receives the micro-batch.
     """
     return _Tracer(program, facts, part, layouts, last, cuts_batch).place()
 
@@ -256,7 +263,7 @@ class _Tracer:
         )
 
     def _aval(self, number: int) -> Any:
-        """Returns an abstract input; a full batch leaf if the stage slices it."""
+        """Returns an abstract input; for a batch leaf to slice, the full leaf."""
         aval, place = self.facts.avals[(), number], number - self.first_batch
         shape = list(aval.shape)
         if self.cuts_batch and 0 <= place < len(self.program.batch_axes):
@@ -291,7 +298,6 @@ class _Tracer:
         return _compat.abstract(aval.shape, aval.dtype)
 
     def _joint(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Runs the forward and backward pass of one micro-batch."""
         scale, imports = (
             given["scale"],
             dict(zip(self.part.imports, given["imports"], strict=True)),
@@ -330,7 +336,6 @@ class _Tracer:
     def _ahead(
         self, params: list[Any], handed: Mapping[Value, Any], given: dict[str, Any]
     ) -> tuple[dict[Value, Any], list[Any], list[Any], Any]:
-        """Returns exports, new non-trainable state, sums and the total loss."""
         program, units = self.program, self.facts.units
         step, number = given["step"], given["number"]
         values: dict[int, Any] = {
@@ -373,7 +378,7 @@ class _Tracer:
             values[v[1]] if v[0] == () else here.found[v]
             for v in self._new_state_values()
         ]
-        whole = named_sharding((), program.mesh)  # In the state's sharding.
+        whole = named_sharding((), program.mesh)  # State is stored so.
         fresh = [jax.lax.with_sharding_constraint(x, whole) for x in fresh]
         if not self.last:
             return exports, fresh, [], None

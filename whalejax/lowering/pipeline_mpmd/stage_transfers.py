@@ -25,8 +25,8 @@ from whalejax.planner.pipeline.transfer_order import ScheduledTransfer, issue_or
 class StageTransfers:
     """Moves arrays between the stages of a pipeline.
 
-    All processes make transfers in one order, that of the program and of ``order``; a
-    process without the devices skips a transfer.
+    All processes make transfers in the order of the program and of ``order``. A process
+    without devices of either stage skips a transfer.
     """
 
     def __init__(self, apart: StageExecutor) -> None:
@@ -43,7 +43,7 @@ class StageTransfers:
             self._aside = TransferThread()
 
     def agree(self) -> None:
-        """Compares the plan with other processes' at the first call.
+        """Compares the plan with those of other processes, at the first call.
 
         Raises:
             PlanError: Other processes have other layouts or another order.
@@ -63,18 +63,21 @@ class StageTransfers:
         ]
         places = [[d.id for d in row] for row in self._apart.mesh.devices]
         return {
-            "order of what stages hand over": self.order,
+            "order of transfers between stages": self.order,
             "layouts of stages": layouts,
             "devices": places,
         }
 
     def brought(self, number: int, stage: int, leaf: Any) -> Any:
-        """Copies an input of the loss to another stage; returns None if it is not here.
+        """Copies an input of the loss to another stage.
 
         Args:
             number: Number of the input.
-            stage: Stage that receives it.
+            stage: Stage that receives the input.
             leaf: Leaf on the stage that owns it.
+
+        Returns:
+            The copy; None if this process has no devices of the receiving stage.
         """
         apart = self._apart
         return self._send(
@@ -86,12 +89,15 @@ class StageTransfers:
         )()[0]
 
     def collect_gradient(self, number: int, stage: int, gradient: Any) -> Any:
-        """Moves a gradient to its owner; returns None if it is not here.
+        """Moves a gradient to its owner.
 
         Args:
-            number: Number of the input of the loss that it is by.
+            number: Number of the input of the loss to which the gradient belongs.
             stage: Stage that computed the gradient.
-            gradient: Gradient, or None if that stage is not here.
+            gradient: Gradient; None if another process has it.
+
+        Returns:
+            The gradient; None if this process has no devices of the owner.
         """
         apart = self._apart
         source, target = (
@@ -140,7 +146,7 @@ class StageTransfers:
         aside: TransferThread | None = None,
     ) -> Coming:
         if key not in self._ways:
-            # If a stage has several processes, its programs wait for each other too.
+            # The programs of a stage with several processes wait for each other too.
             alone = self._on_cpus and self._aside is None
             self._ways[key] = StageChannel(avals, sources, targets, alone=alone)
         return self._ways[key].send(arrays, aside)
@@ -152,7 +158,7 @@ class StageTransfers:
         return named_sharding(apart.layouts[stage].get(value, ()), apart.meshes[stage])
 
     def values_of(self, handing: ScheduledTransfer) -> list[Value]:
-        """Returns the values of a transfer, or the values of its cotangents."""
+        """Returns the transferred values, or for cotangents the values they are of."""
         values: list[Value] = self.targets[handing.action][handing.source][
             handing.target
         ]
@@ -162,8 +168,8 @@ class StageTransfers:
     def targets(self) -> Mapping[Action, list[dict[int, list[Value]]]]:
         """The values that each virtual stage transfers, by action and target.
 
-        Values go to their readers, and cotangents of differentiable values to the
-        virtual stages that computed the values.
+        Values go to their readers. Cotangents go to the virtual stages that computed
+        the differentiable values.
         """
         division, ahead, back = self._apart.division, [], []
         for part, site in zip(division.parts, self._apart.sites, strict=True):
@@ -198,7 +204,7 @@ class StageTransfers:
         seconds = [
             apart.plans[p % count].time.step_seconds for p in range(len(apart.sites))
         ]
-        # A backward pass takes twice a forward pass; if split, each part takes one.
+        # A backward pass takes as long as two forward passes, each half of it as one.
         shares: dict[Action, float] = {"forward": 1.0, "backward": 2.0}
         if table.splits_backward:
             shares = dict.fromkeys(table.actions, 1.0)

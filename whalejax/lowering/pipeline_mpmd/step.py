@@ -1,8 +1,8 @@
 """One pass of a batch through the virtual stages, by the rows of a schedule.
 
-Programs are issued asynchronously, before those that they depend on have finished.
-Values are released after their last read. A process issues the work of its own devices
-and skips the rest.
+Programs are issued asynchronously, before the programs that they depend on have
+finished. Values are released after their last read. A process issues the work of its
+own devices and skips the rest.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class SchedulePass:
         leaves: Current inputs of the loss.
         copies: Copies of other stages' arrays, by stage and number.
         common: Values that all micro-batches read, by virtual stage and number.
-        live: Residuals of the backward pass, by virtual stage and micro-batch.
+        live: Residuals for the backward pass, by virtual stage and micro-batch.
         coming: Transferred arrays, by action, virtual stage and micro-batch.
         leaving: Computed values that are not transferred yet.
-        sums, gradients: Accumulated sums and gradients of each virtual stage.
-        batch_gradients: Gradients for the batch leaves that the adapter's
-            ``batch_gradients`` names; empty before ``summed``.
+        sums: Accumulated sums of each virtual stage.
+        gradients: Accumulated gradients of each virtual stage.
+        batch_gradients: Gradients by the batch leaves that the adapter's
+            ``batch_gradients`` names; empty until ``summed`` was called.
     """
 
     def __init__(
@@ -51,15 +52,15 @@ class SchedulePass:
         keeps: bool = True,
         first_micro_batch: int = 0,
     ) -> None:
-        """Copies the inputs to every stage; runs nothing yet.
+        """Copies the inputs to every stage, and runs nothing yet.
 
         Args:
             apart: Executor of the stages.
             state: State before the step.
             batch: Flat leaves of the global batch.
-            keeps: Whether the backward pass follows.
-            first_micro_batch: Number within the global batch of the schedule's first
-                micro-batch.
+            keeps: Whether a backward pass follows; default True.
+            first_micro_batch: Number, in the global batch, of the schedule's first
+                micro-batch; default 0.
         """
         self.apart = apart
         self.keeps = keeps
@@ -115,7 +116,7 @@ class SchedulePass:
         return common
 
     def do(self, event: ScheduleRow | ScheduledTransfer) -> None:
-        """Issues one action or transfer of the schedule, if it runs here."""
+        """Issues an action or transfer of the schedule on this process's devices."""
         if isinstance(event, ScheduledTransfer):
             self._hand(event)
         elif self.apart.here[event.stage]:
@@ -143,7 +144,7 @@ class SchedulePass:
         numbers = self.apart.numbers[site.stage]
         global_number = self.first_micro_batch + micro_batch
         values[names.number] = numbers[global_number]
-        # Counters do not advance in evaluation.
+        # In an evaluation, counters do not advance.
         values[names.counted] = numbers[global_number if self.keeps else 0]
         for n, at in zip(place.rest, names.rest, strict=True):
             values[at] = self._on(site.stage, n)
@@ -202,7 +203,7 @@ class SchedulePass:
         self.live[key] = {n: values[n] for n in site.weight.reads}
 
     def weight(self, number: int, micro_batch: int) -> None:
-        """Computes a virtual stage's parameter gradients in a split backward pass."""
+        """Runs the part of a split backward pass that computes parameter gradients."""
         site = self.apart.sites[number]
         assert site.weight is not None
         values = self.live.pop((number, micro_batch))
@@ -211,7 +212,7 @@ class SchedulePass:
         )
 
     def losses(self) -> Sums | None:
-        """Returns the micro-batches' loss sums, or None if another process has them."""
+        """Returns the loss sums of micro-batches; None if another process has them."""
         if not self.apart.here[-1]:
             return None
         tree = self.apart.sites[-1].place.sums_tree
@@ -222,7 +223,7 @@ class SchedulePass:
         """Returns the gradient of each parameter on its owner, or ``ABSENT``."""
         apart = self.apart
         apart.moves.settle()
-        # Released here, so that they are not stored twice.
+        # Values are released before the sums, so that both are never stored at once.
         every, self.gradients = self.gradients, []
         result: dict[int, list[Any]] = defaultdict(list)
         for site, gradients in zip(apart.sites, every, strict=True):

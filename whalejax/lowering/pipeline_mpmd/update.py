@@ -1,10 +1,10 @@
 """The end of a step across stages: each updates its arrays, and shares scalars.
 
 The update is one traced program over the arrays of all stages. An operation runs on the
-stage of its arrays. Scalars that several stages compute (a norm over all gradients,
-whether all are finite) are broadcast, and every stage computes the operations on
-scalars alone. Only operations that need such a scalar wait for it, so a stage that
-finishes early updates early.
+stage of its arrays. Scalars that several stages compute are broadcast, such as a norm
+over all gradients. Every stage computes the operations on scalars alone. Operations
+that need a broadcast scalar wait for it. The others do not, so a stage that finishes
+early updates early.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ValuePlacement:
     Attributes:
         owner: Stage of the value; None for all devices.
         sharding: Sharding of an output.
-        consumed: Whether the program may reuse the memory of an input.
+        consumed: Whether the program may donate an input.
     """
 
     owner: Owner
@@ -140,10 +140,11 @@ class MultiStageProgram:
         """Runs the program.
 
         Args:
-            values: Inputs on their stages; inputs that are not here may have any value.
+            values: Inputs on their stages; inputs of other processes may have any
+                value.
 
         Returns:
-            Outputs; None for those that are not here.
+            Outputs; None for outputs of other processes.
         """
         inputs = dict(zip(self._steps.inputs, values, strict=True))
         made: dict[tuple[int, int], Any] = {}
@@ -180,14 +181,14 @@ class MultiStageProgram:
             result = self._output(operand, where, inputs, made)
             if not isinstance(operand, FixedValue) and result is not None:
                 if operand in given:
-                    # The next step cannot donate one buffer as two inputs.
+                    # The next step cannot donate one buffer for two inputs.
                     result = jax.device_put(result, where.sharding, may_alias=False)
                 given.add(operand)
             call.append(result)
         return call
 
     def compiled(self, values: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Yields each part's stage and compiled program; runs nothing.
+        """Yields the stage and the compiled program of each part, and runs nothing.
 
         Args:
             values: Abstract inputs with shardings.
@@ -356,7 +357,7 @@ class MultiStageProgram:
         if None in there and any(
             len(x.sharding.device_set) > 1 for x in given.values()
         ):
-            return frozenset(given)  # The compiler matches them.
+            return frozenset(given)  # The compiler matches inputs and outputs.
         room = Counter(
             (x.shape if s is None else s.shard_shape(x.shape), x.dtype)
             for x, s in zip(avals, there, strict=True)

@@ -1,8 +1,9 @@
 """Divides a program over the arrays of several stages among the stages.
 
-An operation runs on the stage of its arrays, or of its scalars if it has no arrays.
-Scalars that other stages read are broadcast; operations on scalars of several stages
-run on all. The partition needs no devices, so that a plan can be refused early.
+An operation runs on the stage of its arrays, or on the stage of its scalars if it has
+no arrays. Scalars that other stages read are broadcast. Operations on scalars of
+several stages run on all stages. The partition needs no devices, so a plan can be
+refused early.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from whalejax.planner.plan_errors import PlanError
 
 
 Owner = int | None
-"""A stage; None for a value that every stage has or can compute."""
+"""Number of a stage; None for a value that every stage has or can compute."""
 
 Group = tuple[int, int]
-"""A part of the program: the number of exchanges before it, and its stage."""
+"""A part of the program: the number of broadcasts before it, and its stage."""
 
 _BEFORE = -1
-"""Level of the inputs, and of values that every stage computes from shared ones."""
+"""Level of inputs, and of values that every stage computes from common inputs."""
 
 
 class UpdatePartition:
@@ -40,9 +41,10 @@ class UpdatePartition:
 
     Attributes:
         owners: Stage that owns each value.
-        levels: Number of exchanges before each value is known; -1 for inputs, and for
-            values that every stage computes from inputs that all have.
-        gives: Values of each part for other parts of its stage, or for the outputs.
+        levels: Number of broadcasts before each value is known. It is -1 for inputs,
+            and for values that every stage computes from inputs that all stages have.
+        gives: Values that each part computes for other parts of its stage, or for the
+            outputs.
         tells: Scalars that each part broadcasts.
         reads: Values that each part reads.
     """
@@ -61,16 +63,19 @@ class UpdatePartition:
 
         Args:
             steps: Program over all stages.
-            inputs, outputs: Owners of the inputs and outputs.
+            inputs: Owners of the inputs.
+            outputs: Owners of the outputs.
             stages: Number of stages.
-            meshes: Mesh of each stage; an operation with a sharding on one runs there.
-            few_rounds: Whether every stage computes the operations on a scalar that all
-                have after an exchange, even if the other scalars are of one stage. A
-                running sum over the stages then takes one exchange, of more scalars.
+            meshes: Mesh of each stage. An operation with a sharding on one of them runs
+                on that stage.
+            few_rounds: Whether every stage computes an operation on a scalar that all
+                stages have after a broadcast, even if its other scalars are of one
+                stage. A running sum over the stages then needs a single broadcast, of
+                more scalars. Default False.
 
         Raises:
-            PlanError: An operation takes arrays of several stages, or an output one of
-                another stage.
+            PlanError: An operation takes arrays of several stages, or an output is an
+                array of another stage.
         """
         self._steps = steps
         self._stages = stages
@@ -88,7 +93,7 @@ class UpdatePartition:
         self.reads = self._cut()
 
     def is_given(self, operand: int, owner: Owner) -> bool:
-        """Whether an output is an input on the requested stage."""
+        """Returns whether an output is an input on the requested stage."""
         return operand in self._inputs and self.owners[operand] == owner
 
     def _place(self, step: Step) -> None:
@@ -102,11 +107,10 @@ class UpdatePartition:
             self.owners[number], self.levels[number] = owner, level
 
     def _rounds_until_known(self, number: int, owner: Owner) -> int:
-        """Returns the number of exchanges until a stage (None: all) has a value."""
+        """Returns the number of broadcasts until a stage (or all: None) has a value."""
         return self.levels[number] + (self.owners[number] not in (None, owner))
 
     def _owner(self, step: Step) -> Owner:
-        """Returns the stage of an operation's sharding or values; None for all."""
         laid = self._mesh_owner(step)
         if laid is not None:
             return laid
@@ -128,9 +132,6 @@ class UpdatePartition:
         return self._meshes.index(mesh) if mesh in self._meshes else None
 
     def _cut(self) -> dict[Group, list[int]]:
-        """Fills ``gives`` and ``tells`` from the outputs backwards; returns
-        ``reads``.
-        """
         stages = range(self._stages)
         for operand, owner in self._outputs:
             if isinstance(operand, FixedValue) or self.is_given(operand, owner):
@@ -235,16 +236,16 @@ def _check_steady(
     except PlanError as error:
         paths = ", ".join(adapter.rest_paths[i] for i in homes)
         raise PlanError(
-            f"a step changes {paths} by parameters, and takes arrays of several stages "
-            "into one operation for it. Make each such array of parameters of one "
+            f"a step changes {paths} depending on parameters, with an operation on "
+            "arrays of several stages. Make each such array from parameters of one "
             "stage (numbers, such as norms, may be of all), or leave the axis stage out"
         ) from error
 
 
 def _joins(what: str) -> PlanError:
     return PlanError(
-        "this optimizer takes parameters, gradients or state of several stages into "
-        f"one operation ({what}), as wrappers that choose between updates or flatten "
-        "the tree do. Take one that updates leaf by leaf (norms over all of them are "
-        "fine), or leave the axis stage out"
+        "this optimizer combines parameters, gradients or state of several stages in "
+        f"one operation ({what}). Wrappers that choose between updates or flatten "
+        "the tree do this. Use an optimizer that updates leaf by leaf (norms over all "
+        "leaves are allowed), or leave the axis stage out"
     )

@@ -1,8 +1,8 @@
 """Saves activations or residuals of micro-batches in flight in a lockstep pipeline.
 
-A stage saves its inputs and recomputes its layers, or it saves the residuals of the
-layers' derivative. Residuals that do not depend on the stage's inputs (parameters,
-their casts and gathered shards, masks) are recomputed instead of saved.
+A stage saves its inputs and recomputes its layers, or it saves the residuals of its
+layers. Residuals that do not depend on the stage's inputs are recomputed instead:
+parameters, their casts and gathered shards, masks.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from whalejax.lowering.spmd.spmd_executor import Sums
 
 
 Function = Callable[[list[Any], Carry, Any], Carry]
-"""Function from parameters with differentiated leaves of the batch, inputs of a stage
-and a micro-batch's number to the stage's outputs."""
+"""Function of a stage. Its arguments are the parameters with differentiated leaves of
+the batch, the inputs of the stage, and the number of the micro-batch. It returns the
+outputs of the stage."""
 
 
 class Derivative:
     """The forward pass of a stage's layers, and their backward pass from residuals.
 
-    Attributes:
-        kept: Abstract values that are saved of one micro-batch: the outputs of the
-            stage, then the other residuals.
+    kept: Abstract values that are saved for each micro-batch: the outputs of the
+        stage, then the other residuals.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Derivative:
         """Finds the residuals that the derivative reads.
 
         Args:
-            function: The stage's layers.
-            inputs: Function from a micro-batch's number to ``function``'s first
-                argument.
-            given: Inputs of the stage with their shapes and dtypes.
+            function: The layers of the stage.
+            inputs: Function from the number of a micro-batch to the first argument of
+                ``function``.
+            given: Inputs of the stage, with their shapes and dtypes.
         """
         self._function = function
         self._inputs = inputs
@@ -83,7 +83,7 @@ class Derivative:
         return [forward[i] for i in self._places]
 
     def stage_outputs(self, kept: Sequence[Any]) -> Carry:
-        """Returns the outputs of the stage from its residuals."""
+        """Returns the outputs of the stage, which its residuals contain."""
         return tuple(kept[: self._outputs])
 
     def backward(
@@ -136,7 +136,7 @@ class Inputs:
         local = self._local
         mine = numbers[local.stage]
         kept = [put(ring, x, mine) for ring, x in zip(kept, given, strict=True)]
-        if local.branches:  # Nothing reads the last stage's output.
+        if local.branches:  # Nothing reads the output of the last stage.
             numbers = numbers.at[-1].set(-1)
 
         def work() -> Carry:
@@ -188,7 +188,6 @@ class Inputs:
         return local.with_gradients(sums, gradients), before
 
     def _midway(self, given: Carry, handed: Carry, number: Any) -> tuple[Sums, Carry]:
-        """Runs the backward pass of any stage except the last."""
         local = self._local
         _, vjp = jax.vjp(
             lambda inputs, given: local.forward(inputs, given, number),

@@ -1,10 +1,10 @@
 """A loop over layers whose number of iterations is known only at run time.
 
-Stages with unequal numbers of layers run one program, and each runs one iteration for
-each of its layers. JAX has no reverse-mode derivative of such a loop, so this one has
-its own rule. The forward pass saves the residuals of every iteration, and the backward
-pass runs the iterations in reverse. The buffers have room for the most layers of any
-stage.
+Stages with unequal numbers of layers run one program. Each stage runs one iteration per
+layer. JAX has no reverse-mode derivative of such a loop, so the loop here has its own
+rule. The forward pass saves the residuals of every iteration, and the backward pass
+runs the iterations in reverse. The buffers have room for the layers of the stage with
+the most.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class DynamicLoop:
     Attributes:
         body: One iteration: function from constants, carries and slices to carries and
             further results.
-        num_consts, num_carries: Numbers of loop-invariant and of carried operands; the
-            operands after them are stacked.
+        num_consts: Number of loop-invariant operands, which come first.
+        num_carries: Number of carried operands, which come next. All others are
+            stacked.
         most: Number of slices of a stack, the largest number of iterations.
-        masked: Whether always ``most`` iterations run, and surplus ones change nothing.
-            Devices that share collectives inside must run equally many iterations.
+        masked: Whether ``most`` iterations run in any case, of which surplus ones
+            change nothing. Devices that share collectives in the body must run equal
+            numbers of iterations. Default False.
     """
 
     body: Body
@@ -46,7 +48,7 @@ class DynamicLoop:
 
     @property
     def carries(self) -> slice:
-        """The slice of the carries in the operands."""
+        """Position of the carries among the operands."""
         return slice(self.num_consts, self.num_consts + self.num_carries)
 
     def iterations_run(self, count: Any) -> Any:
@@ -54,7 +56,7 @@ class DynamicLoop:
         return self.most if self.masked else count
 
     def chosen(self, here: Any, fresh: Any, before: Any) -> Any:
-        """Selects the new carry, or the old one in a surplus iteration."""
+        """Returns the carry after an iteration, or the old carry if it is surplus."""
         if not self.masked:
             return fresh
         return jax.tree.map(lambda x, y: jnp.where(here, x, y), fresh, before)
@@ -73,11 +75,10 @@ def run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Oper
     Args:
         turns: Loop to run.
         count: Number of iterations, an int32 scalar of at most ``turns.most``.
-        operands: Constants, carries (floating-point numbers), stacks.
+        operands: Constants, floating-point carries, and stacks, in this order.
 
     Returns:
         The carries after ``count`` iterations.
-
     >>> turns = DynamicLoop(
     ...     body=lambda x: [x[0] * x[1]], num_consts=0, num_carries=1, most=3
     ... )
@@ -104,7 +105,7 @@ def _run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Ope
 
 
 OWN, ONCE = -1, -2
-"""Sources of a derivative's leaves: computed by each iteration, or equal in all."""
+"""Sources of residuals: each iteration computes its own, or all have the same."""
 
 
 @functools.partial(
@@ -116,8 +117,8 @@ OWN, ONCE = -1, -2
 class _LoopResiduals:
     """Residuals of a loop for its backward pass.
 
-    ``sliced`` is whether an iteration has a slice of each leaf of ``backward``;
-    ``flows``, whether a gradient flows through each operand.
+    ``sliced`` tells of which leaves of ``backward`` each iteration has a slice.
+    ``flows`` tells through which operands a gradient flows.
     """
 
     backward: Any
@@ -136,7 +137,6 @@ class _LoopResiduals:
 def _differentiated(
     turns: DynamicLoop, given: Sequence[Any], flows: Sequence[bool]
 ) -> tuple[Operands, Any]:
-    """Returns an iteration's results, and the derivative of its ``flows``."""
     places = [i for i, flowing in enumerate(flows) if flowing]
 
     def layer(*floats: Any) -> Operands:
@@ -154,8 +154,8 @@ def _sources(
 ) -> tuple[list[int], list[Any]]:
     """Returns the source of each leaf of an iteration's derivative, and the leaves.
 
-    A source is the index of the equal operand, ``OWN`` or ``ONCE``; the leaves are
-    abstract.
+    A source is the index of the operand that the leaf equals, ``OWN`` or ``ONCE``. The
+    leaves are abstract.
     """
 
     def leaves(*given: Any) -> list[Any]:
@@ -181,8 +181,8 @@ def _forward(
     turns: DynamicLoop, primals: Any, given: Any
 ) -> tuple[Operands, _LoopResiduals]:
     count, operands = primals.value, tuple(x.value for x in given)
-    # Carries may become differentiable in later iterations. Other operands without a
-    # gradient may have no derivative.
+    # Carries may become differentiable in later iterations. Operands without a gradient
+    # are excluded, as there may be no derivative by them.
     carried = range(len(operands))[turns.carries]
     flows = tuple(
         _inexact(x.value) and (x.perturbed or i in carried) for i, x in enumerate(given)
@@ -190,7 +190,7 @@ def _forward(
     start = tuple(operands[turns.carries])
     first = turns.iteration_inputs(operands, start, 0)
     sources, shapes = _sources(turns, first, flows)
-    # This extra iteration defines the structure; the compiler removes unused parts.
+    # This extra iteration gives the structure; the compiler removes unused values.
     _, derivative = _differentiated(turns, first, flows)
     leaves = jax.tree.leaves(derivative)
     structure: Any = jax.tree.structure(derivative)

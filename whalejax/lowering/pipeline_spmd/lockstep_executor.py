@@ -3,10 +3,10 @@
 Every stage has some layers of a scan over stacked parameters, and all stages run one
 loop. In each turn a stage runs its layers forward for one micro-batch and backward for
 another, by the rows of the schedule, and sends results to its neighbours. All stages
-compute the parts before and after the layers; only those of the first and the last
-stage count. ``activation_stash`` defines what is saved of a micro-batch in flight.
-Other mesh axes stay automatic inside. If stages have unequal numbers of layers, each
-runs its own number of iterations.
+compute the parts before and after the layers, but only the results of the first and the
+last stage are used. ``activation_stash`` defines what is saved for a micro-batch in
+flight. The compiler shards the other mesh axes. If stages have unequal numbers of
+layers, each runs its own number of iterations.
 """
 
 from __future__ import annotations
@@ -55,12 +55,17 @@ def pipelined_gradients(
     step: Any,
     scale: Any = None,
 ) -> tuple[Sums, Any]:
-    """Returns loss, gradients and non-trainable state; see ``gradients_of``.
+    """Returns loss and gradients of the global batch, and the new non-trainable state.
 
     Args:
         program: Loss, optimizer and plan to run.
         stack: Scan over layers.
-        params, rest, batch, rng, step, scale: Arguments of ``gradients_of``, unchanged.
+        params: Flat trained parameters.
+        rest: Non-trainable state.
+        batch: Flat leaves of the global batch.
+        rng: Random key of the run, or None.
+        step: Number of finished steps.
+        scale: Scale of float16 losses, or None.
     """
     table, plan = _table(program), program.plan
     assert plan.stages is not None
@@ -112,7 +117,6 @@ _WHOLE = PartitionSpec()
 
 
 def _sums_specs(program: Program, stack: Stack) -> Sums:
-    """Returns the specs of sums, with gradients of layers sharded by stage."""
     adapter = program.adapter
     return Sums(
         total=_WHOLE,
@@ -124,7 +128,6 @@ def _sums_specs(program: Program, stack: Stack) -> Sums:
 
 
 def _summed(sums: Sums, stack: Stack) -> Sums:
-    """Sums the loss and gradients over the stages, except those of their layers."""
     whole = jax.tree.map(
         lambda x: jax.lax.psum(x, STAGE),
         (sums.total, sums.weight, sums.metrics, sums.batch_gradients),
@@ -148,7 +151,6 @@ def _specs_of(count: int, stack: Stack) -> list[PartitionSpec]:
 
 
 def _rest_specs(rest: Any, stack: Stack) -> Any:
-    """Returns the specs of the non-trainable state, with layers sharded by stage."""
     tree: Any = jax.tree.structure(rest)
     count = tree.num_leaves
     return tree.unflatten(
@@ -164,7 +166,7 @@ def _on_stages(
 ) -> Callable[..., Sums]:
     """Returns ``function`` as a function of global arrays that all stages run.
 
-    Counters advance with each micro-batch.
+    In it, counters advance with each micro-batch.
     """
     adapter, cut = program.adapter, program.batch_axes
 
@@ -183,7 +185,7 @@ def _on_stages(
         others = [x if axis is None else None for x, axis in pairs]
 
         def local(params: list[Any], given: tuple[Any, ...]) -> Sums:
-            here: Any = jax.sharding.get_abstract_mesh()  # with the axis stage manual
+            here: Any = jax.sharding.get_abstract_mesh()  # The axis stage is manual.
             at_step, parts, others, rng, scale = given
 
             def micro(number: Any) -> tuple[Any, Sequence[Any], Any]:
@@ -223,7 +225,6 @@ def _on_stages(
 
 
 def _advance_counters(rest: Any, stack: Stack, number: Any) -> Any:
-    """Returns the non-trainable state after ``number`` micro-batches' counts."""
     if not any(stack.advances):
         return rest
     leaves = [
@@ -239,7 +240,6 @@ def _dealt_out(
     run: Callable[[list[Any]], Sums],
     params: Sequence[Any],
 ) -> Sums:
-    """Runs the stages on their own layers, regrouped from the stored parameters."""
     counts = layer_counts(program)
     if min(counts) == max(counts):
         return run(list(params))
@@ -259,12 +259,16 @@ def pipelined_losses(
     rng: Any,
     step: Any,
 ) -> Sums:
-    """Returns the batch's summed losses, without gradients; see ``losses_of``.
+    """Returns the summed losses of the global batch, without gradients.
 
     Args:
         program: Loss, optimizer and plan to run.
         stack: Scan over layers.
-        params, rest, batch, rng, step: Arguments of ``losses_of``, unchanged.
+        params: Flat trained parameters.
+        rest: Non-trainable state.
+        batch: Flat leaves of the global batch.
+        rng: Random key of the run, or None.
+        step: Number of finished steps.
     """
     table = _table(program)
     turns = turns_of(table)[: table.num_micro_batches + table.num_stages - 1, :, 0]
@@ -283,7 +287,7 @@ def pipelined_losses(
         return _summed(sums, stack)
 
     outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=())
-    still = replace(stack, advances=())  # evaluation advances no counters
+    still = replace(stack, advances=())  # In an evaluation, counters do not advance.
     found: Sums = _on_stages(program, still, evaluated, outputs)(
         params, rest, batch, rng, step, None
     )

@@ -26,22 +26,23 @@ Carry = tuple[Any, ...]
 
 
 class _StageLayersDone(Exception):  # noqa: N818
-    """Stops after the layers of a stage; the part after them is not needed."""
+    """Ends the trace after the layers of a stage, whose other parts are not needed."""
 
 
 @dataclass(slots=True)
 class StageLayers:
-    """The layers of this stage, instead of all; see ``evaluate.ScanReplacement``.
+    """The layers of one stage, in place of all; implements ``ScanReplacement``.
 
     Attributes:
         stack: Scan over all layers.
         counts: Number of layers of each stage.
-        masked: Whether all stages run equally many iterations, as they share
+        masked: Whether all stages run equal numbers of iterations, because they share
             collectives.
-        stage, last: Number of this stage, and whether it is the last.
+        stage: Number of this stage.
+        last: Whether this stage is the last one.
         given: Outputs of the previous stage, or of the layers if ``made``.
-        ends: Whether to stop after the layers.
-        made: Whether the layers were run before, and their outputs are given.
+        ends: Whether the trace ends after the layers.
+        made: Whether ``given`` has the outputs of the layers, which ran before.
         results: Outputs of the layers.
     """
 
@@ -96,11 +97,11 @@ class StageLayers:
         return run_dynamic_loop(turns, self._of_stage(self.counts), tuple(values))
 
     def _stage_slices(self, stack: Any) -> Any:
-        """Returns this stage's slices; unsharded stacks are sliced here."""
+        """Returns the slices of this stage; an unsharded stack is cut here."""
         most = max(self.counts)
         if stack.shape[0] == most:
             return stack
-        if min(self.counts) < most:  # last slices may pass the end
+        if min(self.counts) < most:  # The last slices may be beyond the end.
             stack = jnp.concatenate([stack, stack[:most]])
         start = self._of_stage(np.cumsum([0, *self.counts[:-1]]))
         return jax.lax.dynamic_slice_in_dim(stack, start, most, axis=0)
@@ -109,7 +110,7 @@ class StageLayers:
         return jnp.asarray(numbers, jnp.int32)[self.stage]
 
     def after_scan(self, value: Any) -> Any:
-        """Returns a value after the layers, differentiable on the last stage only."""
+        """Returns a value after the layers, with a gradient on the last stage alone."""
         dtype = getattr(value, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             return value
@@ -118,7 +119,7 @@ class StageLayers:
 
 @jax.custom_vjp
 def _only_where(here: Any, value: Any) -> Any:
-    """Returns the value; its cotangent is 0 where ``here`` is False, even if inf."""
+    """Returns the value; where ``here`` is False its cotangent becomes 0, even inf."""
     del here
     return value
 
@@ -131,14 +132,15 @@ _only_where.defvjp(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneStage:
-    """One stage's part of the program, inside ``shard_map`` over the stages.
+    """The part of the program of one stage, inside ``shard_map`` over the stages.
 
     Attributes:
-        program, stack: Program and layer stack to run.
+        program: Loss, optimizer and plan to run.
+        stack: Scan over layers.
         params: Parameters of this stage.
         stage: Number of this stage.
-        micro: Function from a micro-batch's number to its non-trainable state, flat
-            batch and key.
+        micro: Function from the number of a micro-batch to its non-trainable state,
+            flat batch and key.
         scale: Scale of the loss before differentiation, or None.
     """
 
@@ -161,7 +163,7 @@ class OneStage:
         return math.prod(sizes.values()) == sizes[STAGE]
 
     def others(self, number: Any) -> list[Any]:
-        """Returns the ``inputs`` of a micro-batch outside the layers, in order."""
+        """Returns ``inputs`` of a micro-batch without the parameters of the layers."""
         inputs = enumerate(self.inputs(number))
         return [x for i, x in inputs if i not in self.stack.params]
 
@@ -196,8 +198,10 @@ class OneStage:
         return tuple(program.constrain(carry, program.constraints.carried))
 
     def inputs(self, number: Any) -> list[Any]:
-        """Returns the inputs by which a micro-batch is differentiated: the parameters,
-        and the adapter's ``batch_gradients``.
+        """Returns what a micro-batch is differentiated by.
+
+        The list has the parameters, and the leaves that the adapter's
+        ``batch_gradients`` names.
         """
         _, batch, _ = self.micro(number)
         return [*self.params, *(batch[place] for place in self._read_leaves)]
@@ -211,7 +215,7 @@ class OneStage:
     ) -> tuple[list[Any], Any, list[Any], Any]:
         """Returns parameters, non-trainable state, flat batch and key.
 
-        ``inputs`` are parameters, perhaps followed by leaves of the micro-batch.
+        ``inputs`` has the parameters, perhaps followed by leaves of the micro-batch.
         """
         rest, batch, key = self.micro(number)
         count = len(self.params)
@@ -223,7 +227,7 @@ class OneStage:
         """Returns the outputs of the stage for a micro-batch.
 
         Args:
-            inputs: Result of ``inputs``, or parameters.
+            inputs: Result of the method ``inputs``, or parameters alone.
             given: Outputs of the previous stage.
             number: Number of the micro-batch.
         """
@@ -238,13 +242,13 @@ class OneStage:
     ) -> tuple[tuple[Carry, Any], Sums]:
         """Returns the outputs, the scaled total and the sums of a micro-batch.
 
-        Total and sums are those of the last stage.
+        Total and sums are valid on the last stage alone.
 
         Args:
-            inputs: Result of ``inputs``, or parameters.
+            inputs: Result of the method ``inputs``, or parameters alone.
             given: Outputs of the previous stage, or of the layers if ``made``.
             number: Number of the micro-batch.
-            made: Whether ``given`` has the outputs of the layers.
+            made: Whether ``given`` has the outputs of the layers; default False.
         """
         layers = self.layers(given, ends=False, made=made)
         params, rest, batch, key = self._micro_batch(inputs, number)
@@ -304,7 +308,7 @@ class OneStage:
 
         Args:
             sums: Sums without gradients.
-            gradients: Gradients by ``inputs``.
+            gradients: Gradients by the result of the method ``inputs``.
         """
         if self.scale is not None:
             gradients = [wide(g) / self.scale for g in gradients]

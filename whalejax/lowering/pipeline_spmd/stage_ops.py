@@ -1,7 +1,7 @@
-"""Operations that a stage computes differently from the traced program.
+"""Operations that a stage computes in another way than the traced program.
 
-Inside ``shard_map`` over the stages, the compiler partitions the other axes. It cannot
-do so for every operation. A stage also has fewer layers than were traced.
+Inside ``shard_map`` over the stages, the compiler partitions the other axes, which it
+cannot do for every operation. A stage also has fewer layers than were traced.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def in_stages(
 
 
 def _takes_one(equation: Any) -> bool:
-    """Whether a gather takes one element of the last dimension for each row."""
     operand, indices = (v.aval for v in equation.invars)
     numbers, last = equation.params["dimension_numbers"], operand.ndim - 1
     rows = tuple(range(last))
@@ -62,7 +61,8 @@ def _takes_one(equation: Any) -> bool:
 def _take_by_sum(equation: Any, operand: Any, indices: Any) -> Any:
     """Computes a lookup as a sum in which all terms except one are zero.
 
-    Unlike a lookup it fuses with the producer of the rows, such as float32 logits.
+    A sum, unlike a lookup, fuses with the operation that makes the rows, such as a cast
+    of logits to float32.
     """
     mode, size = Mode.from_any(equation.params["mode"]), operand.shape[-1]
     place = signed(indices[..., 0])

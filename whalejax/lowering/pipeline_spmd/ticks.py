@@ -1,4 +1,4 @@
-"""Ticks of a lockstep pipeline: selection of work, transfers and ring buffers."""
+"""Turns of a lockstep pipeline: selection of work, transfers and ring buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def turns_of(table: Schedule) -> np.ndarray:
             pass in a turn, with inputs that were sent in the previous turn.
 
     Returns:
-        ``int32[turns, stages, 2]``: forward and backward; -1 for none.
+        ``int32[turns, stages, 2]``: the micro-batch of the forward and of the backward
+        pass, or -1.
     """
     count = 1 + max(map(table.turn, table.rows))
     turns = np.full((count, table.num_stages, 2), -1, np.int32)
@@ -36,15 +37,16 @@ def chosen(
 ) -> Any:
     """Returns ``work()`` if a stage has a micro-batch, else ``idle``.
 
-    Stages branch separately only if nothing inside is sharded. Otherwise all of them do
-    the work of any, because they run the same collectives.
+    Stages take separate branches only if nothing in ``work`` is sharded. Otherwise all
+    stages run ``work`` if any of them has a micro-batch, because they share its
+    collectives.
 
     Args:
         numbers: Micro-batch of each stage, or -1.
         stage: Number of this stage.
         work: Function that does the work.
         idle: Result without a micro-batch.
-        branches: Whether nothing inside is sharded.
+        branches: Whether nothing in ``work`` is sharded.
     """
     here = numbers[stage] >= 0
     if branches:
@@ -88,6 +90,6 @@ def read_ring_slot(ring: Any, number: Any) -> Any:
 
 
 def where(here: Any, tree: Any, other: Any = None) -> Any:
-    """Selects one tree here, and another one or zeros elsewhere."""
+    """Selects one tree where a condition holds, and another tree or zeros elsewhere."""
     other = jax.tree.map(jnp.zeros_like, tree) if other is None else other
     return jax.tree.map(lambda x, y: jnp.where(here, x, y), tree, other)

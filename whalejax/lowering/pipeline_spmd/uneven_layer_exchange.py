@@ -1,10 +1,10 @@
 """Distributes stacked layers to stages with unequal numbers of layers.
 
-A stack of layers cannot be stored in unequal parts, so each stage stores a part of
-every layer: the axis ``stage`` shards another dimension. At the start of a step stages
-exchange these parts for full layers, and at its end gradients of layers for gradients
-of parts. Each stage has slots for the most layers of any stage. Surplus slots contain
-its last layer and are not read.
+A stack of layers cannot be stored in unequal parts. So each stage stores a part of
+every layer: the axis ``stage`` shards another dimension. At the start of a step, stages
+exchange these parts for full layers. At the end, they exchange gradients of layers for
+gradients of parts. Each stage has as many slots as the stage with the most layers has
+layers. Surplus slots contain the stage's last layer, and are not read.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from whalejax.planner.sharding.layout import Spec
 
 
 def rows_of(layers: Sequence[int]) -> np.ndarray:
-    """Returns the layer in each slot of the padded stages.
+    """Returns the layer in each slot of each stage.
 
     Args:
         layers: Number of layers of each stage.
 
     Returns:
-        ``int32[stages, most]``.
+        ``int32[stages, most]``, where ``most`` is the largest number of layers.
 
     >>> rows_of([3, 1]).tolist()
     [[0, 1, 2], [3, 3, 3]]
@@ -42,7 +42,7 @@ def rows_of(layers: Sequence[int]) -> np.ndarray:
 
 
 def places_of(layers: Sequence[int]) -> np.ndarray:
-    """Returns the slot of each layer in the concatenated slots of all stages.
+    """Returns the slot of each layer among the slots of all stages.
 
     >>> places_of([3, 1]).tolist()
     [0, 1, 2, 3]
@@ -75,8 +75,10 @@ def dealt_rest(program: Program, stack: Stack, rest: Any, layers: Sequence[int])
     """Regroups the non-trainable state of layers by the stages that compute with it.
 
     Args:
-        program, stack, layers: Arguments of ``distribute_layers``, unchanged.
-        rest: Non-trainable state as it is stored.
+        program: Loss, optimizer and plan to run.
+        stack: Scan over layers, with its parameters.
+        rest: Non-trainable state, as stored.
+        layers: Number of layers of each stage.
     """
     if min(layers) == max(layers) or not stack.frozen:
         return rest
@@ -98,11 +100,13 @@ def _own_layers(program: Program, x: Any, stored: Spec, layers: Sequence[int]) -
 def collected(
     program: Program, stack: Stack, gradients: Sequence[Any], layers: Sequence[int]
 ) -> tuple[Any, ...]:
-    """Regroups gradients of the stages by the storage of parameters.
+    """Regroups gradients of the stages as parameters are stored.
 
     Args:
-        program, stack, layers: Arguments of ``distribute_layers``, unchanged.
+        program: Loss, optimizer and plan to run.
+        stack: Scan over layers, with its parameters.
         gradients: Gradients of the regrouped parameters.
+        layers: Number of layers of each stage.
     """
     result = list(gradients)
     for i in stack.params:

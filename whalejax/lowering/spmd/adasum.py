@@ -1,9 +1,9 @@
 """Adasum over the ranks of ``data``; see ``planner.cost.adasum_cost``.
 
 Every device combines a part of every tensor for all ranks, so all ranks get the same
-bits. Each tensor is scaled by a power of two so that its largest element is near one,
-and dot products and norms are summed as pairs of floats. So dot products and norms lose
-no digits, and overflow only if the tensors do.
+bits. A power of two scales each tensor so that its largest element is near one. Dot
+products and norms are summed as pairs of floats. So they lose no digits, and overflow
+only if the tensors do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from whalejax.planner.sharding.layout import Spec
 Pair = tuple[Any, Any]
 """A number as the sum of two floats.
 
-The second is below the first's last digit; None if it is 0.
+The second float is smaller than the last digit of the first; None stands for 0.
 """
 
 
@@ -43,13 +43,13 @@ def adasum_reduce(
     """Returns tensors combined over the ranks of ``data``, equal on all ranks.
 
     Args:
-        stacked: Sums over each rank's samples for each parameter, with the ranks along
-            a leading dimension that ``data`` shards.
+        stacked: For each parameter, the sums over the samples of each rank. The ranks
+            are along a leading dimension that ``data`` shards.
         weights: Weight of each rank's samples, by which its sums are divided.
         specs: Spec of each parameter on the axes other than ``data``.
         slices: Number of layers that each tensor stacks; each layer counts as a tensor.
         mesh: Mesh of the devices.
-        node: Number of consecutive ranks that are averaged first.
+        node: Number of consecutive ranks that are averaged first; default 1.
     """
     double = any(x.dtype == jnp.float64 for x in stacked)
     dtype = jnp.float64 if double else jnp.float32
@@ -69,7 +69,7 @@ def adasum_reduce(
         rows = _Rows.of(means, packing)
         partial = _PartialDots(packing=packing, specs=laid, mesh=mesh)
         while rows.count > 1:
-            # The barrier prevents recomputation of a level for each reader.
+            # Without the barrier, each reader would recompute the level.
             rows = jax.lax.optimization_barrier(_level(rows, partial))
         whole = jax.lax.all_gather(rows.values(packing)[0], DATA)
         local = dict(zip(order, packing.unpacked(whole, shapes), strict=True))
@@ -93,8 +93,8 @@ class _Packing:
     """Packs tensors into one buffer of columns, in equal parts for all ranks.
 
     Attributes:
-        parts: Size of each tensor's part; tensors with equally many columns are
-            adjacent.
+        parts: Number of columns of each tensor in a part. Tensors with equal numbers
+            are adjacent.
         ranks: Number of parts.
     """
 
@@ -134,7 +134,7 @@ class _Packing:
         return [x[:, self.tensor_of][:, None] for x in each]
 
     def by_tensor(self, columns: Any) -> list[Any]:
-        """Splits (…, column) into arrays (…, tensor, column) of equal column counts."""
+        """Splits (…, column) into arrays (…, tensor, column), one per column count."""
         tensor, first = [], 0
         for count, several in itertools.groupby(self.parts, lambda x: x.columns):
             tensors = sum(part.here for part in several)
@@ -184,13 +184,12 @@ class _Rows:
         """Rescales so that each tensor's largest element on this device is near one."""
         largest = jnp.abs(self.high).max(1)
         result = [x.max(-1, initial=0.0) for x in packing.by_tensor(largest)]
-        # Zeros are scaled too, and stay zero. A second reader of the maxima would make
-        # XLA on CPU recompute them for each number.
+        # Zeros are scaled too, and stay zero. With a second reader of the maxima, XLA
+        # on CPU would recompute the maxima for each number.
         return self.shift_exponents(-_exponents(jnp.concatenate(result, -1)), packing)
 
     def shift_exponents(self, shifts: Any, packing: _Packing) -> _Rows:
-        """Subtracts ``shifts`` (group, tensor) from the exponents."""
-        half = shifts >> 1  # in two factors, as the power itself may overflow
+        half = shifts >> 1  # Two factors, as the power itself may overflow.
         powers = [_power(x, self.high.dtype) for x in (half, shifts - half)]
         first, second = packing.by_column(powers)
         high, low = _each(lambda x: x * first * second, self.pair)
@@ -209,8 +208,8 @@ class _PartialDots:
     def gather_numbers(self, own: Any) -> Any:
         """Gathers the numbers (number, pair, tensor on this device) of all devices.
 
-        Returns (device, number, pair, tensor); zero if a device has no part of the
-        tensor, or the same part as an earlier device.
+        Returns (device, number, pair, tensor). It is zero if a device has no part of
+        the tensor, or has the same part as an earlier device.
         """
         axes = [axis for axis, size in self.mesh.shape.items() if size > 1]
         result, first = [], 0
@@ -230,7 +229,6 @@ class _PartialDots:
         return jax.lax.all_gather(jnp.concatenate(result, -1), tuple(axes))
 
     def local(self, every: Any) -> Any:
-        """Selects this device's numbers from those of all tensors, (pair, tensor)."""
         local, first = [], 0
         for part, spec in zip(self.packing.parts, self.specs, strict=True):
             whole = every[:, first : first + part.slices]
@@ -249,15 +247,15 @@ def _node_means(rows: Any, weights: Any, node: int) -> Any:
 
 
 def weighted_means(sums: Any, weights: Any) -> Any:
-    """Converts sums over samples to means; zero if samples have no weight.
+    """Converts sums over samples to means; zero for a rank whose weight is zero.
 
     Args:
         sums: Sums of several ranks, stacked along the first dimension.
-        weights: Sample weights of each rank.
+        weights: Weight of each rank's samples.
     """
     by = weights.reshape(-1, *[1] * (sums.ndim - 1)).astype(sums.dtype)
     nonzero = by != 0
-    # A rank of zero weight may have NaN sums, if its loss divided by the weight.
+    # The sums of a rank of zero weight may be NaN, if its loss divided by the weight.
     means = sums / jnp.where(nonzero, by, 1)
     return jnp.where(nonzero, means, jnp.zeros_like(sums))
 
@@ -265,9 +263,9 @@ def weighted_means(sums: Any, weights: Any) -> Any:
 def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
     """Combines pairs of rows; a row without a partner is unchanged.
 
-    Adasum(a, b) = (a - p b) + (b - q a) with p = a·b / 2‖b‖² and q = a·b / 2‖a‖². It is
-    computed from a and b divided by powers of two, and the two terms are added at the
-    larger scale, so that nothing overflows unless the result does.
+    Adasum(a, b) = (a - p b) + (b - q a) with p = a·b / 2‖b‖² and q = a·b / 2‖a‖². Both
+    a and b are divided by powers of two before, and the two terms are added at the
+    larger scale. So nothing overflows unless the result does.
     """
     packing, end = partial.packing, rows.count // 2 * 2
     pair = [rows.select(slice(i, end, 2)).normalised(packing) for i in range(2)]
@@ -280,7 +278,7 @@ def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
     common = [partial.local(x) for x in exponents]
     least = _exponent_range(dtype)[0]
     a, b = (
-        # A device's part of a tensor may be far below the tensor's maximum.
+        # The part of a tensor on a device may be far below the maximum of the tensor.
         x.shift_exponents(jnp.clip(x.exponents - e, least, 0), packing)
         for x, e in zip(pair, common, strict=True)
     )
@@ -321,7 +319,6 @@ def _column_dots(ones: Pair, others: Pair) -> tuple[Pair, Pair, Pair]:
 
 
 def _by_tensor(sums: Sequence[Pair], packing: _Packing) -> list[Pair]:
-    """Adds up sums of columns to sums of tensors, (pair, tensor)."""
     high, low = (jnp.stack(x) for x in zip(*sums, strict=True))
     cut = zip(packing.by_tensor(high), packing.by_tensor(low), strict=True)
     each = [_total(pair, 3) for pair in cut]
@@ -332,10 +329,10 @@ def _by_tensor(sums: Sequence[Pair], packing: _Packing) -> list[Pair]:
 def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
     """Returns the coefficients p and q of ``_level``, and the tensors' exponents.
 
-    ``every`` is (device, number, pair, tensor). Results are a·b / 2‖b‖² and a·b /
-    2‖a‖², each (pair, tensor), where a and b are divided by two to the exponents. The
-    last result is the exponents, (2, pair, tensor). A zero tensor has its partner's
-    exponent, and two zeros have 0.
+    ``every`` is (device, number, pair, tensor). The coefficients are (pair, tensor);
+    they hold for a and b divided by two to the power of the exponents. The exponents
+    are (2, pair, tensor). A zero tensor has its partner's exponent, and two zeros have
+    0.
     """
     every = jnp.moveaxis(every, 1, 0)
     highs, lows, exponents = every[0:6:2], every[1:6:2], every[6:].astype(jnp.int32)
@@ -355,7 +352,6 @@ def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
 
 
 def _ratio(dot: Pair, squared: Pair, nonzero: Any) -> Pair:
-    """Returns a dot product over twice a squared norm; 0 if the norm is 0."""
     high, low = squared
     double = jnp.where(nonzero, 2 * high, 1), jnp.where(nonzero, 2 * low, 0)
     return _each(lambda x: jnp.where(nonzero, x, 0), _quotient(dot, double))
@@ -436,8 +432,7 @@ def _with_low(pair: Pair) -> Pair:
 
 
 def _halves(a: Any) -> Pair:
-    """Splits a number into two with half of its digits."""
-    digits = 12 if a.dtype == jnp.float32 else 27  # half of the significand
+    digits = 12 if a.dtype == jnp.float32 else 27  # Half of the significand's digits.
     scaled = a * (2**digits + 1)
     high = scaled - (scaled - a)
     return high, a - high

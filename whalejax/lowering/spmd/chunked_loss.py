@@ -1,8 +1,8 @@
 """Computes logits, and the loss from them, for a chunk of tokens at a time.
 
-Both passes store only one chunk of logits: the forward pass saves the results for each
-token, and the backward pass recomputes the logits. Each device accumulates its own
-gradient of the kernel, which is summed over devices once, after the last chunk.
+Both passes store the logits of one chunk alone. The forward pass saves the results for
+each token, and the backward pass recomputes the logits. Each device accumulates its own
+gradient of the kernel. The gradient is summed over devices once, after the last chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def chunked(
     Args:
         one: Call that computes logits and reduces them.
         values: Inputs of the call.
-        count: Number of chunks of a device's tokens; fewer if it does not divide them.
+        count: Number of chunks of a device's tokens. If it does not divide them, there
+            are fewer chunks.
         spec: Spec of the logits.
         mesh: Mesh of the devices.
         used: Function from the stored kernel to the kernel for products.
@@ -83,7 +84,7 @@ class _Chunks:
     # Chunks of values.
 
     def chunks(self, x: Any, tags: Tags) -> Any:
-        """Splits a value into ``[count, ...]``; each device's tokens equally."""
+        """Splits a value into ``[count, ...]``, each with equally many local tokens."""
         place = tags.index(self.cut)
         n, before, after = self.parts(self.cut), x.shape[:place], x.shape[place + 1 :]
         piece = self.sizes[self.cut] // n
@@ -105,7 +106,6 @@ class _Chunks:
         return tuple(() if tag is None else self.spec[tag] for tag in tags)
 
     def hidden_tags(self) -> Tags:
-        """Returns the tags of the hidden values; the contracted dimension has None."""
         places = dict(zip(self.one.tokens, self.one.token_tags, strict=True))
         return tuple(places.get(d) for d in range(len(self.one.hidden.aval.shape)))
 
@@ -240,7 +240,7 @@ class _Chunks:
         return (*tokens, *(() for _ in one.depth), self.spec[one.vocab_tag])
 
     def product(self, hidden: Any, change: Any, wide: Any) -> Any:
-        """Returns one chunk's kernel gradient, on each device from its own tokens."""
+        """Returns one chunk's kernel gradient; each device sums over its own tokens."""
         one, count = self.one, len(self.one.tokens)
         order = [*one.tokens, *(h for h, _ in one.depth)]
         left = self._split_device_dims(hidden.transpose(order))
@@ -260,7 +260,6 @@ class _Chunks:
         )
 
     def _split_device_dims(self, x: Any) -> Any:
-        """Splits each leading token dimension into (devices, tokens per device)."""
         tokens = self.one.token_tags
         shape = [
             n
@@ -270,6 +269,5 @@ class _Chunks:
         return x.reshape(*shape, *x.shape[len(tokens) :])
 
     def kernel_order(self, x: Any) -> Any:
-        """Returns an array in the kernel's own order, from depth and vocabulary."""
         places = [*(k for _, k in self.one.depth), self.one.vocab]
         return x.transpose(np.argsort(places))

@@ -1,9 +1,10 @@
 """Finds which values a plan constrains, equation by equation.
 
-The compiler propagates shardings from these to other values. It follows the plan only
-with constraints on results of products, lookups and other operations that mix
-dimensions; on values before and after each reshard; and on every parameter at its use.
-Positions are those of capture, so the evaluator can match equations.
+The compiler propagates shardings from constrained values to others. It follows the plan
+only if three kinds of values are constrained: results of products, lookups and other
+operations that mix dimensions; values before and after each reshard; and every
+parameter where it is used. Positions are those of capture, so the evaluator can match
+equations.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class Constraints:
     """Layout constraints for the evaluation of a traced loss.
 
     Attributes:
-        results: Specs that each result passes through, by (position, result).
-        operands: Specs that each operand passes through, by (position, operand).
-        gathers: Specs from stored to used, by (position, operand), of parameters that
-            are stored in more shards than used.
+        results: Specs to which each result is constrained in turn, by (position,
+            result).
+        operands: Specs to which each operand is constrained in turn, by (position,
+            operand).
+        gathers: Specs of parameters that are stored in more shards than used, from
+            stored to used, by (position, operand).
         regathers: Positions that gather parameters again for the backward pass.
         rings: Specs of the operands of blockwise attention, by position.
         lookups: Specs of the operands of lookups, scatters, sorts, convolutions and
@@ -51,9 +54,9 @@ class Constraints:
         sorted_rows: Rows, and axes that shard the samples, of calls that sort rows
             across the batch, by position.
         chunks: Number of chunks of a device's tokens in calls that compute logits.
-        waiting: Values that are offloaded until the backward pass: numbers of inputs by
-            position of a checkpointed region, and numbers of results by position of an
-            equation inside one.
+        waiting: Values that are offloaded until the backward pass. At the position of a
+            checkpointed region it has numbers of inputs, at the position of an equation
+            inside one it has numbers of results.
         carried: Specs of the layers' outputs for the next stage; empty without stages.
         flows: Whether a gradient flows through each operand, by position of a call with
             its own derivative rule.
@@ -79,9 +82,9 @@ class Constraints:
 
 
 def tables_of(plan: Plan, analysed: GraphAnalysis) -> dict[int, Table]:
-    """Returns a plan's compute tables with a new trace's roles, by TaskGraph index.
+    """Returns a plan's compute tables in terms of a new trace, by TaskGraph index.
 
-    Roles are matched by name; a name that the trace lacks shards nothing.
+    Roles are matched by name. A role that the trace lacks shards nothing.
     """
     by_name = {region.task_graph: region for region in plan.compute}
     fallback = plan.compute[0]
@@ -116,7 +119,6 @@ class _Collector:
         self.made: dict[int, tuple[Position, int]] = {}
 
     def _stored(self, plan: Plan) -> dict[int, dict[int, tuple[str, ...]]]:
-        """Returns the axes that shard each stored weight, by role."""
         values: dict[int, dict[int, tuple[str, ...]]] = {}
         leaves = {leaf.path: leaf for leaf in plan.leaves}
         for t in self.graph.params:
@@ -131,8 +133,8 @@ class _Collector:
             for result in op.results:
                 if self.weight[result]:
                     known = [o for o in op.operands if o in values]
-                    # The operand with most axes decides, such as the kernel and not its
-                    # scale.
+                    # The operand with the most axes decides, such as a kernel, which
+                    # has more than its scale.
                     source = max(known, key=lambda o: len(values[o]), default=None)
                     values[result] = {} if source is None else values[source]
         return values
@@ -147,7 +149,7 @@ class _Collector:
             if self._in_sorted_rows(op.position):
                 self._of_sorted_rows(index, table)
                 continue
-            # One equation may be two operations; only the first has its operands.
+            # One equation may be two operations; the first has the operands.
             if op.position not in seen:
                 for slot, tensor in enumerate(op.operands):
                     self._operand(index, slot, tensor, table)
@@ -191,7 +193,7 @@ class _Collector:
         return any(position[: len(call)] == call for call in self.calls)
 
     def _of_sorted_rows(self, index: int, table: Table) -> None:
-        """Collects only weights' constraints, for operations on a device's own rows."""
+        """Collects the constraints of weights alone, as devices have their own rows."""
         op = self.graph.ops[index]
         for slot, tensor in enumerate(op.operands):
             if self.weight[tensor]:
@@ -200,7 +202,7 @@ class _Collector:
             self.home[tensor] = op.task_graph
 
     def _shared_rows(self) -> dict[Position, SharedRows]:
-        """Returns the calls whose operations all shard the rows equally."""
+        """Returns the calls in which all operations shard the rows in the same way."""
         shared_rows = {}
         for position, call in self.calls.items():
             fronts = {
@@ -252,7 +254,7 @@ class _Collector:
         if before != after:
             self.operands[key] = _reshard_steps(before, after)
             if tensor in self.made:
-                # Prevents propagation of this reader's spec to the others.
+                # Without this the compiler would give other readers this reader's spec.
                 self.results.setdefault(self.made[tensor], (before,))
 
     def _gather(
@@ -268,7 +270,7 @@ class _Collector:
             return
         used = spec_of(read or layout, self.dims.sizes[tensor], table, self.mesh)
         by_role = self.stored.get(tensor, {})
-        # The shards of a fused dimension may not divide its first part.
+        # The shards of a fused dimension may not divide the first part of it.
         axes = [by_role.get(atoms[0], ()) if atoms else () for atoms in layout]
         parts = [math.prod(self.mesh[a] for a in several) for several in axes]
         sizes = self.dims.sizes[tensor]
@@ -289,7 +291,7 @@ def layouts_of(
 
     Args:
         plan: Plan of the model.
-        analysed: Analysed trace of the same model.
+        analysed: Analysis of a trace of the model.
         tensors: Ids of the values.
     """
     graph, dims = analysed.graph, analysed.dims
@@ -306,22 +308,21 @@ def layouts_of(
 def _reshard_steps(before: Spec, after: Spec) -> tuple[Spec, ...]:
     """Returns the specs of a reshard, in steps that the compiler can do efficiently.
 
-    First it gathers axes that the target does not use, then moves axes to other
-    dimensions, then shards over new axes. In one step the compiler would replicate the
-    full array, with a warning.
+    The first step gathers axes that the target does not use, the second moves axes to
+    other dimensions, the third shards over further axes. In one step the compiler would
+    replicate the full array, with a warning.
     """
     path = [before, _only(before, after), _only(after, before), after]
     return tuple(spec for i, spec in enumerate(path) if i == 0 or spec != path[i - 1])
 
 
 def _only(spec: Spec, other: Spec) -> Spec:
-    """Returns a spec without the axes that the other does not use."""
     kept = {axis for axes in other for axis in axes}
     return tuple(tuple(axis for axis in axes if axis in kept) for axes in spec)
 
 
 def _from_whole(op: Op, final: Spec) -> tuple[Spec, ...]:
-    """Returns the specs of a result: a slice runs before its result is sharded.
+    """Returns the specs of a result; that of a slice is sharded after the slice.
 
     Otherwise the compiler would shard the input of the slice unevenly, and exchange its
     edges.
@@ -363,8 +364,8 @@ def constraints_of(
 
     Args:
         plan: Plan of the model.
-        analysed: Analysed trace of the same model.
-        captured: Traced loss that the plan was made for.
+        analysed: Analysis of the traced loss.
+        captured: Traced loss for which the plan was made.
     """
     collector = _Collector(plan, analysed, captured)
     constraints = replace(collector.collect(), flows=_flows(captured))

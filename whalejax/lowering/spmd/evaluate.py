@@ -1,6 +1,6 @@
-"""Runs a traced loss again, equation by equation, with layouts constrained.
+"""Evaluates a traced loss, equation by equation, with layouts constrained.
 
-The program is the traced loss of the user; only layouts are added.
+The program is the user's traced loss. Evaluation adds layouts and nothing else.
 
 The module is long because each kind of inner program has its own rule.
 """
@@ -43,7 +43,7 @@ from whalejax.planner.sharding.layout import Spec
 
 
 GATHERED = "whalejax_gathered_parameter"
-"""Checkpoint name of parameters gathered for use: never saved for the backward pass."""
+"""Checkpoint name of gathered parameters, which are never saved for backward."""
 
 MOVED = "whalejax_constrained_value"
 """Checkpoint name of other constrained values, by which a policy may save them."""
@@ -53,11 +53,11 @@ WAITING = "whalejax_waiting_value"
 """Checkpoint name of values that are offloaded until the backward pass."""
 
 HOST_MEMORY = "pinned_host"
-"""JAX's name of host memory that devices can access."""
+"""JAX's name of the host memory that devices can access."""
 
 
 def named_sharding(spec: Spec, mesh: Mesh, *, host: bool = False) -> NamedSharding:
-    """Returns a spec's sharding on a mesh, in device or host memory."""
+    """Returns a spec's sharding on a mesh, in device memory or host memory."""
     kind = {"memory_kind": HOST_MEMORY} if host else {}
     return NamedSharding(mesh, partition_spec(spec), **kind)
 
@@ -65,12 +65,12 @@ def named_sharding(spec: Spec, mesh: Mesh, *, host: bool = False) -> NamedShardi
 def but_for_gathered(policy: Any) -> Any:
     """Returns a checkpoint policy like ``policy`` that saves no gathered parameters.
 
-    Neither the named value nor the constraint or transfer that produces it may be
-    saved, as each is the unsharded parameter. Other constrained values have their own
-    name.
+    A gathered parameter is the named value, and also the result of the constraint or
+    transfer that produces it. None of them may be saved. Other constrained values have
+    another name.
 
     Args:
-        policy: Policy of the user, or None to save nothing.
+        policy: Policy of the user; None saves nothing.
     """
     if policy is None:
         return None
@@ -88,8 +88,8 @@ def but_for_gathered(policy: Any) -> Any:
 def with_waiting(policy: Any) -> Any:
     """Returns a checkpoint policy that offloads named values to host memory.
 
-    A named value is never saved on the device by another policy, as later operations
-    read it by its name.
+    Other policies cannot save a named value on the device, as operations read the value
+    under its name.
 
     Args:
         policy: Policy of all other values; None saves nothing.
@@ -110,7 +110,7 @@ def with_waiting(policy: Any) -> Any:
 
 
 class ScanReplacement(Protocol):
-    """Replacement of a scan over layers; it runs only some of the layers."""
+    """Replacement of a scan over layers, which runs only some of the layers."""
 
     @property
     def position(self) -> Position:
@@ -135,24 +135,24 @@ class ScanReplacement(Protocol):
 
 
 class PartialProgram(Protocol):
-    """Equations of a program that run on one device while others run the rest."""
+    """Equations of a program that run on some devices, while others run the rest."""
 
     def runs(self, position: Position) -> bool:
-        """Whether an equation runs here."""
+        """Returns whether an equation runs on these devices."""
         ...
 
     def imported_value(self, position: Position, slot: int) -> Any:
-        """Returns the value of an equation that runs elsewhere."""
+        """Returns a result of an equation that runs on other devices."""
         ...
 
     def record_result(self, position: Position, slot: int, value: Any) -> None:
-        """Records a result of an equation that runs here."""
+        """Records a result of an equation that runs on these devices."""
         ...
 
 
 @dataclass(slots=True)
 class _Scope:
-    """A running jaxpr: its position, its values, and cached reshards."""
+    """A jaxpr that is evaluated: its position, its values, and cached reshards."""
 
     constraints: Constraints
     mesh: Mesh
@@ -178,7 +178,6 @@ class _Scope:
     def once(
         self, atom: Any, value: Any, specs: tuple[Spec, ...], name: str = MOVED
     ) -> Any:
-        """Reshards a value once for all readers with the same specs."""
         done = (atom, specs)
         if done not in self.moved:
             self.moved[done] = self.passed(value, specs, name)
@@ -189,7 +188,7 @@ class _Scope:
 
     def passed(self, value: Any, specs: Sequence[Spec], name: str = MOVED) -> Any:
         if isinstance(value, HostParameter) and specs:
-            # A slice has the stack's spec without the first dimension.
+            # A slice has the spec of the stack without the first dimension.
             return value.then(
                 lambda x, sliced: self.passed(x, [s[sliced:] for s in specs], name),
                 keeps=value.host.ndim,
@@ -217,16 +216,17 @@ def evaluate(
     """Runs a jaxpr with constraints.
 
     Args:
-        jaxpr: Open or closed jaxpr, as captured.
+        jaxpr: Open or closed jaxpr of the loss, or of a call in it.
         arguments: Values of its inputs.
         constraints: Constraints by position.
         mesh: Mesh of the plan.
-        position: Position of the jaxpr within the outermost one.
-        looped: Whether the jaxpr is the body of a loop, or inside one.
-        recomputed: Whether the jaxpr is in a checkpointed region of the user.
-        part: Replacement of the layers' scan, if only some layers run.
-        here: Equations to run, if only some run.
-        ready: Weights that an outer loop has already gathered.
+        position: Position of the jaxpr within the outermost one; default: outermost.
+        looped: Whether the jaxpr is in a loop; default False.
+        recomputed: Whether the jaxpr is in a checkpointed region of the user; default
+            False.
+        part: Replacement of the scan over layers; default: all layers run.
+        here: Equations that run; default: all run.
+        ready: Weights that were gathered before an outer loop; default: none.
 
     Returns:
         Outputs of the jaxpr.
@@ -295,9 +295,9 @@ def _bound(
 ) -> list[Any]:
     """Runs an operation with its parameters gathered from their shards.
 
-    The backward pass of a product needs the full parameter. It is gathered again there,
-    because saving it would undo the sharding. A checkpointed region of the user gathers
-    everything again when it is recomputed.
+    The backward pass of a product needs the full parameter. Saving it would undo the
+    sharding, so the backward pass gathers it again. The exception is an operation in a
+    checkpointed region of the user, which gathers all when it is recomputed.
     """
     gathers = scope.constraints.gathers
     places = [(position, -1 if s is None else s) for s in slots]
@@ -328,8 +328,8 @@ def _bound(
 
     # In a loop, CSE cannot merge the two gathers.
     again = jax.checkpoint(run, prevent_cse=not scope.looped)
-    # Before an all-to-all the spec is also set outside. Otherwise the compiler
-    # propagates the inner spec to the region's input, and reshards twice.
+    # Before an all-to-all the spec is also set outside. Otherwise the compiler gives
+    # the inner spec to the region's input, and reshards twice.
     atoms = zip(equation.invars, values, wanted, strict=True)
     stored = [
         scope.once(a, v, specs[:1]) if _exchanges(specs) else v for a, v, specs in atoms
@@ -344,7 +344,6 @@ def _as_it_is(
     slots: Sequence[int | None],
     position: Position,
 ) -> list[Any]:
-    """Runs an operation as traced, or by a special rule for sharded values."""
     laid = scope.constraints.lookups.get(position, ())
     specs = [laid[s] if s is not None and laid else () for s in slots]
     windows = shared_windows(equation, specs)
@@ -374,8 +373,6 @@ def _fetching(
     slots: Sequence[int | None],
     position: Position,
 ) -> list[Any]:
-    """Runs an operation on offloaded parameters, fetched for it."""
-
     def run(*operands: Any) -> list[Any]:
         there = [
             checkpoint_name(x, GATHERED) if isinstance(given, HostParameter) else x
@@ -418,8 +415,8 @@ def _sorted_rows(
 ) -> list[Any]:
     """Runs a call that sorts rows, on each device for its own samples.
 
-    Weights are gathered before. If any operation would gather its weights again for the
-    backward pass, all are gathered again.
+    Weights are gathered before the call. If the backward pass of any operation gathers
+    its weights again, all weights are gathered again.
     """
     rows, axes = scope.constraints.sorted_rows[position]
     inner = _compat.inner_jaxprs(equation)[0]
@@ -451,7 +448,7 @@ def _sorted_rows(
     saved = but_for_gathered(jax.checkpoint_policies.everything_saveable)
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
-        # Each device's copy of a weight is unsharded, so it is not saved either.
+        # Copies of a weight on each device are full weights, so they are not saved.
         copied = primitive.name in COPYING
         return not copied and bool(saved(primitive, *avals, **params))
 
@@ -460,7 +457,6 @@ def _sorted_rows(
 
 
 def _exchanges(specs: Sequence[Spec]) -> bool:
-    """Whether an axis moves from one dimension to another."""
     if not specs:
         return False
     first, last = (
@@ -497,7 +493,7 @@ def _remat(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
     inner = _compat.inner_jaxprs(equation)[0]
-    # A nested region offloads nothing, as it is recomputed as a whole.
+    # A nested region offloads nothing, as the outer region recomputes all of it.
     waiting = {} if scope.recomputed else scope.constraints.waiting
     within = replace(scope, constraints=replace(scope.constraints, waiting=waiting))
     waits = waiting.get(position[:-1], ())
@@ -519,7 +515,7 @@ def _scan(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
     inner = _compat.inner_jaxprs(equation)[0]
-    # Unfetched parameters can be sliced before a cast, but not after a reshape.
+    # Parameters in host memory can be sliced before a cast, but not after a reshape.
     values = [
         v.fetched() if isinstance(v, HostParameter) and not v.sliceable else v
         for v in values
@@ -543,11 +539,11 @@ def _scan(
 def _over_time(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
-    """Runs a scan; gathers loop-invariant weights before it.
+    """Runs a scan, after it gathered the loop-invariant weights.
 
     If the backward pass reads them too, they are gathered again before the backward
-    loop, and all other residuals are saved. A checkpointed region of the user in the
-    body has its own policy, so this is not done then.
+    loop, and all other residuals are saved. This is not done if the body has a
+    checkpointed region of the user, which has its own policy.
     """
     inner = _compat.inner_jaxprs(equation)[0]
     constraints, ready = scope.constraints, scope.ready
@@ -570,7 +566,7 @@ def _over_time(
         within = replace(scope, ready={**ready, **here})
 
         def body(arguments: Sequence[Any]) -> list[Any]:
-            # Named carries are saved; unnamed ones would be recomputed by a loop.
+            # Carries get a name to be saved, as unnamed ones would be recomputed.
             named = [
                 checkpoint_name(value, MOVED) if constants <= i < carries else value
                 for i, value in enumerate(arguments)
@@ -581,7 +577,8 @@ def _over_time(
 
         return rebuild.scan(equation, given[: len(values)], body)
 
-    # Constrained outside too; otherwise the compiler propagates the gathered spec.
+    # A constraint outside too, as the compiler would otherwise spread the gathered
+    # spec.
     given = (*values, *(scope.passed(stored[p], ways[p][:1]) for p in once.values()))
     again = any(at in constraints.regathers for at, _ in result)
     if scope.recomputed or not again or recomputes(inner):
@@ -594,8 +591,6 @@ def _over_time(
 def _cond(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
-    """Runs a conditional; the branch index is replicated, so all devices agree."""
-
     def branch(number: int, inner: Any) -> rebuild.Body:
         return lambda arguments: _inner(scope, inner, arguments, (*position, number))
 

@@ -1,10 +1,10 @@
 """Lookups, scatters and sorts of a stage, on each device for its own part.
 
-Inside ``shard_map`` over the stages the compiler partitions the other axes. Its
-partitioner aborts the process at a gather or scatter that two axes shard, such as over
-the rows of logits and their vocabulary. So these operations are partitioned here: the
-part of every value on each device, and the axes over which results are summed.
-Operations that cannot be divided run in full on every device.
+Inside ``shard_map`` over the stages, the compiler partitions the other axes. Its
+partitioner aborts the process at a gather or scatter that two axes shard, such as the
+rows of logits and their vocabulary. So this module partitions these operations. It
+determines the part of every value on each device, and the axes over which results are
+summed. Operations that cannot be divided run in full on every device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCATTERS = frozenset(
     "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split()
 )
 INDEXED = SCATTERS | {"gather", "sort", "top_k", "approx_top_k"}
-"""Operations that look up or write by index, or whose derivatives do."""
+"""Operations that look up or write by an index, also in their derivatives."""
 
 _LINEAR = frozenset({"gather", "scatter", "scatter-add", "scatter-sub"})
 """Operations whose derivatives read none of their floating-point operands."""
@@ -40,7 +40,8 @@ class OperationParts:
     """Division of an operation among devices.
 
     Attributes:
-        given, out: Specs of operands and results.
+        given: Specs of the operands.
+        out: Specs of the results.
         run: Function of one device, from its parts of the operands.
         summed: Axes over which the parts of a result are summed.
         finish: Function from the sum and the device's operands to the result.
@@ -59,7 +60,7 @@ class _Free:
     taken: set[str] = field(default_factory=set)
 
     def take(self, spec: Spec, dim: int, size: int) -> tuple[str, ...]:
-        """Takes a dimension's axes of a spec; () if in use or not dividing ``size``."""
+        """Takes the axes of a dimension; () if in use or if they do not divide it."""
         axes = spec[dim] if dim < len(spec) else ()
         axes = tuple(a for a in axes if self.sizes.get(a, 1) > 1)
         count = math.prod(self.sizes[a] for a in axes)
@@ -83,7 +84,8 @@ def in_parts(
         values: Operands of the operation.
         specs: Specs of the operands, as far as known; empty ones are unsharded.
         mesh: Mesh of the devices, inside ``shard_map`` over the stages.
-        flows: Argument of ``holds``, unchanged.
+        flows: Whether a gradient flows through each operand. Default: through all
+            differentiable operands.
     """
     automatic = automatic_axes(mesh)
     sizes = {a: n for a, n in mesh.shape.items() if a in automatic and n > 1}
@@ -109,13 +111,13 @@ def holds(
     wanted: Callable[[Any], bool],
     flows: Sequence[bool] | None = None,
 ) -> bool:
-    """Whether a call, or its derivative, contains an equation of some kind.
+    """Returns whether a call, or its derivative, contains an equation of some kind.
 
     Args:
         equation: Call with an inner jaxpr.
         wanted: Predicate of equations.
-        flows: Whether a gradient flows through each operand; only these need a
-            derivative. None means all differentiable operands.
+        flows: Whether a gradient flows through each operand, and so a derivative is
+            needed. Default: through all differentiable operands.
     """
     if _holds(_compat.inner_jaxprs(equation), wanted):
         return True
@@ -192,7 +194,7 @@ def _rows(
 def _scatter(
     equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]
 ) -> OperationParts:
-    """Divides a scatter: batch dimensions, and dimensions that are written in full."""
+    """Divides a scatter along batch dimensions and dimensions written in full."""
     numbers = equation.params["dimension_numbers"]
     operand, indices, updates = (v.aval.shape for v in equation.invars)
     own, by_index, new = specs
@@ -234,7 +236,7 @@ def _scatter(
 def _gather(
     equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]
 ) -> OperationParts:
-    """Divides a gather: rows of indices, full slices, and one-element dimensions."""
+    """Divides a gather along rows of indices, full slices, and one-element slices."""
     numbers, slices = (
         equation.params[key] for key in ("dimension_numbers", "slice_sizes")
     )
@@ -281,8 +283,8 @@ def _keys(equation: Any) -> bool:
 class _ShardedGather:
     """One device's part of a gather.
 
-    ``laid`` has the axes that shard each operand dimension; ``picked``, the index
-    component of a sharded dimension, with its axes.
+    ``laid`` has the axes that shard each operand dimension. ``picked`` maps the index
+    component of each sharded dimension to the axes of the dimension.
     """
 
     equation: Any
@@ -295,13 +297,12 @@ class _ShardedGather:
         return Mode.from_any(self.equation.params["mode"])
 
     def _most(self) -> list[int]:
-        """Returns the largest index in bounds, for each index component."""
         shape, params = self.equation.invars[0].aval.shape, self.equation.params
         dims = params["dimension_numbers"].start_index_map
         return [shape[d] - params["slice_sizes"][d] for d in dims]
 
     def run(self, operand: Any, indices: Any) -> list[Any]:
-        """Returns this device's part: zero if an index is on another device."""
+        """Returns this device's part, with zeros for indices on other devices."""
         slices = tuple(
             n // math.prod(self.sizes[a] for a in self.laid[d])
             if d not in self.equation.params["dimension_numbers"].collapsed_slice_dims
@@ -341,7 +342,7 @@ class _ShardedGather:
         return within
 
     def finish(self, results: list[Any], operand: Any, indices: Any) -> list[Any]:
-        """Fills the results of out-of-bounds indices, if the mode fills them."""
+        """Fills the results of out-of-bounds indices, if the gather's mode says so."""
         del operand
         if not self.picked or self._mode != Mode.FILL_OR_DROP:
             return results
@@ -393,8 +394,9 @@ def on_each(
     shapes = [(v.shape, v.dtype) for v in values]
 
     def forward(*primals: Any) -> Any:
-        # Operands without a gradient, such as a closed-over table, may have no
-        # derivative. The structure of the residuals records which operands have one.
+        # There may be no derivative by operands without a gradient, such as a table
+        # that the function closes over. So the structure of the residuals records
+        # which operands have a gradient.
         values = [p.value for p in primals]
         real = [_compat.is_inexact(v.dtype) for v in values]
         pairs = list(zip(primals, real, strict=True))
@@ -426,7 +428,7 @@ def on_each(
 
 @dataclass(frozen=True, slots=True)
 class _Backward:
-    """One device's part of the backward pass; ``across`` axes shard the cotangents."""
+    """One device's part of the backward pass; the axes ``across`` shard cotangents."""
 
     parts: OperationParts
     flows: Sequence[int]

@@ -1,9 +1,9 @@
 """Grouped convolutions, on each device for its own samples.
 
 With several mesh axes, XLA's partitioner gathers all samples for such a convolution. It
-sums the gradient of the kernel over all devices, including those with the same samples,
-so the gradient is a multiple of the correct one. So these operations are partitioned
-here.
+then sums the gradient of the kernel over all devices, even those with the same samples.
+The gradient becomes a multiple of the correct one. So this module partitions these
+operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.planner.sharding.layout import Spec
 
 
 def is_grouped(equation: Any) -> bool:
-    """Whether an equation is a grouped convolution."""
+    """Returns whether an equation is a grouped convolution."""
     counts = ("feature_group_count", "batch_group_count")
     return equation.primitive.name == CONVOLUTION and any(
         equation.params[name] > 1 for name in counts
@@ -56,7 +56,6 @@ def grouped(
 
 
 def _passed(equation: Any) -> set[int]:
-    """Returns the dimensions of the image that may be sharded."""
     params = equation.params
     samples, _, *space = params["dimension_numbers"].lhs_spec
     _, _, *taps = params["dimension_numbers"].rhs_spec

@@ -1,11 +1,11 @@
 """Looks up one element of each row, such as a label's logit, by comparison.
 
-``take_along_axis`` is a gather, and its gradient a scatter into zeros. With one long
-dimension of rows, as in a micro-batch of one sample, TPU compilers flatten and copy
-operand and gradient. This needs 2 float32 arrays of the size of the logits in addition
-to the product's, instead of 1 (libtpu 0.0.42, v6e, 32,768 rows of 151,936). A
-comparison with the index, a selection and a sum fuse with neighbouring operations, give
-the same numbers, and need no such arrays.
+``take_along_axis`` is a gather, and its gradient a scatter into zeros. If the rows are
+one long dimension, as in a micro-batch of one sample, TPU compilers flatten and copy
+operand and gradient. This needs two more float32 arrays of the size of the logits
+(libtpu 0.0.42, v6e, 32,768 rows of 151,936). A comparison with the index, a selection
+and a sum give the same numbers. They fuse with neighbouring operations, and need no
+such arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whalejax.lowering.spmd.gather_scatter import filling, signed
 
 
 def picks_from_rows(equation: Any) -> bool:
-    """Whether a gather takes one floating-point element of each of many rows.
+    """Returns whether a gather takes one floating-point element of each of many rows.
 
     Args:
         equation: Gather equation.

@@ -1,6 +1,7 @@
 """Programs that sort rows of the batch, on each device for its own samples.
 
-Otherwise XLA gathers all rows on every device, and every device multiplies all of them.
+XLA alone would gather all rows on every device, and every device would multiply all of
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from whalejax.jaxpr.fewer_rows import BatchRows, RowDims, run_fewer
 
 
 COPYING = ("broadcast_in_dim", "squeeze")
-"""Primitives that copy a weight to each device, and that read the copy."""
+"""Primitives that copy a weight to each device, and those that read the copy."""
 
 
 def on_own_rows(
@@ -40,8 +41,8 @@ def on_own_rows(
         mesh: Mesh of the devices.
     """
     parts = math.prod(mesh.shape[axis] for axis in axes)
-    # Each device gets its own copy of the weights, so that gradients are summed
-    # outside; XLA:CPU aborts at 16-bit sums inside.
+    # Each device gets its own copy of the weights, so gradients are summed outside.
+    # XLA:CPU aborts at 16-bit sums inside.
     copied = [
         dim is None and _compat.is_inexact(value.dtype)
         for value, dim in zip(values, rows.inputs, strict=True)

@@ -1,7 +1,7 @@
-"""Gathers once, before a loop, the weights that every iteration reads.
+"""Gathers, once before a loop, the weights that every iteration reads.
 
-A loop over time uses the same weights in every iteration. With constraints inside it,
-they are gathered in every iteration, and their gradients scattered, as compilers leave
+A loop over time uses the same weights in every iteration. With constraints inside the
+loop, every iteration would gather them and scatter their gradients, as compilers leave
 most collectives in the loop. Values that the body computes from such weights alone,
 such as casts and concatenated kernels, are computed before the loop too.
 """
@@ -17,7 +17,7 @@ from whalejax.lowering.spmd.constraints import Constraints, Position
 
 
 Place = tuple[Position, int]
-"""The position of an equation, and the number of its operand."""
+"""The position of an equation, and the number of one of its operands."""
 
 Made = Callable[[], Any]
 """Function that returns a loop-invariant value."""
@@ -33,11 +33,11 @@ def loop_weights(
     Args:
         equation: Scan as traced.
         values: Operands of the scan.
-        constraints: Constraints that name the gathered weights.
+        constraints: Constraints, which name the gathered weights.
         position: Position of the scan's body.
 
     Returns:
-        Function that returns each weight before the gather.
+        For each reader, a function that returns the weight before the gather.
     """
     if not any(place[: len(position)] == position for place, _ in constraints.gathers):
         return {}
@@ -60,9 +60,10 @@ def _walk(
     gathers: Mapping[Place, Any],
     found: dict[Place, Made],
 ) -> list[Made | None]:
-    """Collects the reads of loop-invariant values; returns the makers of outputs.
+    """Collects the reads of loop-invariant values; returns functions for the outputs.
 
-    Inputs that change in every iteration have no maker. ``found`` receives the reads.
+    Each function computes an output. An input or output that changes with every
+    iteration has none. ``found`` receives the reads.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
     known: _Known = {
@@ -95,7 +96,7 @@ def _results(
     gathers: Mapping[Place, Any],
     found: dict[Place, Made],
 ) -> list[Made | None]:
-    """Returns the makers of an equation's results; None for values that vary."""
+    """Returns functions that compute the results; None for results that vary."""
     kind = _compat.recursion(equation)
     inner = _compat.inner_jaxprs(equation)
     unknown: list[Made | None] = [None] * len(equation.outvars)
@@ -126,7 +127,7 @@ def _slot(made: Callable[[], list[Any]], slot: int) -> Any:
 
 
 def operand_slots(equation: Any) -> list[int | None]:
-    """Returns capture's operand number of each input; None for scalar literals."""
+    """Returns the operand number in capture of each input; None for scalar literals."""
     count = 0
     slots: list[int | None] = []
     for atom in equation.invars:
@@ -139,7 +140,7 @@ def operand_slots(equation: Any) -> list[int | None]:
 
 
 def recomputes(jaxpr: Any) -> bool:
-    """Whether a body has checkpointed regions of the user."""
+    """Returns whether a body has checkpointed regions of the user."""
     body, _ = _compat.open_jaxpr(jaxpr)
     return any(
         _compat.recursion(equation) == "remat"

@@ -1,8 +1,8 @@
 """Kernels that the compiler cannot divide among devices.
 
-JAX does not know how parts of the result of a Pallas kernel, or a function of another
-library, depend on parts of the operands. TPU compilers refuse these in a program of
-several devices. So every device runs it in full.
+A Pallas kernel, or a function of another library, is opaque to JAX: it is unknown how
+parts of the result depend on parts of the operands. TPU compilers refuse such kernels
+in a program of several devices. So every device runs them in full.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def is_kernel(equation: Any) -> bool:
 def runs_whole(equation: Any, flows: Sequence[bool] | None = None) -> bool:
     """Returns whether every device must run an equation in full.
 
-    This holds for a kernel, and for a ``while`` loop or a call with its own derivative
-    rule around a kernel. It also holds for such a call around a grouped convolution.
+    This holds for a kernel. It holds for a ``while`` loop with a kernel inside, and for
+    a call with its own derivative rule and a kernel or a grouped convolution inside.
 
     Args:
         equation: Equation to check.

@@ -1,11 +1,11 @@
 """The optimizer's step on offloaded state, a chunk at a time.
 
-As compilers start transfers as early as possible, full transfers would put the state of
-all parameters on the device at once, and save nothing. So the optimizer is traced. For
-every parameter the elementwise part (all of Adam and momentum) runs in a loop over
-chunks: a chunk of the state is fetched, updated and sent back. Operations that are not
-elementwise, such as the norm of all gradients, run before. State that another operation
-reads in full (LAMB's, for its norms) is not streamed, and so is not offloaded.
+Compilers start transfers as early as possible. So transfers of full arrays would put
+the state of all parameters on the device at once, and save nothing. Therefore the
+optimizer is traced, and the elementwise part for every parameter (all of Adam and
+momentum) runs in a loop over chunks. A chunk of the state is fetched, updated and sent
+back. Other operations, such as the norm of all gradients, run before. State that one of
+them reads in full, as LAMB's for its norms, is not offloaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PIECE_BYTES = 16 << 20
 """Approximate bytes of a chunk of a parameter on one device."""
 
 LANES, ROWS = 128, 8
-"""Size of a TPU's tile."""
+"""Number of elements in the last dimension of a TPU's tile, and rows in a tile."""
 
 _SPREAD = "broadcast_in_dim"
 
@@ -43,11 +43,13 @@ class Follower:
     """A parameter and its optimizer state, some of which is offloaded.
 
     Attributes:
-        inputs: Numbers of the inputs of its shape: the parameter, its gradient.
-        state: Pairs of input and output numbers: state before and after the update.
+        inputs: Numbers of the update's inputs with the parameter's shape: the
+            parameter and its gradient.
+        state: For each array of state, its number among the inputs and its number among
+            the outputs.
         fresh: Number of the output that is the updated parameter.
-        hosted: Numbers of the inputs that are offloaded; their outputs are, too.
-        spec: Spec of all of them; only needed to run the update.
+        hosted: Numbers of the inputs that are offloaded; their outputs are too.
+        spec: Spec of all these arrays; only needed to run the update.
     """
 
     inputs: tuple[int, ...]
@@ -113,8 +115,8 @@ class FollowerPart:
         follower: Follower whose outputs the part computes.
         places: Numbers of the outputs: the parameter, then the state.
         equations: Equations in program order.
-        whole, single: Other variables that it reads: of the parameter's shape, and
-            scalars.
+        whole: Other variables that the part reads, with the parameter's shape.
+        single: Scalars that the part reads.
     """
 
     follower: Follower
@@ -128,8 +130,9 @@ class UpdateParts:
     """The program of an update, and the parts of it that can run in chunks.
 
     Attributes:
-        body, constants: Jaxpr and constants of the program.
-        parts: Part of each follower whose offloaded state nothing else reads.
+        body: Jaxpr of the program.
+        constants: Constants of the program.
+        parts: One part for each follower whose offloaded state no other part reads.
     """
 
     def __init__(self, program: Any, followers: Sequence[Follower]) -> None:
@@ -162,7 +165,6 @@ class UpdateParts:
         return chosen[::-1], variables
 
     def _same_form(self, follower: Follower) -> bool:
-        """Whether the update keeps shapes and dtypes, so that buffers can be reused."""
         places = [(follower.inputs[0], follower.fresh), *follower.state]
         pairs = (
             (self.body.invars[i].aval, self.body.outvars[o].aval) for i, o in places
@@ -196,7 +198,7 @@ class UpdateParts:
         )
 
     def _drop_what_others_need(self) -> bool:
-        """Drops parts whose offloaded state is read elsewhere; returns whether any."""
+        """Drops parts whose offloaded state others read; returns whether it did so."""
         _, variables = self.needed()
         kept = [
             part
@@ -210,7 +212,7 @@ class UpdateParts:
 
 
 class UpdateRun:
-    """Runs an update on values: the equations outside the loops, then the loops."""
+    """Runs the equations of an update outside the loops, and then the loops."""
 
     def __init__(self, parts: UpdateParts, values: Sequence[Any], mesh: Mesh) -> None:
         self.parts = parts
@@ -255,7 +257,7 @@ class UpdateRun:
             mesh=self.mesh,
             in_specs=(*[spec] * len(read), *[PartitionSpec()] * len(part.single)),
             out_specs=(spec,) * len(part.places),
-            check_vma=False,  # Equations are bound as traced.
+            check_vma=False,  # Equations run as they were traced.
         )
         results = mapped(*(self.env[v] for v in (*read, *part.single)))
         return dict(zip(part.places, results, strict=True))
@@ -314,7 +316,7 @@ def evaluated(
         equations: Equations of the part.
         outs: Variables to return.
         target: Variable of the parameter, whose shape all arrays have.
-        env: Values of the variables that it reads; results are added.
+        env: Values of the variables that the equations read; results are added.
     """
     shape = env[target].shape
     for equation in equations:
@@ -333,7 +335,7 @@ def to_device(value: Any) -> Any:
 
 
 def to_host(value: Any) -> Any:
-    """Returns the value in host memory that devices can access."""
+    """Returns the value in the host memory that devices can access."""
     return jax.device_put(value, jax.memory.Space.Host)
 
 
@@ -342,7 +344,7 @@ def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
 
     TPU compilers update host memory in full rows of lanes, eight rows at a time (libtpu
     0.0.42). The last dimension is in lanes if it is a multiple of 128. Otherwise either
-    of the last two may be, so neither is split. If no such chunks are small enough,
+    of the last two may be, so neither is split. If no allowed chunks are small enough,
     larger ones are used, or the full shard.
 
     >>> pieces((4096, 4096), 4), pieces((8, 8), 4), pieces((7, 4096, 4096), 4)
@@ -371,7 +373,6 @@ def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
 
 
 def _elementwise(equation: Any, shape: Sequence[int]) -> bool:
-    """Whether an equation makes one array of a shape, elementwise or from scalars."""
     if len(equation.outvars) != 1 or equation.outvars[0].aval.shape != shape:
         return False
     if equation.primitive.name == _SPREAD:

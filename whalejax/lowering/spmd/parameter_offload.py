@@ -1,15 +1,15 @@
 """Parameters in host memory, fetched to the device where they are read.
 
-Such a parameter is a stack of layers; a scan reads a slice of it in each iteration. It
-passes through the program in host memory to the operation that reads it; pending casts
-and reshapes are applied there. So only its slice is on the device, and the backward
-pass fetches it again.
+Such a parameter is a stack of layers, of which a scan reads a slice in each iteration.
+It stays in host memory until an operation reads it. Casts and reshapes before the read
+are pending, and are applied to the fetched slice. So only the slice is on the device,
+and the backward pass fetches it again.
 
-Its gradient is computed on the device and stays there. JAX would send the gradient of a
-fetched value back to host memory. So the program is differentiated by a seed of the
-parameter's shape instead. The forward pass never reads this array, and it is absent
-from the compiled program. A cast is also applied to the seed, so that gradients have
-the same narrow type as without offload.
+The gradient of the parameter is computed on the device and stays there. JAX would send
+the gradient of a fetched value back to host memory. So the program is differentiated by
+a seed instead, an array of the parameter's shape. The forward pass never reads the
+seed, and it is absent from the compiled program. A cast is also applied to the seed, so
+gradients have the same narrow type as without offload.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from whalejax.lowering.spmd.optimizer_offload import to_device
 
 
 Run = Callable[[Any, int], Any]
-"""Function from a value, and the number of leading dimensions sliced off since the step
-was recorded, to another value."""
+"""Function from a value to another value. Its second argument is the number of leading
+dimensions that were sliced off since the operation was recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,9 @@ class HostParameter:
 
     Attributes:
         host: Values of the parameter.
-        seed: Array by which the program is differentiated; None without gradient.
-        steps: Pending operations, in order; they have been applied to the seed.
+        seed: Array by which the program is differentiated; None without a gradient.
+        steps: Pending operations on ``host``, in order. They have been applied to
+            ``seed``.
     """
 
     host: Any
@@ -89,7 +90,7 @@ jax.tree_util.register_dataclass(
 
 
 def settled(values: Sequence[Any]) -> list[Any]:
-    """Returns the values, with offloaded parameters fetched to the device."""
+    """Returns the values; offloaded parameters are fetched to the device."""
     return [v.fetched() if isinstance(v, HostParameter) else v for v in values]
 
 
@@ -100,11 +101,11 @@ def out_of_host(value: Any) -> Any:
 
 
 def viewed(equation: Any, value: HostParameter) -> HostParameter | None:
-    """Adds a reshape or a cast to an offloaded parameter's pending operations.
+    """Adds a reshape or a cast to the pending operations of an offloaded parameter.
 
     Args:
         equation: Operation on the parameter.
-        value: Only operand of the operation.
+        value: Parameter, the only operand of the operation.
 
     Returns:
         The parameter with one more operation, or None for other operations.
@@ -123,7 +124,7 @@ def viewed(equation: Any, value: HostParameter) -> HostParameter | None:
 
 @jax.custom_vjp
 def _differentiated_by(seed: Any, value: Any) -> Any:
-    """Returns the value; its gradient goes to the seed."""
+    """Returns the value, whose gradient becomes that of the seed."""
     return value
 
 

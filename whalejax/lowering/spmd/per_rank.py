@@ -1,12 +1,12 @@
 """Separate gradients of each rank of ``data``, and their combination by Adasum.
 
-In an automatic program the compiler sums gradients over the full batch. So ``data`` is
-a manual axis of ``shard_map`` during differentiation, and the other axes are automatic:
-each rank has its own samples and statistics, and the common model. Then ``adasum``
-combines the gradients (or, in the delta form, the optimizer's updates).
+Usually the compiler sums gradients over the full batch. Here ``data`` is a manual axis
+of ``shard_map`` during differentiation, and the compiler shards the other axes. Each
+rank has its own samples and statistics, and all have the same model. Then ``adasum``
+combines the gradients, or, in the delta form, the updates of the ranks' optimizers.
 
-``vmap`` over ranks does not work: it makes a convolution's kernel gradient a grouped
-convolution, for which XLA gathers the samples of all ranks.
+``vmap`` over ranks does not work. It turns the gradient of a convolution's kernel into
+a grouped convolution, for which XLA gathers the samples of all ranks.
 """
 
 from __future__ import annotations
@@ -56,17 +56,22 @@ def gradients_of(
     step: Any,
     scale: Any = None,
 ) -> tuple[Sums, Any]:
-    """Returns loss and gradients of the global batch, and the non-trainable state.
+    """Returns loss and gradients of the global batch, and the new non-trainable state.
 
     Args:
-        program: Loss, optimizer and plan to run; the loss is traced at a rank's
-            micro-batch.
-        params, rest, batch, rng, step, scale: Arguments of
-            ``spmd_executor.gradients_of``, unchanged.
+        program: Loss, optimizer and plan to run; the loss is traced for a micro-batch
+            of one rank.
+        params: Flat trained parameters.
+        rest: Non-trainable state.
+        batch: Flat leaves of the global batch.
+        rng: Random key of the run, or None.
+        step: Number of finished steps.
+        scale: Scale of float16 losses, or None.
 
     Returns:
-        Sums with combined gradients; in the delta form with the gradients of each rank,
-        along a leading dimension. The non-trainable state is the mean over ranks.
+        Sums with combined gradients, and the mean of the ranks' non-trainable state. In
+        the delta form, the gradients of all ranks are stacked along a leading
+        dimension.
     """
     frozen = program.captured.frozen
 
@@ -97,7 +102,6 @@ def gradients_of(
 
 
 def _from_ranks(program: Program, stacked: Sequence[Any]) -> tuple[Any, ...]:
-    """Joins gradients of batch leaves of all ranks along the samples."""
     wanted, joined = program.adapter.batch_gradients, []
     for place, ranks in zip(wanted, stacked, strict=True):
         axis = program.batch_axes[place] or 0
@@ -119,8 +123,12 @@ def losses_of(
     """Returns the summed losses of the global batch, without gradients.
 
     Args:
-        program, params, rest, batch, rng, step: Arguments of ``gradients_of``,
-            unchanged.
+        program: Loss, optimizer and plan to run.
+        params: Flat trained parameters.
+        rest: Non-trainable state.
+        batch: Flat leaves of the global batch.
+        rng: Random key of the run, or None.
+        step: Number of finished steps.
     """
 
     def of_rank(own: Program, shared: Any, batch: Sequence[Any], first: Any) -> Any:
@@ -133,7 +141,7 @@ def losses_of(
 
 
 DELTA = "adasum_updates"
-"""Value of ``combine`` that combines the updates of each rank's optimizer."""
+"""Value of ``combine`` for the delta form, which combines updates of optimizers."""
 
 
 def update(
@@ -144,14 +152,18 @@ def update(
     loss: Any,
     applies: Any = None,
 ) -> tuple[list[Any], Any]:
-    """Runs the delta form: combines the updates of every rank's own optimizer step.
+    """Runs the optimizer in the delta form: each rank by its own gradients.
 
-    All ranks start from the same state; the new state is the mean over ranks.
+    All ranks start from the same state. Their updates are combined by Adasum, and the
+    state afterwards is the mean over ranks.
 
     Args:
-        program, params, state, loss, applies: Arguments of ``spmd_executor.update``,
-            unchanged.
-        gradients: Gradients of each rank, along a leading dimension.
+        program: Loss, optimizer and plan to run.
+        params: Flat trained parameters.
+        state: State of the optimizer.
+        gradients: Gradients of each rank, stacked along a leading dimension.
+        loss: Loss, for optimizers that take it.
+        applies: Whether the step takes effect, for float16; default: it does.
     """
     structure: Any = jax.tree.structure(program.adapter.params)
     specs = [_without_data(leaf.param_spec) for leaf in program.plan.trained]
@@ -185,12 +197,12 @@ def _on_ranks(
 ) -> Any:
     """Runs a function on every rank of ``data`` and stacks the results.
 
-    All ranks have ``shared``; ``stacked`` has the ranks along a leading dimension.
+    All ranks receive ``shared``. In ``stacked``, the ranks are a leading dimension.
     """
     plan = plan_of_rank(program.plan)
 
     def of_rank(shared: Any, *slices: Any) -> Any:
-        here: Any = jax.sharding.get_abstract_mesh()  # with ``data`` manual
+        here: Any = jax.sharding.get_abstract_mesh()  # The axis data is manual.
         own = dataclasses.replace(program, plan=plan, mesh=here)
         taken = jax.tree.map(lambda x: x[0], slices)
         return jax.tree.map(lambda x: x[None], function(own, shared, *taken))
@@ -212,7 +224,7 @@ def _on_batches(
 ) -> Any:
     """Runs a function on every rank's part of a global batch and stacks the results.
 
-    Its last argument is the number of the rank's first micro-batch.
+    The last argument of the function is the number of the rank's first micro-batch.
     """
     plan = program.plan
     ranks, count = plan.axis_sizes[DATA], plan.num_micro_batches
@@ -234,7 +246,7 @@ def _on_batches(
 
 
 def _with_weights(program: Program, sums: Sums) -> Sums:
-    """Sets equal weights of ranks to a constant, which needs no communication."""
+    """Replaces weights that are equal on all ranks by a constant, to avoid a sum."""
     if program.captured.graph.weighted:
         return sums
     weight = sums.weight
@@ -277,7 +289,6 @@ def _adasum(
 
 
 def _summed(program: Program, sums: Sums) -> Sums:
-    """Sums the ranks' values along the leading dimension, except gradients."""
     weighted = program.captured.graph.weighted
     metrics = jax.tree.map(
         lambda metric: _metric(metric, weighted=weighted),
@@ -292,7 +303,8 @@ def _summed(program: Program, sums: Sums) -> Sums:
 def _metric(metric: Any, *, weighted: bool) -> Any:
     """Combines the metrics of all ranks.
 
-    ``reported`` divides by the micro-batches of one rank, or by the weight of all.
+    Afterwards, ``reported`` divides by the number of micro-batches of one rank, or by
+    the weight of all.
     """
     if not isinstance(metric, ReportedValue):
         inexact = jnp.issubdtype(metric.dtype, jnp.inexact)
@@ -313,7 +325,6 @@ def _metric(metric: Any, *, weighted: bool) -> Any:
 
 
 def _rows(metric: ReportedValue, rows: Any) -> Any:
-    """Concatenates the rows of all ranks, which have consecutive samples."""
     ranks, axis, outer, inner = rows.shape[0], metric.axis, metric.outer, metric.inner
     front, behind = rows.shape[1 : axis + 1], rows.shape[axis + 2 :]
     size = rows.shape[axis + 1] // (outer * inner)
@@ -323,7 +334,6 @@ def _rows(metric: ReportedValue, rows: Any) -> Any:
 
 
 def _rest(program: Program, before: Any, moved: Sequence[Any]) -> Any:
-    """Returns the non-trainable state after a step: the mean over ranks."""
     frozen = program.captured.frozen
     tree: Any = jax.tree.structure(before)
     after = iter(moved)

@@ -1,10 +1,11 @@
 """Attention over a sharded sequence, a block of scores at a time.
 
-Keys and values move from device to device while every device computes with its current
-ones (Liu et al., "Ring Attention", 2023). Rows have a running maximum and a running
-sum, so only one block of scores exists at a time (Dao et al., "FlashAttention", 2022;
-the backward pass recomputes them). The model's own operations on scores before the
-softmax run block by block. On one device the ring has one round, with the same blocks.
+Keys and values move from device to device, while every device computes with those that
+it has (Liu et al., "Ring Attention", 2023). Each row has a running maximum and a
+running sum, so only one block of scores exists at a time. The backward pass recomputes
+the scores (Dao et al., "FlashAttention", 2022). The model's own operations on scores
+before the softmax run block by block. On one device the ring has one round, with the
+same blocks.
 
 The module is long because the backward pass has its own ring.
 """
@@ -41,6 +42,9 @@ def attend(
 ) -> Any:
     """Runs a call of attention.
 
+    A ring runs only if a sequence dimension of the query has the key's sharding.
+    Otherwise the sequences of query and key are unsharded.
+
     Args:
         equation: Call of attention.
         values: Query, key, value and the other inputs of the scores.
@@ -48,8 +52,7 @@ def attend(
         mesh: Mesh of the devices.
 
     Returns:
-        Result of the call, in the query's sharding. A ring runs only if a sequence
-        dimension of the query has the key's sharding; otherwise both are unsharded.
+        Result of the call, in the query's sharding.
     """
     jaxpr = _compat.inner_jaxprs(equation)[0]
     one = attention_of(jaxpr)
@@ -63,8 +66,9 @@ def attend(
 class _AttentionLayout:
     """An attention with its layout.
 
-    ``axes`` shard the sequence; empty without a ring. ``row`` is the sequence's index
-    in ``one.rows``. ``filled`` is the score of skipped blocks if it may have a weight.
+    ``axes`` shard the sequence; there are none without a ring. ``row`` is the index of
+    the sequence in ``one.rows``. ``filled`` is the score in skipped blocks, if they
+    affect a result.
     """
 
     one: AttentionPattern
@@ -146,7 +150,7 @@ class _AttentionLayout:
 
 
 def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any]) -> Spec:
-    """Returns the spec of another input: rows like the query's, columns unsharded."""
+    """Returns the spec of another input: rows as the query's, columns unsharded."""
     result = []
     for tags in zip(*ways, strict=True):
         tag = tags[0] if len(set(tags)) == 1 else None
@@ -155,10 +159,11 @@ def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any]) -> Spec:
 
 
 class _Local:
-    """One device's part: queries ``[batch, group, rows, depth]`` and so on.
+    """One device's part of an attention.
 
-    ``batch`` are the dimensions that queries and keys share, ``group`` the other
-    dimensions of queries except the sequence; each is flattened into one.
+    Its queries are ``[batch, group, rows, depth]``. ``batch`` is one dimension for all
+    that queries and keys share, ``group`` one for the other dimensions of queries
+    except the sequence.
     """
 
     def __init__(self, laid: _AttentionLayout) -> None:
@@ -175,7 +180,7 @@ class _Local:
     # Layouts.
 
     def kept_specs(self) -> list[Any]:
-        """Returns specs of residuals: reordered query, key, value; row maxima, sums."""
+        """Returns specs of residuals: query, key, value, row maxima, row sums."""
         one, (query, _, value) = self.one, self.laid.specs[:3]
         batch = [query[q] for q, *_ in one.batch]
         groups = [query[q] for q, _ in self.groups]
@@ -251,7 +256,7 @@ class _Local:
         return lax.ppermute(x, self.laid.axes, [(d, (d + 1) % n) for d in range(n)])
 
     def outside(self, others: Sequence[Any]) -> list[Any]:
-        """Returns the other inputs, with sharded rows reordered like the queries."""
+        """Returns the other inputs; sharded rows are in the order of the queries."""
         outside = []
         for value, ways, spec in zip(
             others, self.one.scores.tags, self.laid.specs[3:], strict=True
@@ -289,7 +294,7 @@ class _Local:
                     start = pair[3] * ring.column_size
                     x = lax.dynamic_slice_in_dim(x, start, ring.column_size, dim)
                 elif tag == self.tag:
-                    # A reordered value has the device's own row blocks.
+                    # A reordered value contains the row blocks of this device.
                     block = pair[0] if sharded[dim] or not self.laid.axes else pair[2]
                     start = block * ring.row_size
                     x = lax.dynamic_slice_in_dim(x, start, ring.row_size, dim)
@@ -321,7 +326,6 @@ class _Local:
         return found, pullback
 
     def _starts(self, sizes: Mapping[int, int]) -> dict[int, Any]:
-        """Returns the offset of this device's part in other sharded dimensions."""
         query = self.laid.specs[0]
         places = {t: q for q, *_, t in self.one.batch} | {t: q for q, t in self.groups}
         return {
@@ -361,7 +365,7 @@ class _Local:
             state = left_out.blended(hidden, *state)
         total, peak, below = state
         level = jnp.where(jnp.isfinite(peak), peak, 0)
-        # If all scores are -inf, ``below`` is 0 and the output NaN, as usual.
+        # If all scores of a row are -inf, ``below`` is 0 and the output NaN, as usual.
         output = total / below[..., None]
         kind = self.one.output.aval.dtype
         output = self.deal(output.astype(kind), 2, back=True)
@@ -392,7 +396,7 @@ class _Local:
         mine, total, peak, below = self._rows(pair, (query, *state))
         scores, _ = self.scores(mine, key, pair, sizes, others)
         higher = jnp.maximum(peak, scores.max(axis=-1))
-        # A row's maximum is -inf while all its scores so far are masked.
+        # The maximum of a row is -inf while all its scores so far are masked.
         level = jnp.where(jnp.isfinite(higher), higher, 0)
         weights = jnp.exp(scores - level[..., None])
         shrink = jnp.exp(peak - level)
@@ -442,7 +446,7 @@ class _Local:
                 (state, *sums), (query, key, value), (2, 1, 1), strict=True
             )
         ]
-        # Heads that share keys may be on several devices.
+        # Heads on several devices may share keys, so their gradients are summed.
         apart = _flatten_axes([self.laid.specs[0][q] for q, _ in self.groups])
         if apart:
             back[1:] = (lax.psum(x, apart) for x in back[1:])
@@ -462,7 +466,7 @@ class _Local:
         key, value = self._columns(pair, moving)
         query, given, inner, level, below = self._rows(pair, held)
         scores, pullback = self.scores(query, key, pair, sizes, others)
-        # No log-sum-exp: next to large masked scores, the sum's logarithm is lost.
+        # A log-sum-exp would round away the sum's logarithm beside large masked scores.
         weights = jnp.exp(scores - level[..., None]) / below[..., None]
         ahead, behind = (
             product.params["precision"] for product in (self.one.first, self.one.second)
@@ -488,7 +492,6 @@ class _Local:
     # Rounds.
 
     def _left_out(self) -> SkippedBlocks | None:
-        """Returns the skipped blocks, or None if their scores have no weight."""
         if self.laid.filled is None:
             return None
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
@@ -497,9 +500,9 @@ class _Local:
     def _tied(self, value: Any) -> Any:
         """Returns this device's pairs of blocks, their number, and the unchanged value.
 
-        The barrier makes indices depend on the value. Otherwise JAX hoists values that
-        depend only on indices out of a loop over layers. These are the masks of all
-        blocks; their memory is quadratic in the sequence length.
+        The barrier makes indices depend on the value. Without it, JAX moves values that
+        depend on indices alone out of a loop over layers. Among them are the masks of
+        all blocks, whose memory is quadratic in the sequence length.
         """
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
         own = tuple(jnp.asarray(x)[here] for x in (self.ring.pairs, self.ring.counts))
@@ -516,10 +519,10 @@ class _Local:
     ) -> Any:
         """Runs all pairs of blocks of this device, round by round.
 
-        All devices run as many steps as the busiest one, so the program is static;
-        devices skip the steps for which they have no pair. ``moving`` goes round the
-        ring; ``sums`` are its cotangents, which move with it and return, or ().
-        ``rest`` is like ``block``, for a round's skipped pairs.
+        All devices run as many steps as the device with the most pairs, so the program
+        is static. A device skips the steps for which it has no pair. ``moving`` goes
+        round the ring. ``sums`` has its cotangents, which move with it and return; it
+        may be (). ``rest`` is like ``block``, for the skipped pairs of a round.
         """
         n, counts = self.ring.size, self.ring.counts
         pairs, own = here
@@ -548,7 +551,7 @@ class _Local:
 
         def turn(step: Any, carry: Any) -> Any:
             moving, sums, state = carry
-            # Sent before use, so that the transfer overlaps with the computation.
+            # Sent before use, so the transfer overlaps with the computation.
             later = jax.tree.map(self.onward, moving)
             state, sums = compute_blocks(step, moving, sums, state, 0, most)
             state, sums = rest(step, moving, sums, state)
@@ -565,7 +568,6 @@ class _Local:
 
 
 def _added(whole: Any, part: Any, start: Any, dim: int) -> Any:
-    """Returns ``whole`` with ``part`` added to its slice at ``start``."""
     before = lax.dynamic_slice_in_dim(whole, start, part.shape[dim], dim)
     return lax.dynamic_update_slice_in_dim(whole, before + part, start, dim)
 

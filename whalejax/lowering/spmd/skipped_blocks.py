@@ -1,9 +1,9 @@
 """Fully masked attention rows, if masked blocks of scores are skipped.
 
-Masked blocks are skipped because their scores have no weight next to any other score.
-But the softmax of a fully masked row is a mean over masked scores, including those of
-skipped blocks. All these scores are equal, so the contribution of skipped blocks to
-such a row is the sum of their values, without a product.
+Masked blocks are skipped because masked scores have no weight beside an unmasked one.
+But the softmax of a fully masked row is a mean over masked scores, and skipped blocks
+belong to it. All these scores are equal. So skipped blocks contribute the sum of their
+values to such a row, and need no product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whalejax.planner.cost.blocked_attention import Ring
 
 
 class SkippedBlocks:
-    """The masked blocks of one device, whose values are summed as keys go round.
+    """The masked blocks of one device, whose values are summed round by round.
 
     Args:
         ring: Rounds of the ring.
@@ -56,12 +56,13 @@ class SkippedBlocks:
         return sums + self._product("rc,bce->bre", step, parts.sum(axis=2))
 
     def blended(self, sums: Any, total: Any, peak: Any, below: Any) -> Any:
-        """Adds masked blocks to weighted values, highest score and sum of weights.
+        """Adds masked blocks to weighted values, row maxima and row sums.
 
         Args:
-            sums: Sums after all rounds.
+            sums: Sums of values after all rounds.
             total: Weighted values ``[batch, group, rows, width]``.
-            peak, below: Row maxima and sums ``[batch, group, rows]``.
+            peak: Row maxima ``[batch, group, rows]``.
+            below: Row sums of weights ``[batch, group, rows]``.
         """
         higher = jnp.where(self.columns > 0, jnp.maximum(peak, self.score), peak)
         level = jnp.where(jnp.isfinite(higher), higher, 0)
@@ -75,14 +76,16 @@ class SkippedBlocks:
         )
 
     def pulled(self, level: Any, below: Any, given: Any, kind: Any) -> Any:
-        """Returns the cotangent of a masked block's value.
-
-        Its shape is ``[batch, row blocks, width]``.
+        """Returns the cotangents of values in masked blocks.
 
         Args:
-            level, below: Row maxima and sums, ``[batch, group, rows]``.
+            level: Row maxima ``[batch, group, rows]``.
+            below: Row sums of weights ``[batch, group, rows]``.
             given: Cotangents of the output, ``[batch, group, rows, width]``.
             kind: Dtype of the weights in products.
+
+        Returns:
+            ``[batch, row blocks, width]``.
         """
         weights = jnp.where(self.columns > 0, self._each(level) / below, 0)
         weighed = weights.astype(kind).astype(self.wide)[..., None] * given
@@ -96,7 +99,6 @@ class SkippedBlocks:
         return cotangent + jnp.repeat(result, self.ring.column_size, axis=1)
 
     def _each(self, level: Any) -> Any:
-        """Returns the weight of a masked score relative to the row's highest."""
         return jnp.where(self.columns > 0, jnp.exp(self.score - level), 0)
 
     def _product(self, text: str, step: Any, values: Any) -> Any:

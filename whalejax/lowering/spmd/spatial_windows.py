@@ -1,13 +1,14 @@
 """Convolutions and poolings over sharded space.
 
-Each device receives halos from its neighbours, one dimension after the other so that
-corners arrive too, and computes its own part. XLA does not partition these operations
-here, because it has the following problems (JAX 0.10.2). Gradients of convolutions are
-too large if two or more axes, with space among them, shard the input, and a part is not
-larger than a halo (``docs/plan/spatial.md`` has an example). Convolutions are too large
-if both the kernel's channels and the input's space are sharded. The backward pass of
-poolings exchanges far more than the windows read. Kernel gradients of transposed and
-grouped convolutions gather full samples.
+Each device receives halos from its neighbours, and computes its own part. Halos are
+exchanged one dimension after the other, so that corners arrive too. XLA does not
+partition these operations here, because it has these problems (JAX 0.10.2):
+
+- Gradients of convolutions are too large if space and another axis shard the input, and
+  a part is not larger than a halo (``docs/plan/spatial.md`` has an example).
+- Convolutions are too large if the kernel's channels and the input's space are sharded.
+- The backward pass of poolings exchanges far more than the windows read.
+- Kernel gradients of transposed and grouped convolutions gather full samples.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def in_slabs(
     Args:
         equation: Pooling or convolution.
         values: Operands of the operation.
-        specs: Specs of its operands; after the first, only axes on a kernel's channels
-            are used.
+        specs: Specs of the operands. For operands after the first, only the axes of a
+            kernel's channels are used.
         windows: Result of ``shared_windows``.
         mesh: Mesh of the devices.
     """
@@ -120,8 +121,7 @@ def _shard_channels(
 ) -> tuple[str, ...]:
     """Adds the axes that shard a kernel's channels to the layouts.
 
-    Returns the axes over which parts of the result are summed: those of the contracted
-    channels.
+    Returns the axes of contracted channels, over which parts of the result are summed.
     """
     numbers = equation.params["dimension_numbers"]
     made, read = numbers.rhs_spec[:2]
@@ -169,7 +169,6 @@ def _padding_value(equation: Any, dtype: Any) -> Any:
 
 
 def _without_padding(equation: Any, shared: set[int]) -> Any:
-    """Returns the equation for one device, in which halos replace the padding."""
     params = dict(equation.params)
     padding = list(params["padding"])
     if equation.primitive.name == CONVOLUTION:
@@ -190,7 +189,7 @@ def _with_halo(
     """Extends a device's part of the input by the halos that its windows read.
 
     If parts of operand and result start at the same windows, all devices read from the
-    same offset; otherwise each has its own.
+    same offset; otherwise each device has its own offset.
     """
     if window.spread > 1:
         return x
@@ -221,8 +220,9 @@ def _strip(
 ) -> Any:
     """Returns ``reach`` elements that a device reads beyond one side of its part.
 
-    A neighbour has the first ``halo`` of them. Only the first device before its part,
-    or the last after it, reads more. ``up`` means from the previous device.
+    A neighbour has the first ``halo`` of them. More are read only at the ends: by the
+    first device before its part, or by the last device after it. With ``up``, the
+    elements come from the previous device.
     """
     start = x.shape[dim] - halo if up else 0
     strip = jax.lax.slice_in_dim(x, start, start + halo, axis=dim)

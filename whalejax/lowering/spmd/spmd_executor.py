@@ -1,9 +1,10 @@
 """The ``spmd`` executor: one program for all devices, with sharding constraints.
 
-It builds the pure step function of a plan without stages: a scan over micro-batches,
-gradients summed and divided by the summed weights, and a sharded optimizer step. All
-axes are automatic, so statistics over the batch (batch normalisation, valid-token
-means, auxiliary losses) equal those of the full micro-batch on one device.
+It builds the pure step function of a plan without stages. The step scans over
+micro-batches, divides the summed gradients by the summed weights, and runs a sharded
+optimizer. The compiler shards all axes. So statistics over the batch (batch
+normalisation, valid-token means, auxiliary losses) equal those of the full micro-batch
+on one device.
 
 The module is long because the step, its evaluation and the update share the same few
 functions.
@@ -59,9 +60,9 @@ class Sums:
         weight: Sum of the losses' weights.
         metrics: Sum of each metric.
         gradients: Sum of the gradients of the totals, in flat order.
-        batch_gradients: Gradients of the totals by the adapter's
-            ``batch_gradients``, one row for each sample.
-        means: Whether ``gradients`` are already those of the mean loss.
+        batch_gradients: Gradients of the totals by the batch leaves that the adapter's
+            ``batch_gradients`` names, with a row for each sample.
+        means: Whether ``gradients`` are already gradients of the mean loss.
     """
 
     total: Any
@@ -107,7 +108,7 @@ class Program:
         specs: Sequence[Spec],
         away: Collection[int] = (),
     ) -> list[Any]:
-        """Constrains flat leaves to specs, except the offloaded leaves ``away``."""
+        """Constrains flat leaves to specs, except offloaded leaves."""
         return [
             x
             if i in away
@@ -127,11 +128,12 @@ class Program:
         """Runs the traced loss of one micro-batch under the plan's constraints.
 
         Args:
-            params, batch: Flat leaves.
+            params: Flat trained parameters.
             rest: Non-trainable state.
+            batch: Flat leaves of the micro-batch.
             rng: Random key, or None if the loss takes none.
-            part: Replacement of the layers' scan, if only some layers run.
-            here: Equations to run, if only some run.
+            part: Replacement of the scan over layers; default: all layers run.
+            here: Equations that run; default: all run.
 
         Returns:
             Total, and (weight, metrics, new non-trainable state).
@@ -156,7 +158,8 @@ class Program:
         """Returns the offloaded state that is updated in chunks, with its specs.
 
         Raises:
-            PlanError: The optimizer is not the plan's, and needs state in full.
+            PlanError: The optimizer is not the plan's, and reads offloaded state in
+                full.
         """
         leaves = self.plan.trained
         away = [i for i, leaf in enumerate(leaves) if leaf.hosted]
@@ -168,8 +171,8 @@ class Program:
         if whole:
             raise PlanError(
                 f"the plan keeps {len(whole)} parameters in host memory, such as "
-                f"{leaves[whole[0]].path}, of which this optimizer needs the whole at "
-                "once. Compile with the optimizer that the plan was made for, or plan "
+                f"{leaves[whole[0]].path}, but this optimizer reads each of them in "
+                "full at once. Compile with the optimizer of the plan, or plan "
                 "with this one"
             )
         tree = jax.eval_shape(self.optimizer.init, self.adapter.params)
@@ -179,7 +182,7 @@ class Program:
             raise PlanError(
                 "the plan keeps the optimizer's state in host memory, and this one "
                 "does not update its state element by element. Compile with the "
-                "optimizer that the plan was made for, or plan with this one"
+                "optimizer of the plan, or plan with this one"
             )
         return [replace(f, spec=leaves[f.fresh].optimizer_spec) for f in result]
 
@@ -190,14 +193,14 @@ def micro_batches(
     """Divides a global batch into micro-batches along a new leading dimension.
 
     Args:
-        program: Loss, optimizer and plan that will run.
+        program: Loss, optimizer and plan to run.
         batch: Flat leaves of the global batch.
-        but: Numbers of leaves that are not divided.
+        but: Numbers of leaves that are not divided; default: none.
 
     Returns:
-        The divided leaves, and a function from one part of each to the flat
-        micro-batch. Leaves without a batch dimension are those of the flat batch, or of
-        another one if it is the second argument.
+        The divided leaves, and a function from one micro-batch of each to all flat
+        leaves. Undivided leaves are taken from ``batch``, or from the function's second
+        argument.
     """
     rows = MicroBatchRows.of(program.plan)
     known = enumerate(program.batch_axes)
@@ -229,13 +232,14 @@ def gradients_of(
 
     Args:
         program: Loss, optimizer and plan to run.
-        params, batch: Flat leaves.
+        params: Flat trained parameters.
         rest: Non-trainable state, in the adapter's structure.
+        batch: Flat leaves of the global batch.
         rng: Random key of the run, or None if the loss takes none.
         step: Number of the step, folded into keys with the micro-batch's index.
         scale: Factor of the loss before differentiation, by which gradients are
-            divided; or None.
-        first: Number of the first micro-batch, an offset for keys.
+            divided; default: none.
+        first: Number of the first micro-batch, an offset for keys; default 0.
     """
     one = differentiator(program, params, rest, rng, step, scale, first)
     count = program.plan.num_micro_batches
@@ -257,18 +261,23 @@ def differentiator(
     """Returns a function that runs a micro-batch forward and backward.
 
     Args:
-        program, params, rng, step, scale, first: Arguments of ``gradients_of``,
-            unchanged.
+        program: Loss, optimizer and plan to run.
+        params: Flat trained parameters.
         rest: Non-trainable state before the step; only its keys are read.
+        rng: Random key of the run, or None if the loss takes none.
+        step: Number of the step, folded into keys with the micro-batch's index.
+        scale: Factor of the loss before differentiation, by which gradients are
+            divided; default: none.
+        first: Number of the first micro-batch, an offset for keys; default 0.
 
     Returns:
         Function from the non-trainable state, the flat micro-batch and its index to
-        sums and the new state.
+        sums and the non-trainable state afterwards.
     """
     adapter = program.adapter
     at_step = adapter.fold_rest(rest, step)
     rng = None if rng is None else jax.random.fold_in(rng, step)
-    # Gradients are reduced in the parameter's spec, then resharded. With a single
+    # Gradients are reduced in the parameter's spec, and then resharded. With a single
     # constraint, the compiler would reshard the activations instead.
     stored = [leaf.param_spec for leaf in program.plan.trained]
     specs = [leaf.gradient_spec for leaf in program.plan.trained]
@@ -317,7 +326,7 @@ def differentiator(
 
 
 def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
-    """Returns what replaces an offloaded parameter; see ``HostParameter``."""
+    """Returns the seed of an offloaded parameter: zeros; see ``HostParameter``."""
     nothing = jnp.zeros(param.shape, param.dtype)
     return jax.lax.with_sharding_constraint(nothing, named_sharding(spec, mesh))
 
@@ -330,9 +339,9 @@ def sums_of(
     gradients: tuple[Any, ...],
     number: Any,
 ) -> Sums:
-    """Returns one micro-batch's summands, in float32 or wider.
+    """Returns one micro-batch's terms of the sums, in float32 or wider.
 
-    Metrics are means over the micro-batch. If the user weights the loss, metrics have
+    Metrics are means over the micro-batch. If the user weights the loss, metrics get
     the same weights, so that the result is the mean over the full batch.
     """
     total, weight = wide(total), wide(jnp.asarray(weight))
@@ -357,8 +366,13 @@ def losses_of(
     """Returns the summed losses of the global batch, without gradients.
 
     Args:
-        program, params, rest, batch, rng, step, first: Arguments of ``gradients_of``,
-            unchanged.
+        program: Loss, optimizer and plan to run.
+        params: Flat trained parameters.
+        rest: Non-trainable state, in the adapter's structure.
+        batch: Flat leaves of the global batch.
+        rng: Random key of the run, or None if the loss takes none.
+        step: Number of the step, folded into keys with the micro-batch's index.
+        first: Number of the first micro-batch, an offset for keys; default 0.
     """
     one = evaluator(program, params, rest, rng, step, first)
     count = program.plan.num_micro_batches
@@ -388,8 +402,12 @@ def evaluator(
     """Returns a function from a micro-batch's index and flat leaves to sums.
 
     Args:
-        program, params, rest, rng, step, first: Arguments of ``gradients_of``,
-            unchanged.
+        program: Loss, optimizer and plan to run.
+        params: Flat trained parameters.
+        rest: Non-trainable state, in the adapter's structure.
+        rng: Random key of the run, or None if the loss takes none.
+        step: Number of the step, folded into keys with the micro-batch's index.
+        first: Number of the first micro-batch, an offset for keys; default 0.
     """
     adapter = program.adapter
     at_step = adapter.fold_rest(rest, step)
@@ -431,7 +449,7 @@ def _accumulate(
     moving = [i for i in range(len(leaves)) if i not in frozen]
 
     def filled(some: Sequence[Any]) -> Any:
-        """Adds frozen weights; they are not carries, which a loop may copy."""
+        """Adds frozen weights, which are no carries, as a loop may copy carries."""
         given = iter(some)
         pairs = enumerate(leaves)
         return tree.unflatten([x if i in frozen else next(given) for i, x in pairs])
@@ -452,8 +470,8 @@ def _accumulate(
 class _ReadLeaves:
     """Batch leaves whose gradients a step returns, in a loop over micro-batches.
 
-    The loop reads and writes micro-batches where they are in the global arrays, which
-    may be large.
+    The loop reads and writes micro-batches inside the global arrays, which may be too
+    large to copy.
     """
 
     def __init__(self, program: Program, batch: Sequence[Any]) -> None:
@@ -464,7 +482,7 @@ class _ReadLeaves:
         self._specs = [program.plan.batch[place].spec for place in self.wanted]
 
     def part(self, leaves: list[Any], index: Any) -> list[Any]:
-        """Returns the leaves of a micro-batch, with its parts of these."""
+        """Returns the leaves of a micro-batch, including its parts of these leaves."""
         pairs = zip(self.wanted, self._axes, strict=True)
         parts = [self._rows.take(self._batch[n], axis, index) for n, axis in pairs]
         parts = self._program.constrain(parts, self._specs)
@@ -473,7 +491,7 @@ class _ReadLeaves:
         return leaves
 
     def zeros(self, parts: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns zero gradients of the global batch, from those of a micro-batch."""
+        """Returns zero gradients of the global batch, like those of a micro-batch."""
         pairs = zip(self.wanted, parts, strict=True)
         zeros = [jnp.zeros(self._batch[n].shape, part.dtype) for n, part in pairs]
         return tuple(self._program.constrain(zeros, self._specs))
@@ -490,12 +508,12 @@ class _ReadLeaves:
 
 
 def unstacked(program: Program, stacked: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns gradients of batch leaves of the global batch.
+    """Returns gradients by leaves of the global batch.
 
     Args:
         program: Loss, optimizer and plan to run.
-        stacked: Gradients of every micro-batch along a leading dimension, by the
-            adapter's ``batch_gradients``.
+        stacked: Gradients of every micro-batch along a leading dimension, by the batch
+            leaves that the adapter's ``batch_gradients`` names.
     """
     rows, wanted = MicroBatchRows.of(program.plan), program.adapter.batch_gradients
     specs = [program.plan.batch[place].spec for place in wanted]
@@ -521,7 +539,7 @@ def update(
         state: Optimizer state.
         gradients: Flat gradients of the mean loss.
         loss: Mean loss, for optimizers that read it.
-        applies: Boolean scalar: False changes nothing; None means True.
+        applies: Boolean scalar; with False the step changes nothing. Default: True.
 
     Returns:
         New parameters, as stored, and new optimizer state.
@@ -562,9 +580,9 @@ def stepping(
 
     Args:
         optimizer: Optimizer of the step.
-        structure, state_tree: Tree structures of the parameters and of the optimizer's
-            state.
-        skips: Whether the last value may disable the step.
+        structure: Tree structure of the parameters.
+        state_tree: Tree structure of the optimizer's state.
+        skips: Whether a step has no effect if the last value is False.
 
     Returns:
         Function from parameters, gradients, state, the loss and a boolean to parameters
@@ -598,21 +616,23 @@ def followers(
     small: bool = False,
     program: UpdateProgram | None = None,
 ) -> list[Follower]:
-    """Returns parameters to update in chunks, as they or their state are offloaded.
+    """Returns the parameters that are updated in chunks.
 
-    Parameter and state have elementwise updates. Those not in ``params`` are matrices,
-    unless ``small``.
+    They or their state are offloaded, and both have elementwise updates. If the state
+    alone is offloaded, they are matrices, unless ``small``.
 
     Args:
         optimizer: Optimizer of the model.
         adapter: Adapter of the model, with abstract parameters.
-        state: Whether the optimizer state of all of them is offloaded.
+        state: Whether the optimizer state of all parameters is offloaded.
         params: Numbers of the offloaded parameters.
-        small: Whether to include the state of parameters that are not matrices.
-        program: Result of ``update_program``, if known.
+        small: Whether to include the state of parameters that are not matrices; default
+            False.
+        program: Result of ``update_program``; traced by default.
 
     Returns:
-        Parameters with their state, as numbers of values of ``stepping``; no specs.
+        Parameters with their state, as numbers of the values of ``stepping``, without
+        specs.
     """
     program = program or update_program(optimizer, adapter)
     shapes = [x.shape for x in jax.tree.leaves(adapter.params)]
@@ -639,7 +659,7 @@ def followers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateProgram:
-    """An optimizer's step, traced.
+    """The traced step of an optimizer.
 
     Attributes:
         state: Abstract state of the optimizer.

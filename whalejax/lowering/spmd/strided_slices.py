@@ -1,9 +1,9 @@
 """Strided slices of sharded dimensions.
 
 The gradient of such a slice is an interior padding, for which XLA's partitioner makes
-arrays of a wrong length: the compiler rejects its own program. If the stride divides
-the dimension, the slice is a column of a reshaped matrix, whose gradient needs no
-interior padding.
+arrays of a wrong length, so the compiler rejects its own program. If the stride divides
+the dimension, the slice is a column of a reshaped matrix. The gradient of the column
+needs no interior padding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def strided(equation: Any, value: Any) -> Any:
 
 
 def _columns(size: int, start: int, limit: int, stride: int) -> tuple[int, int] | None:
-    """Returns the column that a slice takes, and its number of elements; or None."""
     if stride == 1 or size % stride or start >= stride:
         return None
     return start, len(range(start, limit, stride))

@@ -1,8 +1,7 @@
 """Reorders a sharded sequence to balance causal attention, and back.
 
-The module is separate from the ring because further inputs of the scores are reordered
-too, and it does not depend on attention. The planner's ``blocked_attention`` defines
-the order.
+Inputs of the scores besides queries and keys are reordered too, so this does not depend
+on attention. The planner's ``blocked_attention`` defines the order.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ def dealt_out(
     """Reorders one device's part of a sequence to zig-zag order, or back.
 
     Args:
-        x: Part of the device, with two consecutive halves.
+        x: Part of the device, with two halves that are consecutive in their order.
         dim: Dimension of the sequence.
         axes: Mesh axes that shard the sequence.
         size: Number of devices along the axes.
-        back: Whether ``x`` is in zig-zag order.
+        back: Whether ``x`` is in zig-zag order; default False.
     """
     axes = tuple(axes)
     low, high = jnp.split(x, 2, axis=dim)
@@ -48,5 +47,4 @@ def dealt_out(
 
 
 def _holder(part: int, size: int) -> int:
-    """Returns the device of a part in zig-zag order."""
     return min(part, 2 * size - 1 - part)

@@ -1,1 +1,1 @@
-"""Executors for replicas with uneven shares of micro-batches."""
+"""Executors for replicas with unequal shares of micro-batches."""

@@ -1,8 +1,8 @@
 """Copies the first replica's initial state to all replicas.
 
-On different kinds of devices the same program gives results that differ in the last
-bits, so replicas that initialise separately would never be equal. So the gradient
-exchange adds the first replica's state to the others' zeros, which changes no bit.
+On different kinds of devices, the last bits of a program's results differ. So replicas
+that initialise separately would never be equal. The gradient exchange adds the first
+replica's state to the zeros of the others, which changes no bit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from whalejax.lowering.uneven.flat_all_reduce import Buffers, Exchange
 
 
 MOST_BYTES: Final = 2**28
-"""Most bytes of one exchange, unless one array is larger; they are needed in addition
+"""Most bytes of one exchange, unless one array is larger. They are needed in addition
 to the state."""
 
 
 def several_kinds(mesh: Mesh) -> bool:
-    """Whether the devices of all processes are of several kinds."""
+    """Returns whether the devices of all processes are of several kinds."""
     return len({device.device_kind for device in mesh.devices.flat}) > 1
 
 
@@ -39,7 +39,8 @@ def as_first(
     """Returns states with the values of replica 0.
 
     Args:
-        copies: State of each replica that has devices here, equal except for values.
+        copies: State of each replica that has devices in this process, equal except for
+            values.
         places: Shardings of each state.
         mesh: Mesh of all devices, replicas along its first axis.
         replicas: Mesh of each replica.
@@ -108,6 +109,5 @@ def _bundle_as_first(
 
 
 def _as_addable(leaf: Any) -> Any:
-    """Converts keys and booleans to numbers that can be summed."""
     raw = unwrapped(leaf)
     return raw.astype(jnp.uint8) if raw.dtype == jnp.bool_ else raw

@@ -1,7 +1,7 @@
 """One replica of a run with remote replicas: its contributions, and the update.
 
-The programs are those of replicas with shares, which do not depend on the number of
-micro-batches. Each micro-batch starts from the state before the step and returns one
+Its programs are those of replicas with shares, which do not depend on the number of
+micro-batches. Each micro-batch starts from the state before the step, and returns one
 flat buffer for each dtype. The caller sums the buffers.
 """
 
@@ -31,8 +31,8 @@ class ContributingReplica:
 
     Attributes:
         count: Number of micro-batches of a step.
-        squares: Squared norms of the mean gradients of the micro-batches of this step
-            that ran here, by number; empty unless they are measured.
+        squares: Squared norm of the mean gradient of each micro-batch of this step that
+            ran in this process, by number; empty unless it is measured.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ContributingReplica:
         """Returns the squared norm of the mean gradient of a step.
 
         Args:
-            buffers: Sum of all micro-batches.
+            buffers: Sum of the contributions of all micro-batches.
         """
         return float(self._total_square(list(buffers)))
 
@@ -126,7 +126,7 @@ class ContributingReplica:
 
         Args:
             state: State after the previous step; its buffers are donated.
-            buffers: Sum of all micro-batches.
+            buffers: Sum of the contributions of all micro-batches.
         """
         runner = self._runner
         seen = runner._local_view(state, 0)

@@ -1,8 +1,8 @@
 """The all-reduce of replicas: one flat buffer for each dtype, in a fixed order.
 
-Replicas compile separate programs, perhaps for different devices, whose collectives may
-be in different orders. So they communicate only in one program, which contains an
-all-reduce (or all-gather) of each buffer and nothing else.
+Replicas compile separate programs, perhaps for different devices, and the order of
+collectives may differ between them. So they communicate in one program alone, which
+contains an all-reduce (or all-gather) of each buffer and nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def on_shards(
     Args:
         mesh: Mesh of the devices.
         local: Function from a sequence of shards to another.
-        given, found: Shardings of the function's inputs and outputs.
+        given: Shardings of the inputs.
+        found: Shardings of the outputs.
     """
     return jax.shard_map(
         local,
@@ -52,7 +53,7 @@ def on_shards(
 class Buffers:
     """Packs a replica's arrays into one buffer for each dtype, and back.
 
-    Every device packs its own shards. The methods are traced by their callers.
+    Every device packs its own shards. Callers trace ``pack`` and ``unpack``.
 
     Attributes:
         avals: Shape and dtype of each buffer over all devices of the replica.
@@ -119,8 +120,8 @@ class Exchange:
     """Sums or gathers the buffers of all replicas, with equal results on each.
 
     Attributes:
-        program: Compiled program over all devices; None if a process has devices of
-            several kinds, which cannot share a program.
+        program: Compiled program over all devices. It is None if a process has devices
+            of several kinds, which cannot share a program.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Exchange:
             replicas: Mesh of each replica, whose first axis has size 1.
             avals: Shapes and dtypes of a replica's buffers.
             gathers: Whether to concatenate the buffers of all replicas in order,
-                instead of summing them.
+                instead of summing them; default False.
         """
         self._gathers = gathers
         self._mesh = mesh
@@ -171,10 +172,10 @@ class Exchange:
         ]
 
     def add(self, buffers: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-        """Returns the combined buffers on each replica that has devices here.
+        """Returns the combined buffers on each replica with devices in this process.
 
         Args:
-            buffers: Buffers of each replica that has devices here; they are donated.
+            buffers: Buffers of each such replica; they are donated.
         """
         if self.program is None:
             return self._copy_buffers(buffers)
@@ -203,7 +204,6 @@ class Exchange:
     def _copy_buffers(
         self, buffers: Mapping[int, Sequence[Any]]
     ) -> dict[int, list[Any]]:
-        """Combines buffers on the first replica; all replicas are in this process."""
         places = {
             replica: NamedSharding(self._replicas[replica], self._every.spec)
             for replica in buffers

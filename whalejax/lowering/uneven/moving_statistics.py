@@ -2,8 +2,8 @@
 
 A moving average is ``r -> a r + c``, with the same ``a`` in every micro-batch and a
 ``c`` that depends on its samples. For such leaves the result of consecutive
-micro-batches is a sum: each replica contributes the additions of its own micro-batches,
-times ``a`` for every later micro-batch.
+micro-batches is a sum. Each replica contributes the terms of its own micro-batches,
+multiplied by ``a`` for every later micro-batch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ class StatisticsReduction:
     """Reduces non-trainable leaves over replicas.
 
     Moving averages get the value that all micro-batches in sequence would give. Other
-    statistics are averaged, weighted by the micro-batches of each replica. Increments
-    of integers are summed.
-
+    statistics are averaged, weighted by the number of micro-batches of each replica.
+    Increments of integers are summed.
     Attributes:
         slopes: Slopes of moving averages, by the number of the leaf.
         counters: Increments of counters in a micro-batch, by the number of the leaf.
@@ -44,9 +43,9 @@ class StatisticsReduction:
     steady: tuple[int, ...] = ()
 
     def is_own(self, number: int, leaf: Any) -> bool:
-        """Whether every replica knows a leaf after the step without communication.
+        """Returns whether every replica can compute a leaf without communication.
 
-        These are keys, counters, frozen weights, and ``steady`` leaves.
+        This holds for keys, counters, frozen weights, and ``steady`` leaves.
         """
         known = number in self.frozen or number in self.steady
         return is_key(leaf) or number in self.counters or known
@@ -58,7 +57,8 @@ class StatisticsReduction:
 
         Args:
             number: Number of the leaf.
-            old, new: Leaf before and after the replica's micro-batches.
+            old: Leaf before the replica's micro-batches.
+            new: Leaf after the replica's micro-batches.
             ran: Number of micro-batches of this replica.
             later: Number of micro-batches that other replicas run after these.
         """
@@ -96,7 +96,7 @@ def slopes(captured: Captured) -> dict[int, np.ndarray]:
     Leaves that change in another way are omitted.
 
     Args:
-        captured: Captured loss.
+        captured: Traced loss.
     """
     first = len(captured.adapter.param_paths)
     rest = jax.tree.leaves(captured.adapter.rest)
@@ -148,7 +148,6 @@ def _alone(
     kept: Sequence[int],
     numbers: Sequence[int],
 ) -> dict[int, np.ndarray]:
-    """Returns the slopes of leaves with elementwise changes."""
     rng = np.random.default_rng(0)
     ones = [np.ones(a.shape, a.dtype) for a in along]
     other = [rng.uniform(0.5, 2.0, a.shape).astype(a.dtype) for a in along]

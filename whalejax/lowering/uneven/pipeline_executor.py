@@ -1,8 +1,8 @@
-"""The executor for parallel pipelines with uneven shares of micro-batches.
+"""The executor for parallel pipelines with unequal shares of micro-batches.
 
 Every replica is a separate pipeline of stage programs, divided for its devices. It runs
-the micro-batches of its share by its own schedule. Then all sum their gradients, stage
-by stage, and each updates its copy of the model.
+the micro-batches of its share by its own schedule. Then all replicas sum their
+gradients, stage by stage, and each updates its copy of the model.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ MicroBatches = Mapping[int, Sequence[Any]]
 
 
 class UnevenPipelinesExecutor(AdaptiveSharesRunner):
-    """Runs a plan of parallel pipelines; see ``runner.Runner``.
+    """Runs a plan of parallel pipelines; its methods are those of ``runner.Runner``.
 
     Attributes:
         pipelines: Executor of each pipeline.
         program: Loss, optimizer and plan of the model on the first replica's devices.
-        mesh: Mesh of all devices, by stage, the first pipeline's first.
+        mesh: Mesh of all devices by stage, with the stages of the first pipeline first.
     """
 
     def __init__(
@@ -80,12 +80,16 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         *,
         home: UnevenPipelinesExecutor | None = None,
     ) -> None:
-        """Traces the pipelines for their shapes; compiles nothing.
+        """Traces the pipelines for their shapes, and compiles nothing.
 
         Args:
-            plan, captured, optimizer, devices, batch_axes, origin: Arguments of every
-                runner.
-            home: Executor of the same plan whose states are evaluated, or None.
+            plan: Plan to run.
+            captured: Traced loss.
+            optimizer: Optimizer of the model.
+            devices: Devices of the plan, in node order.
+            batch_axes: Batch dimension of each flat batch leaf, or None.
+            origin: Identity of the step.
+            home: Executor of the same plan whose states are evaluated; default None.
         """
         each = len(devices) // len(plan.pipelines)
         self.pipelines: list[StageProgramsExecutor] = []
@@ -122,7 +126,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         return state
 
     def _as_first(self, copies: Mapping[int, TrainState]) -> dict[int, TrainState]:
-        """Returns states with the first pipeline's values, for leaves on stages."""
         owners = [jax.tree.leaves(pipeline.stages) for pipeline in self.pipelines]
         leaves = {r: jax.tree.leaves(copy) for r, copy in copies.items()}
         specs = [s.spec for s in jax.tree.leaves(self.shardings)]
@@ -179,7 +182,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         timed = self._start()
         runs = self._ran(seen, batch)
         gradients = {r: run.summed() for r, run in runs.items()}
-        for r in timed:  # No local name may keep gradients alive during the exchange.
+        for r in timed:  # A local name would keep gradients alive during the exchange.
             self._stopwatches[r].stop(
                 [x for x in gradients[r] if x is not ABSENT], self.shares[r]
             )
@@ -203,7 +206,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         *,
         keeps: bool = True,
     ) -> dict[int, SchedulePass]:
-        """Runs all micro-batches of the pipelines here, interleaved."""
         numbers = micro_batch_ranges(self.shares)
         runs = {
             r: SchedulePass(
@@ -242,7 +244,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         return self._orders[key]
 
     def _batch(self, replica: int, batch: MicroBatches) -> list[Any]:
-        """Returns the global batch on a pipeline; other pipelines' samples are zero."""
         numbers, axes = (
             micro_batch_ranges(self.shares)[replica],
             self.program.batch_axes,
@@ -295,7 +296,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     @property
     def _starts(self) -> tuple[int, ...]:
-        """The first stage of each pipeline, whose last backward ends its pass."""
+        """The first stage of each pipeline, which finishes the backward pass last."""
         return (0,) * len(self.pipelines)
 
     @property
@@ -304,7 +305,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _owners(self) -> list[tuple[int, ...]]:
-        """The stage that owns each input of the loss, in each pipeline."""
         count = self.pipelines[0].first_batch
         return [
             tuple(pipeline.owner(n) for pipeline in self.pipelines)
@@ -329,7 +329,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     def _reduce_across_pipelines(
         self, runs: Mapping[int, SchedulePass], gradients: Mapping[int, list[Any]]
     ) -> tuple[dict[int, Sums | None], dict[int, Any]]:
-        """Returns the reduced losses and other state; reduces gradients in place."""
+        """Reduces gradients in place; returns the reduced losses and other state."""
         losses: dict[int, Sums | None] = dict.fromkeys(runs)
         rest = {r: [*jax.tree.leaves(run.state.rest)] for r, run in runs.items()}
         for stages, group in self._groups.items():
@@ -390,7 +390,8 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     def _paces(self) -> Any:
         """Returns the measured seconds of all pipelines, on all devices here.
 
-        The processes of each pipeline's first stage report them, as they finish last.
+        The processes of each pipeline's first stage report them, as that stage finishes
+        last.
         """
         group = self._groups[self._starts]
         mine = {r: [self._largest(self._pace(r, group.rows[r]))] for r in group.here}
@@ -422,7 +423,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
             return copies[self._mine[0]]
         everywhere = {r: NamedSharding(self.pipelines[r].mesh, WHOLE) for r in copies}
         spread = {
-            # Metrics of a multi-process pipeline are on all its devices already.
+            # Metrics of a multi-process pipeline are already on all its devices.
             r: jax.device_put(told, everywhere[r])
             if everywhere[r].is_fully_addressable
             else told

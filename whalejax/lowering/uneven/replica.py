@@ -1,7 +1,7 @@
 """One replica of a model: the programs that run its micro-batches and its update.
 
 Each replica has the full model and runs full micro-batches, as many as its speed
-allows. Programs do not depend on this number, so changed shares compile nothing.
+allows. Programs do not depend on their number, so changed shares compile nothing.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ class Replica:
 
     Attributes:
         program: Program with the plan on the replica's devices.
-        begin, begin_eval: Functions that return zero sums of ``add`` and ``evaluate``.
+        begin: Function that returns zero sums for ``add``.
+        begin_eval: Function that returns zero sums for ``evaluate``.
         add: Function from sums, non-trainable state, ``inputs_of`` the state, a
             micro-batch and its number to sums and non-trainable state.
         pack: Function that returns buffers for the exchange, and a scalar that is ready
             when all buffers are. Its arguments are the sums, the non-trainable state
-            before and after, the numbers of micro-batches that ran here and that others
-            run later, and ``replica_timing.told_pace``.
+            before and after, the number of micro-batches that ran here, the number that
+            other replicas run later, and ``replica_timing.told_pace``.
         finish: Function from the state and the exchanged buffers to the next state,
             metrics and the paces of all replicas.
         evaluate: Function from sums, ``inputs_of`` the state, a micro-batch and its
             number to sums, without gradients.
-        pack_sums, report: Functions from these sums to buffers, and from the exchanged
-            buffers to metrics and their weight.
+        pack_sums: Function from the sums of ``evaluate`` to buffers.
+        report: Function from the exchanged buffers of ``pack_sums`` to metrics and
+            their weight.
     """
 
     def __init__(
@@ -62,14 +64,14 @@ class Replica:
         slopes: Mapping[int, np.ndarray],
         options: Any,
     ) -> None:
-        """Traces the replica for its shapes; compiles nothing.
+        """Traces the replica for its shapes, and compiles nothing.
 
         Args:
             program: Loss, optimizer and plan on the replica's mesh.
             state: Abstract state.
             batch: Flat abstract leaves of a micro-batch.
             replicas: Number of replicas.
-            slopes: Slopes of moving statistics; see ``moving_statistics``.
+            slopes: Slopes of moving averages; see ``moving_statistics``.
             options: XLA options of the compiler.
         """
         self.program = program
@@ -242,11 +244,11 @@ class Replica:
 def inputs_of(program: Program, state: TrainState) -> tuple[Any, ...]:
     """Returns the parts of a state that a micro-batch reads.
 
-    These are parameters, non-trainable state, key, step and loss scale.
+    They are parameters, non-trainable state, key, step and loss scale.
 
     Args:
         program: Loss, optimizer and plan to run.
-        state: State, may be abstract.
+        state: State, real or abstract.
     """
     rng = state.rng if program.adapter.takes_rng else None
     scale = None if state.loss_scale is None else state.loss_scale.scale

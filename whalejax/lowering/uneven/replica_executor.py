@@ -1,8 +1,9 @@
-"""The executor for replicas of different speeds, with uneven shares of micro-batches.
+"""The executor for replicas of different speeds, with unequal shares of micro-batches.
 
-Every replica, a row of the mesh along ``data``, runs its own programs on its own
-micro-batches and sums the results. Then all replicas sum together, and each updates its
-copy of the model. Programs do not depend on shares, so changed shares compile nothing.
+Every replica is a row of the mesh along ``data``. It runs its own programs on its own
+micro-batches, and sums their results. Then the sums of all replicas are added, and each
+replica updates its copy of the model. Programs do not depend on shares, so changed
+shares compile nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ MicroBatches = Mapping[int, Sequence[Any]]
 
 
 class UnevenReplicasExecutor(AdaptiveSharesRunner):
-    """Runs a plan with uneven shares; see ``runner.Runner``.
+    """Runs a plan with unequal shares; its methods are those of ``runner.Runner``.
 
     Attributes:
         program: Loss, optimizer and plan on all devices.
@@ -131,7 +132,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
             self._agree()
             places = {replica: self._on(replica) for replica in self._mine}
             same = as_first(copies, places, self.mesh, self._meshes)
-            # Leaves that are sharded over replicas keep their own slices.
+            # Leaves that replicas shard keep their own slices.
             copies = {
                 r: jax.tree.map(
                     lambda own, first, place: own if _cut(place) else first,
@@ -146,7 +147,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _replica_init(
         self, whole: Callable[..., TrainState], r: int
     ) -> Callable[..., Any]:
-        """Returns a function like ``whole`` that makes only a replica's state."""
         if not self._plan.zero:
             return whole
         slices = ReplicaSlices(
@@ -277,7 +277,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         )
 
     def _turns(self) -> list[tuple[int, int]]:
-        """Returns the micro-batches here, interleaved to run replicas in parallel."""
         numbers = micro_batch_ranges(self.shares)
         return [
             (r, numbers[r][turn])
@@ -370,7 +369,6 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 def _times(
     shape: tuple[int, ...], sharding: NamedSharding, times: float
 ) -> tuple[int, ...]:
-    """Multiplies the dimension that is sharded over replicas by ``times``."""
     cut = _cut(sharding)
     return tuple(
         round(size * times) if dim in cut else size for dim, size in enumerate(shape)
@@ -386,7 +384,6 @@ def _cut(sharding: NamedSharding) -> list[int]:
 
 
 def _rows(mesh: Mesh) -> list[Mesh]:
-    """Returns the mesh of each replica, with size 1 along ``data``."""
     assert mesh.axis_names[0] == DATA
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     return [

@@ -1,8 +1,8 @@
 """Times the replicas of a step and applies the shares that ``measured_shares`` chooses.
 
-Every process gets the same measurements and computes the same shares, so that a step
-needs no further communication about them. Shares may also be set by hand, equally in
-all processes. With their measurements, replicas send a checksum of their shares.
+Every process gets the same measurements and computes the same shares, so shares need no
+further communication. Shares may also be set by hand, equally in all processes. With
+their measurements, replicas send a checksum of their shares.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from whalejax.planner.search.uneven_replicas import most_shares
 
 
 _TOLD: Final = 3
-"""Count of the numbers that a replica sends: its pace, a checksum of its shares, and
-the difference to ``_MARKS``. So the maximum over its processes shows whether they
-agree."""
+"""Number of values that a replica sends: its pace, a checksum of its shares, and
+``_MARKS`` minus the checksum. If the processes of a replica disagree, one of both has a
+maximum over the processes that is too large."""
 
 _MARKS: Final = 2**24
-"""Whole numbers up to this are exact in float32."""
+"""Whole numbers up to this one are exact in float32."""
 
 
 class AdaptiveSharesRunner(StepRunner):
-    """A runner whose shares follow measured times; see ``StepRunner``.
+    """A step runner whose shares follow measured times.
 
     Attributes:
         rebalances: Whether shares follow the measured times of replicas.
@@ -78,7 +78,7 @@ class AdaptiveSharesRunner(StepRunner):
         return self._balance.seconds
 
     def layout(self, structure: Any) -> PortionLayout:
-        """Returns the layout of this process's batches: its own micro-batches.
+        """Returns the layout of this process's batches, which are its micro-batches.
 
         Args:
             structure: Tree of a batch.
@@ -98,7 +98,7 @@ class AdaptiveSharesRunner(StepRunner):
 
     def _start(self) -> list[int]:
         timed = [r for r in self._mine if self.shares[r] and r in self._begins]
-        for r in timed:  # Issuing takes time, while programs already run.
+        for r in timed:  # Programs run while others are still being issued.
             self._stopwatches[r].start(self._begins[r])
         return timed
 
@@ -107,11 +107,10 @@ class AdaptiveSharesRunner(StepRunner):
         return told_pace(seconds, self.shares, replica, row)
 
     def _settle(self, paces: Any) -> None:
-        """Sets the next step's shares from measured paces; refuses different shares."""
         told, self._told = self._told, (paces, self.shares)
         if told is None:
             return
-        # All shards are equal, so the first local one is read.
+        # All shards are equal, so any local one can be read.
         paces, shares = told
         said = np.asarray(paces.addressable_shards[0].data).reshape(_TOLD, -1)
         _check_marks(said[1:], shares)
@@ -120,7 +119,7 @@ class AdaptiveSharesRunner(StepRunner):
 
 
 def _mark_of(shares: Sequence[int]) -> int:
-    """Returns a checksum of shares; collisions are one in sixteen million."""
+    """Returns a checksum of shares, equal for others in one of 16 million cases."""
     return zlib.crc32(repr(tuple(shares)).encode()) % _MARKS
 
 
@@ -130,11 +129,11 @@ def _check_marks(said: np.ndarray, shares: Sequence[int]) -> None:
     if others:
         which = ", ".join(map(str, others))
         raise PlanError(
-            f"replica{'s' * (len(others) > 1)} {which} ran by other shares than "
+            f"replica{'s' * (len(others) > 1)} {which} ran with other shares than "
             f"{list(shares)}, those of process {jax.process_index()}: step.shares was "
-            "set in some processes and not in others, so that samples were left out "
-            "or counted twice. Go back to a checkpoint, and set the same shares in all "
-            "processes before the same step"
+            "set in some processes only, so samples were left out or counted twice. "
+            "Return to a checkpoint, and set the same shares in all processes before "
+            "the same step"
         )
 
 
@@ -146,17 +145,17 @@ def told_size(replicas: int) -> int:
 def told_pace(seconds: float, shares: Sequence[int], replica: int, row: Mesh) -> Any:
     """Packs the measured pace of this process for the other replicas.
 
-    Several processes of a replica measure different values; the maximum of each column
-    counts.
+    Several processes of a replica measure different values. The maximum of each column
+    over them is used.
 
     Args:
         seconds: Measured seconds of a micro-batch; 0 if this process measured none.
         shares: Current number of micro-batches of every replica.
         replica: Number of the replica.
-        row: Mesh of the devices that send it.
+        row: Mesh of the devices that send the pace.
 
     Returns:
-        ``[devices, told_size(replicas)]``, a row on each device.
+        ``[devices, told_size(replicas)]``, with a row on each device.
     """
     mark = _mark_of(shares)
     mine = np.zeros((_TOLD, len(shares)), np.float32)

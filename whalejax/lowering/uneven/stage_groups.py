@@ -1,9 +1,9 @@
 """Sums gradients of parallel pipelines, stage by stage.
 
-Each pipeline is divided for its devices, so a parameter may be on a different stage in
-each. Parameters with the same stages in all pipelines form a group, and are exchanged
-together. All processes run the groups in the same order, and each takes part if it has
-devices.
+Each pipeline is divided for its devices, so the stage of a parameter may differ between
+pipelines. Parameters with the same stages in all pipelines form a group, and are
+exchanged together. All processes run the groups in the same order. A process takes part
+if it has devices of a group.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class StageGroup:
         """Returns the sums of arrays over all pipelines, on each stage that is here.
 
         Args:
-            arrays: Arrays of each pipeline that is here, on the stage's devices. The
-                lists are emptied, so that packed arrays are not stored twice.
+            arrays: Arrays of each pipeline with devices in this process, on the devices
+                of the stage. The lists are emptied, so packed arrays are not stored
+                twice.
             specs: Specs of the arrays.
         """
         if not arrays:
@@ -98,7 +99,9 @@ class StageGroup:
         """Returns arrays with the values of the first pipeline.
 
         Args:
-            arrays, specs: Arguments of ``add``, unchanged.
+            arrays: Arrays of each pipeline with devices in this process, on the devices
+                of the stage.
+            specs: Specs of the arrays.
         """
         if not arrays:
             return {}
@@ -151,7 +154,6 @@ class _Added:
         self._exchange = Exchange(mesh, rows, buffers[here[0]].avals)
 
     def run(self, arrays: Mapping[int, list[Any]]) -> dict[int, list[Any]]:
-        """Returns the sums; the lists are emptied."""
         packed = {}
         for r, several in arrays.items():
             packed[r] = self._pack[r](several)

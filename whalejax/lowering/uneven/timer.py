@@ -1,4 +1,4 @@
-"""Measures a replica's seconds while its programs run, without waiting for it."""
+"""Measures the seconds of a replica's programs, without delaying the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stopwatch:
     continues.
 
     Attributes:
-        seconds: Seconds of a micro-batch at the last measurement; 0 if there was none.
+        seconds: Seconds of a micro-batch at the last measurement; 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Stopwatch:
         """Starts a measurement, before micro-batches are issued.
 
         Args:
-            before: Array that is ready when they can start.
+            before: Array that is ready when the micro-batches can start.
         """
         if self._thread is None:
             self._thread = threading.Thread(
@@ -42,7 +42,8 @@ class Stopwatch:
         """Ends a measurement, after a group of micro-batches was issued.
 
         Args:
-            after: Arrays that are ready when they are done; they are not donated.
+            after: Arrays that are ready when the micro-batches are done; they are not
+                donated.
             count: Number of micro-batches, 1 or more.
         """
         self._queue.put((after, count))
@@ -57,7 +58,7 @@ class Stopwatch:
                 started = None  # The step itself reports the error.
                 continue
             finally:
-                del array  # Releases the array before the next step starts.
+                del array  # Otherwise the array would live in the next step.
             now = time.perf_counter()
             if not count:
                 started = now

@@ -1,9 +1,9 @@
 """ZeRO-1 over replicas: each stores and updates a slice of the optimizer's state.
 
-After the gradient reduction each replica has all gradients, and computes values of all
-of them, such as their norm. The elementwise part of the update runs on the replica's
-own slices. Then the replicas gather the parameters. So every number comes from one
-replica, and copies cannot diverge on different devices.
+After the gradient reduction, each replica has all gradients, and computes values of all
+of them, such as their norm. The elementwise part of the update runs on the slices of
+the replica. Then the replicas gather the parameters. So every number comes from one
+replica, and copies on different devices cannot diverge.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ReplicaSlices:
 
     Attributes:
         dims: Dimension in which each parameter's state is sliced, by number.
-        owners: Parameter that each leaf of the optimizer's state follows.
+        owners: Number of the parameter that each leaf of the optimizer's state follows.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class ReplicaSlices:
         self._followers = [self._follower(number) for number in self.dims]
 
     def _follower(self, number: int) -> Follower:
-        """Returns a parameter with its state, as numbers of values of ``stepping``."""
         leaves = self.program.plan.trained
         count = len(leaves)
         places = [i for i, owner in enumerate(self.owners) if owner == number]
@@ -143,13 +142,14 @@ class ReplicaSlices:
         loss: Any,
         applies: Any = None,
     ) -> tuple[list[Any], Any]:
-        """Runs the optimizer's step on own slices; see ``spmd_executor.update``.
+        """Runs the optimizer's step on the slices of this replica.
 
         Returns:
-            New parameters and state: slices, except of parameters that are not sliced.
+            Parameters and state after the step. They are slices, except for parameters
+            that are not sliced.
 
         Raises:
-            PlanError: The optimizer needs more of the state than the replica's slices.
+            PlanError: The optimizer reads more of the state than the replica's slices.
         """
         structure: Any = jax.tree.structure(program.adapter.params)
         tree: Any = jax.tree.structure(state)
@@ -161,9 +161,9 @@ class ReplicaSlices:
         if whole:
             raise PlanError(
                 f"the plan cuts the optimizer's state of {len(whole)} parameters into "
-                f"slices, such as {program.plan.trained[min(whole)].path}, of which "
-                "this optimizer needs the whole at once. Compile with the optimizer "
-                "that the plan was made for, or plan with this one"
+                f"slices, such as {program.plan.trained[min(whole)].path}, but this "
+                "optimizer reads each of them in full at once. Compile with the "
+                "optimizer of the plan, or plan with this one"
             )
         values = [*params, *gradients, *jax.tree.leaves(state), *others]
         results = _SlicedUpdateRun(self, parts, values).outputs()
@@ -172,7 +172,7 @@ class ReplicaSlices:
 
 
 class _SlicedUpdateRun(UpdateRun):
-    """Runs an update: the equations outside the loops, then this replica's slices."""
+    """Runs the equations of an update outside the loops, then this replica's slices."""
 
     def __init__(
         self, slices: ReplicaSlices, parts: UpdateParts, values: Sequence[Any]
@@ -203,7 +203,7 @@ class _SlicedUpdateRun(UpdateRun):
             mesh=self.mesh,
             in_specs=(spec, spec, PartitionSpec()),
             out_specs=[spec] * len(outs),
-            check_vma=False,  # Equations are bound as traced.
+            check_vma=False,  # Equations run as they were traced.
         )
         results = mapped(
             *(
@@ -216,13 +216,13 @@ class _SlicedUpdateRun(UpdateRun):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredPiece:
-    """Slice of an array that each replica sends when all gather it.
+    """Slice of an array that each replica sends when all gather the array.
 
     Attributes:
         shard: Shape of a device's part of the full array.
         spec: Spec of the array on a replica.
-        dim: Dimension of the replicas' slices; None if all have the full array; then
-            each sends an equal chunk.
+        dim: Dimension of the replicas' slices. None if all replicas have the full
+            array, of which each sends an equal chunk.
     """
 
     shard: tuple[int, ...]
@@ -350,7 +350,7 @@ class OwningReplica(Replica):
         slopes: Mapping[int, Any],
         options: Any,
     ) -> None:
-        """Traces the replica for its shapes; compiles nothing; see ``Replica``."""
+        """Traces the replica for its shapes, and compiles nothing."""
         super().__init__(
             program, state, batch, replicas=replicas, slopes=slopes, options=options
         )
@@ -391,7 +391,6 @@ class OwningReplica(Replica):
         )
 
     def _told_of(self, state: TrainState) -> list[Any]:
-        """Returns the arrays of a state that replicas gather to keep them equal."""
         kept, rest = jax.tree.leaves(state.opt_state), jax.tree.leaves(state.rest)
         return [
             *jax.tree.leaves(state.params),
@@ -460,5 +459,4 @@ class OwningReplica(Replica):
 
 
 def _drifts(leaf: Any) -> bool:
-    """Whether a leaf's last bits may differ between kinds of devices."""
     return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
