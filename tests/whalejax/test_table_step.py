@@ -333,7 +333,7 @@ def test_a_state_is_consumed_and_evaluation_keeps_it() -> None:
     value = float(step.eval(state, batch)["loss"])
     new, metrics = step(state, batch)
     assert float(metrics["loss"]) == value and int(new.step) == 1
-    with pytest.raises(wh.WhaleError, match="was consumed by a step"):
+    with pytest.raises(wh.WhaleError, match="was donated to a step"):
         step(state, batch)
 
 

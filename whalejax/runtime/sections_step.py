@@ -613,7 +613,7 @@ def _on_cpu(program: Any, arrays: list[Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 _CONSUMED = (
-    "this state was donated to a step, or to another state that was begun since. Go "
+    "this state was donated to a step, or another state was begun since. Go "
     "on with the state that the step returned"
 )
 

@@ -178,7 +178,7 @@ def test_a_checkpoint_goes_from_processes_to_devices_and_back(tmp_path: Path) ->
         one.save(tmp_path / "five", other)
         again = step.restore(tmp_path / "five")
         check_same_rows(step, again, one, other)
-        with pytest.raises(wh.WhaleError, match="was consumed"):
+        with pytest.raises(wh.WhaleError, match="was donated"):
             step(state, make_batch(4, np.float32))
         # By no file.
         moved = step.adopt(other, one)
